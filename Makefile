@@ -1,0 +1,46 @@
+# `make help` lists the targets. ARGS goes to the command of the target: make test ARGS="-k placement -x"
+# PYTHON picks the interpreter for a new .venv: make setup PYTHON=python3.12
+
+BIN := .venv/bin
+ARGS ?=
+PYTEST := $(BIN)/python -m pytest -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup data train test check proof soak bench lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: ## .venv with everything that is needed; does nothing when nothing changed
+	@PYTHON="$(PYTHON)" sh tools/setup.sh
+
+data: ## Fashion-MNIST, where it is not on this machine yet
+	@sh tools/fetch_data.sh
+
+train: setup data ## train LeNet on Fashion-MNIST: two workers, one server, three epochs
+	@$(BIN)/syncline run -w 2 -s 1 examples/fashion_mnist.py --epochs 3 $(ARGS)
+
+lint: setup ## ruff, mypy, the layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+check: lint ## lint and the quick tests: before each commit
+	@$(PYTEST) -m "not slow and not proof and not soak" $(ARGS)
+
+test: setup data lint ## lint and all tests
+	@$(PYTEST) $(ARGS)
+
+proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done
+	@$(PYTEST) -m proof --timeout=1800 -s $(ARGS)
+
+soak: setup data ## an hour and more
+	@$(PYTEST) -m soak --timeout=14400 -s $(ARGS)
+
+bench: setup ## speed, beside a floor and a peer in the same run
+	@$(BIN)/syncline bench $(ARGS)
+
+clean: ## remove .venv, builds and caches; runs/ stays
+	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find src tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,80 @@
+"""The terminal: members' lines, and one live line of progress."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from syncline.core.messages import Standings
+
+#: Without a terminal, progress is a plain line now and then.
+PLAIN_SECONDS = 10.0
+
+
+class TerminalScreen:
+    """Shows the chief's lines as they are, the others' with their names, and progress below."""
+
+    def __init__(self, policy: str, num_workers: int) -> None:
+        self._policy, self._num_workers = policy, num_workers
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = Live(console=self._console, transient=True, refresh_per_second=4)
+        self._lock = threading.Lock()
+        self._last: tuple[float, int] = (0.0, 0)
+        self._next_plain = time.monotonic() + PLAIN_SECONDS
+        self._rate = 0.0
+
+    def __enter__(self) -> TerminalScreen:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def line(self, member: str, text: str) -> None:
+        shown = text if member == "worker-0" or text.startswith("syncline: ") else f"{member} | {text}"
+        with self._lock:
+            if self._console.is_terminal:
+                self._console.print(Text.from_ansi(shown))
+            else:
+                sys.stdout.write(shown + "\n")
+                sys.stdout.flush()
+
+    def progress(self, standings: Standings) -> None:
+        text = self._describe(standings)
+        with self._lock:
+            if self._console.is_terminal:
+                self._live.update(Text(text, style="dim"))
+            elif time.monotonic() >= self._next_plain:
+                self._next_plain = time.monotonic() + PLAIN_SECONDS
+                sys.stdout.write(text + "\n")
+                sys.stdout.flush()
+
+    def _describe(self, standings: Standings) -> str:
+        if not standings.formed:
+            return f"starting: waiting for {', '.join(standings.missing)}"
+        reports = standings.reports.values()
+        samples = sum(report.samples for report in reports)
+        seconds, before = self._last
+        if standings.seconds - seconds >= 1.0:
+            self._rate = (samples - before) / (standings.seconds - seconds)
+            self._last = (standings.seconds, samples)
+        step = max((report.step for report in reports), default=0)
+        parts = [f"{self._policy}, {self._num_workers} workers", f"{standings.seconds:.0f} s", f"step {step:,}"]
+        leading = max(reports, key=lambda report: (report.epoch, report.epoch_step), default=None)
+        if leading is not None and leading.epoch_steps:
+            part = 100 * leading.epoch_step // leading.epoch_steps
+            parts.append(f"epoch {leading.epoch + 1} ({part} %)")
+        if samples:
+            parts.append(f"{self._rate:,.0f} samples/s")
+        return " · ".join(parts)
+
+    def verdict(self, text: str) -> None:
+        with self._lock:
+            self._console.print(Text(f"syncline: {text}"))

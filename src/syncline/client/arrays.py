@@ -1,0 +1,102 @@
+"""Arrays of the caller, as bytes and back: NumPy arrays and torch CPU tensors, without importing torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.core.layout import FLOATS, ITEM_BYTES, Parameter
+from syncline.errors import LayoutError
+
+Bytes = npt.NDArray[np.uint8]
+Array = Any  # np.ndarray or torch.Tensor
+
+
+def _torch() -> Any:
+    return sys.modules.get("torch")
+
+
+def is_torch(array: Array) -> bool:
+    torch = _torch()
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def dtype_of(array: Array) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def describe(name: str, array: Array, group: int = 0) -> Parameter:
+    """The array as a parameter of this name; a LayoutError says what cannot be registered or pushed."""
+    if is_torch(array):
+        if array.layout is not _torch().strided:
+            raise LayoutError(f"{name!r} is sparse; sparse gradients are not supported yet: use dense ones")
+        if array.device.type != "cpu":
+            raise LayoutError(f"{name!r} is on {array.device}; job.kv takes NumPy arrays and torch CPU tensors")
+    elif not isinstance(array, np.ndarray | np.generic):
+        raise LayoutError(f"{name!r} is a {type(array).__name__}; give NumPy arrays or torch CPU tensors")
+    dtype = dtype_of(array)
+    if dtype not in ITEM_BYTES:
+        raise LayoutError(f"{name!r} is {dtype}; there are {', '.join(ITEM_BYTES)}")
+    return Parameter(name, dtype, tuple(int(size) for size in array.shape), group)
+
+
+def to_bytes(array: Array) -> Bytes:
+    """The array's bytes in C order; a view wherever that is possible."""
+    if is_torch(array):
+        torch = _torch()
+        flat = array.detach().contiguous().reshape(-1)
+        view: Bytes = flat.view(torch.uint8).numpy()
+        return view
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def writable_bytes(array: Array) -> Bytes | None:
+    """The array's own bytes if it can be filled in place, else None."""
+    if is_torch(array):
+        if not array.is_contiguous():
+            return None
+        torch = _torch()
+        view: Bytes = array.detach().reshape(-1).view(torch.uint8).numpy()
+        return view
+    if not (isinstance(array, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
+        return None
+    return array.reshape(-1).view(np.uint8)
+
+
+def fill(array: Array, data: Bytes) -> None:
+    """Copies bytes in C order into an array that may have any strides."""
+    source = from_bytes(data, dtype_of(array), tuple(array.shape), as_torch=is_torch(array))
+    if is_torch(array):
+        with _torch().no_grad():
+            array.copy_(source)
+    else:
+        array[...] = source
+
+
+def from_bytes(data: Bytes, dtype: str, shape: Sequence[int], *, as_torch: bool) -> Array:
+    """An array over these bytes. bfloat16 crosses NumPy as uint16."""
+    if as_torch:
+        torch = _torch()
+        if not data.size:
+            return torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(tuple(shape))
+    return data.view(np.uint16 if dtype == "bfloat16" else dtype).reshape(tuple(shape))
+
+
+def address_of(array: Array) -> int:
+    return int(array.data_ptr()) if is_torch(array) else int(array.__array_interface__["data"][0])
+
+
+def check_finite(name: str, array: Array, who: str) -> None:
+    """Raises LayoutError for NaN or Inf in a value that is to be registered."""
+    if dtype_of(array) not in FLOATS:
+        return
+    test: Callable[[Array], Array] = _torch().isfinite if is_torch(array) else np.isfinite
+    if not bool(test(array).all()):
+        raise LayoutError(
+            f"{who} registers {name!r} with NaN or Inf in it; check how the model is initialised or loaded"
+        )

@@ -1,0 +1,82 @@
+"""What every exchange promises: how gradients become new parameters, whatever carries them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from syncline.client.arrays import Bytes
+from syncline.client.sinks import Sink
+from syncline.core.layout import Layout, Ranges, Segment, Slice
+from syncline.core.messages import StateEntry
+from syncline.core.rule import Option
+from syncline.stats import WireStats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Push:
+    """One commit: which parameters have a gradient in the arena, and what the round needs to know."""
+
+    pushed: Ranges
+    weight: float = 1.0
+    skip: bool = False  #: an overflow: the clock advances, the round changes nothing
+    clip_norm: float | None = None
+    overrides: Sequence[tuple[int, int, Mapping[str, Option]]] = ()
+
+
+class Ticket(Protocol):
+    """A push under way."""
+
+    def done(self) -> bool:
+        """Whether the answer is here."""
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Returns when the push is applied (and what was to be pulled is there). Raises WaitTimeout."""
+
+
+class Exchange(Protocol):
+    """The verbs of an exchange. One thread uses it at a time."""
+
+    layout: Layout
+    clock: int
+
+    def add(self, segments: Sequence[Segment]) -> None:
+        """The job's layout has grown."""
+
+    def upload(self, segment: Segment, values: Bytes) -> None:
+        """The chief's first values."""
+
+    def arena(self, segment: int) -> Bytes:
+        """Where the gradients of the next commit are written; free to be written when this returns."""
+
+    @property
+    def needs_bytes(self) -> bool:
+        """Whether gradients travel over a socket, so that sending early helps."""
+
+    def stage(self, slices: Sequence[Slice]) -> None:
+        """These slices of the arena are filled: their bytes may travel now. They count at the commit."""
+
+    def restage(self, part: Slice) -> None:
+        """This slice of the arena has changed since it was staged."""
+
+    def commit(self, push: Push, sink: Sink | None) -> Ticket:
+        """The arena counts from now on; new parameters go into the sink, if there is one."""
+
+    def pull(self, slices: Sequence[Slice], sink: Sink, min_version: int | None) -> list[int]:
+        """Parameters into the sink; their versions."""
+
+    def rest(self) -> None:
+        """Takes part in no more rounds until the next commit."""
+
+    def read_state(self, slices: Sequence[Slice]) -> list[tuple[StateEntry, Bytes]]:
+        """What the rules remember about these slices."""
+
+    def write_state(self, slices: Sequence[Slice], entries: Sequence[tuple[StateEntry, Bytes]]) -> None:
+        """Gives the rules their state on these slices."""
+
+    def stats(self) -> WireStats:
+        """What went over the wire so far."""
+
+    def leave(self) -> None:
+        """No round waits for this worker any more."""

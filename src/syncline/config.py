@@ -1,0 +1,156 @@
+"""What a job can be told, and the only place that reads the environment.
+
+What is said at launch wins over `syncline.toml`, which wins over what the script passes to `init`, which wins
+over the defaults below.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from syncline.errors import ConfigError
+
+TRANSPORTS = ("auto", "shm", "tcp")
+EXCHANGES = ("servers",)
+#: Said at launch or in syncline.toml only: a script cannot know on how many processes it will run.
+LAUNCH_ONLY = frozenset({"workers", "servers", "hosts", "remote", "env", "name", "bind", "runs"})
+
+
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of one job, one line of meaning each."""
+
+    workers: int = 1  #: number of workers
+    servers: int = 1  #: number of servers
+    policy: str = "sync"  #: when updates are applied: sync, bounded:K, async
+    exchange: str = "servers"  #: how gradients become new parameters
+    sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
+    window: int = 0  #: commits of its own that a worker may leave unanswered (bounded, async)
+    transport: str = "auto"  #: shm: same host only; tcp: sockets even on one host; auto: the best there is
+    device: str = "auto"  #: auto: cuda:LOCAL_RANK when there are enough GPUs, else cpu
+    name: str = ""  #: name of the job and of its folder under runs/
+    bind: str = ""  #: address[:port] on which the coordinator listens
+    hosts: str = ""  #: a:4,b:4 — workers per host
+    remote: str = "ssh {host}"  #: command prefix that starts a process on a host
+    env: str = ""  #: torchrun: also set RANK, WORLD_SIZE, … for scripts that read them
+    runs: str = "runs"  #: folder that holds one folder per job
+    slice_bytes: int = 4 << 20  #: about how large a slice is
+    start_seconds: float = 120.0  #: deadline for all members to be there
+    wait_seconds: float = 600.0  #: deadline of every other wait
+
+
+_FIELDS = {field.name: field.type for field in msgspec.structs.fields(JobConfig)}
+
+
+def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The same values with their types made right; unknown names and wrong types name their source."""
+    checked = {}
+    for key, value in values.items():
+        if key not in _FIELDS:
+            known = ", ".join(sorted(_FIELDS))
+            raise ConfigError(f"{source}: unknown setting {key!r}; there are: {known}")
+        try:
+            checked[key] = msgspec.convert(value, _FIELDS[key], strict=True)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{source}: {key} = {value!r}: {error}") from None
+    return checked
+
+
+def resolve(*layers: Mapping[str, Any]) -> JobConfig:
+    """One config of several layers of settings, the strongest first, checked field by field."""
+    merged: dict[str, Any] = {}
+    for layer in reversed(layers):
+        merged.update(layer)
+    config = JobConfig(**merged)
+    _check_values(config)
+    return config
+
+
+def _check_values(config: JobConfig) -> None:
+    for name, least in (
+        ("workers", 1),
+        ("servers", 1),
+        ("sync_every", 1),
+        ("window", 0),
+        ("slice_bytes", 64),
+    ):
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name} = {getattr(config, name)}: must be at least {least}")
+    for name in ("start_seconds", "wait_seconds"):
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"{name} = {getattr(config, name)}: must be more than 0")
+    if config.transport not in TRANSPORTS:
+        raise ConfigError(f"transport = {config.transport!r}: there are {', '.join(TRANSPORTS)}")
+    if config.exchange not in EXCHANGES:
+        raise ConfigError(f"exchange = {config.exchange!r}: there is {', '.join(EXCHANGES)}")
+    if config.env not in ("", "torchrun"):
+        raise ConfigError(f"env = {config.env!r}: there is torchrun")
+    if "/" in config.name or config.name in (".", ".."):
+        raise ConfigError(f"name = {config.name!r}: a job's name is also its folder's, without '/'")
+
+
+def read_toml_here() -> dict[str, Any]:
+    """The settings of `syncline.toml` in the working folder."""
+    return read_toml(pathlib.Path.cwd())
+
+
+def read_toml(folder: pathlib.Path) -> dict[str, Any]:
+    """The settings of `syncline.toml` in this folder; none when there is no such file."""
+    path = folder / "syncline.toml"
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return check_known(values, str(path))
+
+
+def data_folder() -> str | None:
+    """Where the user said that data sets lie: `$SYNCLINE_DATA`."""
+    return os.environ.get("SYNCLINE_DATA") or None
+
+
+def cache_folder() -> pathlib.Path:
+    """The user's cache folder for Syncline, by the XDG rules; it may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(base) / "syncline"
+
+
+def inherited_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child process: ours, with some values added."""
+    return {**os.environ, **extra}
+
+
+def add_to_environment(extra: Mapping[str, str]) -> None:
+    """Sets variables for libraries of this process that read them later (torchrun's, thread counts)."""
+    os.environ.update(extra)
+
+
+def num_gpus() -> int:
+    """GPUs that a worker would see, found without loading a framework."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([word for word in visible.split(",") if word.strip() and word.strip() != "-1"])
+    return len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
+
+
+def environment_names(names: tuple[str, ...]) -> set[str]:
+    """Which of these variables the user has set."""
+    return {name for name in names if name in os.environ}
+
+
+def num_cores() -> int:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Pure: no I/O, threads, clock or environment. Events in, actions out."""

@@ -1,0 +1,250 @@
+"""Layout: parameter names to (dtype, shape, offset). A later registration adds a segment and moves nothing."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from syncline.core.rule import PLAIN, Rule, RuleSpec
+from syncline.errors import LayoutError, RuleError
+
+ALIGN = 64
+FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+INTEGERS = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+ITEM_BYTES = {**FLOATS, **INTEGERS}
+REDUCE = ("mean", "sum")
+MAX_PARAMETERS = 1 << 20
+MAX_SEGMENT_BYTES = 1 << 44
+
+
+class Parameter(msgspec.Struct, frozen=True, array_like=True):
+    """One registered parameter; `group` is the number of its rule within the registration."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: int = 0
+
+    @property
+    def num_items(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_items * ITEM_BYTES[self.dtype]
+
+    def describe(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """A contiguous piece of a segment, one dtype: what is pushed, locked, versioned and moved."""
+
+    id: int
+    segment: int
+    dtype: str
+    offset: int  # bytes, within the segment
+    num_bytes: int
+    server: str
+    host_offset: int  # bytes, within the server's memory for this segment
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """The part of one parameter that lies in one slice: the unit of a rule."""
+
+    parameter: int  # index within the segment
+    start: int  # first item, within the parameter
+    num_items: int
+    offset: int  # bytes, within the slice
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """One registration: its parameters at their offsets, its rules, and (once placed) its slices."""
+
+    index: int  # position in the layout
+    ordinal: int  # the how-manieth register() call of the chief made it
+    first_parameter: int  # job-wide id of its first parameter
+    parameters: tuple[Parameter, ...]
+    offsets: tuple[int, ...]  # bytes, parallel to parameters; ascending
+    num_bytes: int
+    rules: tuple[RuleSpec, ...]
+    reduce: str
+    slices: tuple[Slice, ...] = ()
+
+    def rule_of(self, parameter: Parameter) -> RuleSpec:
+        return self.rules[parameter.group]
+
+    def pieces(self, part: Slice) -> list[Piece]:
+        """The pieces of parameters in a slice, in order of their offsets; empty parameters have none."""
+        found = []
+        end = part.offset + part.num_bytes
+        first = max(0, bisect.bisect_right(self.offsets, part.offset) - 1)
+        # Empty parameters share their offset with the next one: step back over all of the same offset.
+        while first > 0 and self.offsets[first - 1] == self.offsets[first]:
+            first -= 1
+        for index in range(first, len(self.parameters)):
+            begin = self.offsets[index]
+            if begin >= end:
+                break
+            parameter = self.parameters[index]
+            low, high = max(begin, part.offset), min(begin + parameter.num_bytes, end)
+            if low < high:
+                size = ITEM_BYTES[parameter.dtype]
+                found.append(Piece(index, (low - begin) // size, (high - low) // size, low - part.offset))
+        return found
+
+    def server_bytes(self, server: str) -> int:
+        """How much memory a server needs for its slices of this segment."""
+        ends = [s.host_offset + aligned(s.num_bytes) for s in self.slices if s.server == server]
+        return max(ends, default=0)
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def arrange(
+    parameters: Sequence[Parameter],
+    rules: Sequence[Rule],
+    reduce: str,
+    *,
+    index: int = 0,
+    ordinal: int = 0,
+    first_parameter: int = 0,
+) -> Segment:
+    """A segment without slices: parameters by dtype, each at an aligned offset, in the order given."""
+    check_parameters(parameters, rules, reduce)
+    dtypes = list(dict.fromkeys(p.dtype for p in parameters))
+    # Rules that need whole tensors come first within a dtype, so that what may be cut is one run.
+    ordered = sorted(parameters, key=lambda p: (dtypes.index(p.dtype), rules[p.group].elementwise))
+    offsets, end = [], 0
+    for parameter in ordered:
+        offsets.append(end)
+        end += aligned(parameter.num_bytes)
+    if end > MAX_SEGMENT_BYTES:
+        raise LayoutError(f"{end} bytes in one registration; at most {MAX_SEGMENT_BYTES}")
+    return Segment(
+        index=index,
+        ordinal=ordinal,
+        first_parameter=first_parameter,
+        parameters=tuple(ordered),
+        offsets=tuple(offsets),
+        num_bytes=end,
+        rules=tuple(rule.spec for rule in rules),
+        reduce=reduce,
+    )
+
+
+def check_parameters(parameters: Sequence[Parameter], rules: Sequence[Rule], reduce: str) -> None:
+    if not parameters:
+        raise LayoutError("nothing to register: the parameters are empty")
+    if len(parameters) > MAX_PARAMETERS:
+        raise LayoutError(f"{len(parameters)} parameters in one registration; at most {MAX_PARAMETERS}")
+    if reduce not in REDUCE:
+        raise LayoutError(f"reduce = {reduce!r}: there are {', '.join(REDUCE)}")
+    seen: set[str] = set()
+    for parameter in parameters:
+        if parameter.name in seen:
+            raise LayoutError(f"two parameters are named {parameter.name!r}; names must differ")
+        seen.add(parameter.name)
+        if parameter.dtype not in ITEM_BYTES:
+            raise LayoutError(f"{parameter.name!r} is {parameter.dtype}; there are {', '.join(ITEM_BYTES)}")
+        if any(size < 0 for size in parameter.shape):
+            raise LayoutError(f"{parameter.name!r} has the shape {parameter.shape}")
+        if not 0 <= parameter.group < len(rules):
+            raise LayoutError(f"{parameter.name!r} names rule {parameter.group}; there are {len(rules)}")
+        check_rule_fits(parameter, rules[parameter.group])
+
+
+def check_rule_fits(parameter: Parameter, rule: Rule) -> None:
+    if parameter.dtype in INTEGERS and rule.name not in PLAIN:
+        raise RuleError(f"{parameter.name!r} is {parameter.describe()}; integers take Add or Assign, not {rule.name}")
+    if parameter.dtype == "bool" and rule.name != "Assign":
+        raise RuleError(f"{parameter.name!r} is {parameter.describe()}; bool takes Assign, not {rule.name}")
+    if rule.name == "Muon" and len(parameter.shape) != 2:
+        raise RuleError(f"{parameter.name!r} is {parameter.describe()}; Muon takes matrices only")
+
+
+class Layout:
+    """All segments of a job, by parameter name."""
+
+    def __init__(self, segments: Iterable[Segment] = ()) -> None:
+        self.segments: list[Segment] = []
+        self.where: dict[str, tuple[Segment, int]] = {}
+        self.num_parameters = 0
+        self.num_slices = 0
+        for segment in segments:
+            self.add(segment)
+
+    def add(self, segment: Segment) -> None:
+        assert segment.index == len(self.segments) and segment.first_parameter == self.num_parameters
+        self.segments.append(segment)
+        for index, parameter in enumerate(segment.parameters):
+            self.where[parameter.name] = (segment, index)
+        self.num_parameters += len(segment.parameters)
+        self.num_slices += len(segment.slices)
+
+    def knows_all(self, parameters: Sequence[Parameter]) -> bool:
+        return all(p.name in self.where for p in parameters)
+
+    def check_same(self, parameters: Sequence[Parameter], who: str) -> None:
+        """Raises LayoutError at the first parameter that differs from the job's."""
+        for parameter in parameters:
+            if parameter.name not in self.where:
+                raise LayoutError(
+                    f"{who} registered {parameter.name!r} as {parameter.describe()}, the job has no parameter "
+                    f"of that name; start {who} with the same model as the rest of the job"
+                )
+            segment, index = self.where[parameter.name]
+            known = segment.parameters[index]
+            if (known.dtype, known.shape) != (parameter.dtype, parameter.shape):
+                raise LayoutError(
+                    f"{who} registered {parameter.name!r} as {parameter.describe()}, the job has "
+                    f"{known.describe()}; start {who} with the same model as the rest of the job"
+                )
+
+    def check_complete(self, segment: Segment, parameters: Sequence[Parameter], who: str) -> None:
+        """Raises LayoutError when a registration lacks a parameter that the job's has."""
+        given = {p.name for p in parameters}
+        for known in segment.parameters:
+            if known.name not in given:
+                raise LayoutError(
+                    f"{who} did not register {known.name!r}, the job has it as {known.describe()}; start {who} "
+                    "with the same model as the rest of the job"
+                )
+
+    def slices(self) -> Iterator[Slice]:
+        for segment in self.segments:
+            yield from segment.slices
+
+    def parameter_id(self, name: str) -> int:
+        segment, index = self.where[name]
+        return segment.first_parameter + index
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def to_ranges(ids: Iterable[int]) -> Ranges:
+    """Sorted ids as half-open ranges: what was pushed, said shortly."""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(ids):
+        if ranges and ranges[-1][1] == number:
+            ranges[-1] = (ranges[-1][0], number + 1)
+        else:
+            ranges.append((number, number + 1))
+    return tuple(ranges)
+
+
+def in_ranges(ranges: Ranges, number: int) -> bool:
+    position = bisect.bisect_right(ranges, (number, math.inf)) - 1
+    return position >= 0 and ranges[position][0] <= number < ranges[position][1]
+
+
+def covers(ranges: Ranges, start: int, stop: int) -> bool:
+    """Whether every id from start to stop is in the ranges."""
+    position = bisect.bisect_right(ranges, (start, math.inf)) - 1
+    return start >= stop or (position >= 0 and ranges[position][0] <= start and stop <= ranges[position][1])

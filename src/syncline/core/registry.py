@@ -1,0 +1,83 @@
+"""Registrations: the chief's make the layout, the others' are held against it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from syncline.core.layout import Layout, Parameter, Segment, arrange
+from syncline.core.placement import place
+from syncline.core.rule import RuleSpec
+from syncline.errors import LayoutError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do with a registration, and why."""
+
+    kind: Literal["known", "create", "wait"]
+    reason: str
+    segment: Segment | None = None
+
+
+class Registry:
+    """The job's layout as it grows, one segment per registration of the chief."""
+
+    def __init__(self, servers: Sequence[str], slice_bytes: int) -> None:
+        self.layout = Layout()
+        self.ready: set[int] = set()  # segments whose first values are on the servers
+        self._servers, self._slice_bytes = list(servers), slice_bytes
+        self._loads = dict.fromkeys(servers, 0)
+
+    def register(
+        self,
+        who: str,
+        is_chief: bool,
+        ordinal: int,
+        parameters: Sequence[Parameter],
+        rules: Sequence[RuleSpec],
+        reduce: str,
+    ) -> Decision:
+        """Known: go on. Create: a new segment. Wait: the chief has not registered this yet."""
+        segment = arrange(
+            parameters,
+            [spec.rule() for spec in rules],
+            reduce,
+            index=len(self.layout.segments),
+            ordinal=ordinal,
+            first_parameter=self.layout.num_parameters,
+        )
+        if self.layout.knows_all(parameters):
+            self.layout.check_same(parameters, who)
+            self._check_complete(who, ordinal, parameters)
+            if not self._are_ready(parameters):
+                return Decision("wait", "the chief's values are on their way")
+            return Decision("known", "registered already")
+        if is_chief:
+            self._check_new(parameters)
+            return Decision("create", "the chief's registration makes the layout", self._add(segment))
+        if any(known.ordinal >= ordinal for known in self.layout.segments):
+            self.layout.check_same(parameters, who)
+        names = ", ".join(p.name for p in parameters[:3])
+        return Decision("wait", f"the chief has not registered {names} yet")
+
+    def _check_new(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.name in self.layout.where:
+                raise LayoutError(f"{parameter.name!r} is registered already; register new parameters by themselves")
+
+    def _check_complete(self, who: str, ordinal: int, parameters: Sequence[Parameter]) -> None:
+        for known in self.layout.segments:
+            if known.ordinal == ordinal:
+                self.layout.check_complete(known, parameters, who)
+
+    def _are_ready(self, parameters: Sequence[Parameter]) -> bool:
+        return all(self.layout.where[p.name][0].index in self.ready for p in parameters)
+
+    def _add(self, segment: Segment) -> Segment:
+        placed = place(segment, self._servers, self._loads, self._slice_bytes, self.layout.num_slices)
+        for part in placed.slices:
+            self._loads[part.server] += part.num_bytes
+        self.layout.add(placed)
+        return placed

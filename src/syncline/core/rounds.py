@@ -1,0 +1,187 @@
+"""Rounds: which commits are applied together, and when a worker may be answered.
+
+A worker's commits between two rests form a *stretch*. In `sync`, the k-th commits of a stretch of all workers
+are one round: whole when everyone who takes part has committed it. Who rests takes part in no more rounds of
+that stretch; its next push opens the next one, which waits for those who are still in the old one. So the
+content of a round does not depend on timing, and equal runs are equal.
+
+In `bounded:K` and `async` a commit is applied on arrival. For `bounded`, its reply waits until no active worker
+is more than K behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Generic, Literal, TypeVar
+
+from syncline.core.policy import Policy
+from syncline.errors import FencedError, ProtocolError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(slots=True)
+class Standing:
+    """Where one worker stands: its clock is the number of its commits, and the table of what is applied."""
+
+    name: str
+    incarnation: int
+    clock: int = 0
+    stretch: int = 0  # how often it has rested
+    stretch_began: int = 0  # its clock when the stretch began
+    resting: bool = False
+    left: bool = False
+    position: int = 0  # its clock for the sake of lag: a worker that comes back from a rest is not behind
+
+    @property
+    def active(self) -> bool:
+        return not (self.resting or self.left)
+
+    def turn(self) -> tuple[int, int]:
+        """Stretch and number within it of its latest commit."""
+        return (self.stretch, self.clock - self.stretch_began)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Commit(Generic[T]):
+    """One worker's commit, with whatever the caller needs to apply and answer it."""
+
+    worker: str
+    clock: int
+    item: T
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict(Generic[T]):
+    """What follows from an event: the rounds to apply now, in order, and why (not)."""
+
+    kind: Literal["new", "already applied"]
+    apply: tuple[tuple[Commit[T], ...], ...]
+    reason: str
+
+
+class Rounds(Generic[T]):
+    """The commits of all workers at one server. Events in, rounds to apply out."""
+
+    def __init__(self, policy: Policy, workers: Iterable[tuple[str, int]]) -> None:
+        self.policy = policy
+        self.standings = {name: Standing(name, incarnation) for name, incarnation in workers}
+        self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
+
+    def standing(self, worker: str, incarnation: int) -> Standing:
+        """The standing of a known worker; an older incarnation is fenced."""
+        standing = self.standings.get(worker)
+        if standing is None:
+            raise ProtocolError(f"{worker} takes no part in this job's rounds")
+        if incarnation != standing.incarnation or standing.left:
+            raise FencedError(f"{worker}, incarnation {incarnation}, has been replaced or has left")
+        return standing
+
+    def commit(self, worker: str, incarnation: int, clock: int, stretch: int, item: T) -> Verdict[T]:
+        """A worker commits; a clock at or below its own is answered `already applied`, a gap is refused."""
+        standing = self.standing(worker, incarnation)
+        if clock <= standing.clock:
+            return Verdict("already applied", (), f"{worker} is at clock {standing.clock} already")
+        if clock != standing.clock + 1:
+            raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
+        self._enter_stretch(standing, stretch)
+        standing.clock = clock
+        standing.position += 1
+        commit = Commit(worker, clock, item)
+        if not self.policy.in_rounds:
+            return Verdict("new", ((commit,),), f"{self.policy}: applied on arrival")
+        self._open.setdefault(standing.turn(), {})[worker] = commit
+        return Verdict("new", self._whole_rounds(), self.waiting_reason())
+
+    def _enter_stretch(self, standing: Standing, stretch: int) -> None:
+        if stretch < standing.stretch or (stretch == standing.stretch and standing.resting):
+            raise ProtocolError(f"{standing.name} commits in stretch {stretch}, which it has rested from")
+        if standing.resting:
+            others = [s.position for s in self.standings.values() if s.active]
+            standing.position = max(standing.position, min(others, default=0))
+        if stretch > standing.stretch:
+            standing.stretch, standing.stretch_began = stretch, standing.clock
+        standing.resting = False
+
+    def rest(self, worker: str, incarnation: int, stretch: int) -> Verdict[T]:
+        """The worker takes part in no more rounds of this stretch. Saying it again changes nothing."""
+        standing = self.standing(worker, incarnation)
+        if stretch > standing.stretch:
+            standing.stretch, standing.stretch_began = stretch, standing.clock
+        if stretch == standing.stretch:
+            standing.resting = True
+        return Verdict("new", self._whole_rounds(), self.waiting_reason())
+
+    def leave(self, worker: str, incarnation: int) -> Verdict[T]:
+        """The worker has finished: no round waits for it any more."""
+        self.standing(worker, incarnation).left = True
+        return Verdict("new", self._whole_rounds(), self.waiting_reason())
+
+    def _whole_rounds(self) -> tuple[tuple[Commit[T], ...], ...]:
+        whole = []
+        while self._open:
+            turn = min(self._open)
+            if self._missing(turn):
+                break
+            commits = self._open.pop(turn)
+            # The order of names makes sums bit-equal from run to run.
+            whole.append(tuple(commits[name] for name in sorted(commits, key=by_name)))
+        return tuple(whole)
+
+    def _missing(self, turn: tuple[int, int]) -> list[str]:
+        """Who takes part in this round and has not committed it."""
+        return [
+            standing.name
+            for standing in self.standings.values()
+            if not standing.left
+            and standing.name not in self._open[turn]
+            and standing.stretch <= turn[0]
+            and not (standing.stretch == turn[0] and standing.resting)
+        ]
+
+    def missing(self) -> list[str]:
+        """For whom the oldest open round waits."""
+        return sorted(self._missing(min(self._open)), key=by_name) if self._open else []
+
+    def waiting_reason(self) -> str:
+        """Why the oldest open round is not applied, in words."""
+        if not self._open:
+            return "no round is open"
+        names = self.missing()
+        return f"the round waits for {', '.join(names)}" if names else "the round is whole"
+
+    def lag(self, worker: str, clock: int) -> int:
+        """How far a worker was with this commit ahead of where the slowest active one is now."""
+        return self._position(worker, clock) - self._slowest()
+
+    def _position(self, worker: str, clock: int) -> int:
+        standing = self.standings[worker]
+        return standing.position - (standing.clock - clock)
+
+    def _slowest(self) -> int:
+        return min((s.position for s in self.standings.values() if s.active), default=0)
+
+    def may_answer(self, worker: str, clock: int) -> tuple[bool, str]:
+        """Whether this commit of a worker may be answered now, and for whom it waits if not."""
+        if self.policy.kind != "bounded":
+            return True, "applied"
+        position = self._position(worker, clock)
+        behind = [
+            other.name
+            for other in self.standings.values()
+            if other.active and other.position < position - self.policy.bound
+        ]
+        if self.standings[worker].active and behind:
+            return False, f"{self.policy}: {worker} waits for {', '.join(sorted(behind, key=by_name))}"
+        return True, "within the bound"
+
+    def clocks(self) -> dict[str, tuple[int, int]]:
+        """Clock and incarnation of every worker."""
+        return {s.name: (s.incarnation, s.clock) for s in self.standings.values()}
+
+
+def by_name(name: str) -> tuple[str, int, str]:
+    """Sort key that puts worker-10 after worker-2."""
+    stem, dash, number = name.rpartition("-")
+    return (stem, int(number), name) if dash and number.isdigit() else (name, -1, name)

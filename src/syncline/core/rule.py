@@ -1,0 +1,128 @@
+"""Rules by name and plain numbers: how a parameter is updated, said without the framework that does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from syncline.errors import RuleError
+
+Number = bool | int | float | str | None
+Option = Number | tuple[Number, ...]
+
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+#: Every dense torch.optim optimizer that steps without a closure, with the options that travel.
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
+    "Adadelta": ("lr", "rho", "eps", "weight_decay", "maximize"),
+    "Adafactor": ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
+    "Adam": (*_ADAM, "decoupled_weight_decay"),
+    "AdamW": _ADAM,
+    "Adamax": ("lr", "betas", "eps", "weight_decay", "maximize"),
+    "Muon": (
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "ns_coefficients",
+        "eps",
+        "ns_steps",
+        "adjust_lr_fn",
+    ),
+    "NAdam": ("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize"),
+    "RAdam": ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
+    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+    "Rprop": ("lr", "etas", "step_sizes", "maximize"),
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "Add": (),
+    "Assign": (),
+}
+#: Rules that look at a tensor as a whole: a slice never cuts through their parameters.
+WHOLE_TENSOR = frozenset({"Adafactor", "Muon"})
+#: Rules that are not gradient descent: what is pushed is a delta, or the value itself.
+PLAIN = frozenset({"Add", "Assign"})
+
+
+class RuleSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A rule as it crosses the wire; checked again on arrival."""
+
+    name: str
+    options: dict[str, Option]
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether a tensor may be cut across slices under this rule."""
+        return self.name not in WHOLE_TENSOR
+
+    def rule(self) -> Rule:
+        return Rule(self.name, **self.options)
+
+
+class Rule:
+    """`Rule("Adam", lr=1e-3)`: a torch.optim optimizer by name, or `Add`, or `Assign`."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, name: str, **options: object) -> None:
+        self.spec = RuleSpec(name, {key: plain_option(name, key, value) for key, value in options.items()})
+        check_rule(self.spec)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def options(self) -> dict[str, Option]:
+        return self.spec.options
+
+    @property
+    def elementwise(self) -> bool:
+        return self.spec.elementwise
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rule) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(sorted((k, repr(v)) for k, v in self.options.items()))))
+
+    def __repr__(self) -> str:
+        return f"Rule({', '.join([repr(self.name), *(f'{k}={v!r}' for k, v in self.options.items())])})"
+
+
+def plain_option(rule: str, key: str, value: object) -> Option:
+    """A hyperparameter as plain numbers; a zero-dimensional tensor counts as its number."""
+    if isinstance(value, bool | str | int | float) or value is None:
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(plain_number(rule, key, item) for item in value)
+    return plain_number(rule, key, value)
+
+
+def plain_number(rule: str, key: str, value: object) -> Number:
+    if isinstance(value, bool | str | int | float) or value is None:
+        return value
+    item = getattr(value, "item", None)
+    if item is None:
+        raise RuleError(f"{rule}({key}=…): {type(value).__name__} is not a plain number")
+    number = item()
+    if not isinstance(number, bool | int | float):
+        raise RuleError(f"{rule}({key}=…): {type(number).__name__} is not a plain number")
+    return number
+
+
+def check_rule(rule: RuleSpec) -> None:
+    """Raises RuleError for a name or an option that there is not."""
+    if rule.name not in OPTIONS:
+        hint = " (LBFGS needs a closure)" if rule.name == "LBFGS" else ""
+        hint = " (sparse gradients are not supported yet)" if rule.name == "SparseAdam" else hint
+        raise RuleError(f"there is no rule {rule.name!r}{hint}; there are: {', '.join(OPTIONS)}")
+    for key, value in rule.options.items():
+        if key not in OPTIONS[rule.name]:
+            known = ", ".join(OPTIONS[rule.name]) or "none"
+            raise RuleError(f"rule {rule.name} has no option {key!r}; it has: {known}")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and math.isnan(number):
+                raise RuleError(f"rule {rule.name}: {key} is NaN")

@@ -1,0 +1,143 @@
+"""Fashion-MNIST, wherever this machine has it: looked for in four places, believed only by checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import logging
+import os
+import pathlib
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.config import cache_folder, data_folder
+from syncline.data.idx import parse_idx, read_bounded, unzipped
+from syncline.errors import DataError
+
+_log = logging.getLogger("syncline.data")
+
+#: Gives the content behind a URL, of at most so many bytes, or raises OSError or DataError.
+Fetch = Callable[[str, int], bytes]
+
+_NAME = "fashion-mnist"
+_SYSTEM_FOLDER = pathlib.Path("/usr/share/datasets/fashion-mnist")
+_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+_FETCH_SECONDS = 300.0  # for a whole file; the largest has 26 MB
+_SILENCE_SECONDS = 10.0  # for the connection, and between two pieces
+_MOST_BYTES = 64 << 20  # the largest file has 47 MB unzipped
+
+# SHA-256 of the unzipped files; zipped they differ from place to place, by name and time in the gzip header.
+_SHA256 = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+
+_REMEDY = (
+    "install it with `apt-get install dataset-fashion-mnist`; without root: `apt-get download "
+    "dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb fm && "
+    "export SYNCLINE_DATA=$PWD/fm/usr/share/datasets`"
+)
+
+
+def download(url: str, most_bytes: int) -> bytes:
+    """The content behind a URL; a silent, slow or endless answer is an error like any other."""
+    deadline = time.monotonic() + _FETCH_SECONDS
+    content = bytearray()
+    with urllib.request.urlopen(url, timeout=_SILENCE_SECONDS) as answer:
+        while piece := answer.read1(1 << 20):
+            content += piece
+            if len(content) > most_bytes:
+                raise DataError(f"{url}: longer than the {most_bytes} bytes expected at most")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not whole after {_FETCH_SECONDS:g} s")
+    return bytes(content)
+
+
+def fashion_mnist(
+    train: bool = True, folder: str | os.PathLike[str] | None = None, *, fetch: Fetch = download
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Fashion-MNIST: images, uint8 [n, 28, 28], and labels, int64 [n]; 60,000 to train or 10,000 to test.
+
+    Looked for in `folder` (by default `$SYNCLINE_DATA`: the folder of the files, or one that holds
+    `fashion-mnist/`), the user's cache, Debian's package, and the public download, which is then kept in the
+    cache. The files may be gzipped or not. Raises DataError, which says what was wrong in each place.
+    """
+    part = "train" if train else "t10k"
+    images = _find(f"{part}-images-idx3-ubyte", folder, fetch)
+    labels = _find(f"{part}-labels-idx1-ubyte", folder, fetch)
+    return images, labels.astype(np.int64)
+
+
+def _find(name: str, folder: str | os.PathLike[str] | None, fetch: Fetch) -> npt.NDArray[np.uint8]:
+    """The array of one file from the first place where it is whole."""
+    cache = cache_folder() / _NAME
+    answers: list[str] = []
+    for label, folders in _places(folder, cache):
+        wrong = [] if folders else [f"{label}: not set"]
+        for path in (folder / file for folder in folders for file in (name, f"{name}.gz")):
+            if path.is_file():
+                try:
+                    return _checked(name, read_bounded(path, _MOST_BYTES), str(path))
+                except DataError as error:
+                    _log.warning("%s; looking elsewhere", error)
+                    wrong.append(f"{label}: {error}")
+        answers += wrong or [f"{label}: {folders[0]} has no {name} or {name}.gz"]
+    url = f"{_URL}/{name}.gz"
+    try:
+        return _downloaded(name, url, cache, fetch)
+    except (OSError, http.client.HTTPException, DataError) as error:
+        answers.append(f"the download: {error}" if url in str(error) else f"the download: {url}: {error}")
+    looked = "".join(f"\n  {number}. {answer}" for number, answer in enumerate(answers, 1))
+    raise DataError(f"Fashion-MNIST: {name} was found in none of the places looked in:{looked}\n{_REMEDY}")
+
+
+def _places(folder: str | os.PathLike[str] | None, cache: pathlib.Path) -> list[tuple[str, list[pathlib.Path]]]:
+    """The places on this machine, in order: what each is called, and which folders may have the files."""
+    label, told = ("$SYNCLINE_DATA", data_folder()) if folder is None else ("the folder given", folder)
+    return [
+        (label, [] if told is None else [pathlib.Path(told), pathlib.Path(told) / _NAME]),
+        ("the cache", [cache]),
+        ("Debian's package", [_SYSTEM_FOLDER]),
+    ]
+
+
+def _checked(name: str, content: bytes, source: str) -> npt.NDArray[np.uint8]:
+    """The array in a file's content, zipped or not, if it is the one that was published."""
+    content = unzipped(content, source, _MOST_BYTES)
+    found = hashlib.sha256(content).hexdigest()
+    if found != _SHA256[name]:
+        raise DataError(f"{source}: wrong checksum: sha256 {found[:12]}… unzipped, not {_SHA256[name][:12]}…")
+    return parse_idx(content, source)
+
+
+def _downloaded(name: str, url: str, cache: pathlib.Path, fetch: Fetch) -> npt.NDArray[np.uint8]:
+    """The array of a downloaded file, kept in the cache from now on if that can be written."""
+    _log.info("downloading %s", url)
+    content = fetch(url, _MOST_BYTES)
+    array = _checked(name, content, url)
+    try:
+        _save(cache / f"{name}.gz", content)
+    except OSError as error:
+        _log.warning("%s cannot be kept in %s: %s", url, cache, error)
+    return array
+
+
+def _save(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all, however many workers write it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,72 @@
+"""The job file: where the coordinator is, and the secret token. Mode 0600; it never stands on a command line."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+from typing import Any
+
+import msgspec
+
+from syncline.errors import ConfigError
+
+
+class JobFile(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a process needs to find its job and prove that it belongs to it."""
+
+    job: str  #: public id
+    token: str  #: secret, hexadecimal
+    host: str  #: address of the coordinator
+    port: int
+    given: dict[str, Any] = {}  #: settings said at launch or in syncline.toml
+
+    @property
+    def token_bytes(self) -> bytes:
+        return bytes.fromhex(self.token)
+
+    def __repr__(self) -> str:
+        return f"JobFile(job={self.job!r}, host={self.host!r}, port={self.port})"
+
+    @property
+    def folder(self) -> pathlib.Path:
+        return pathlib.Path(str(self.given.get("runs", "runs"))) / str(self.given.get("name") or self.job)
+
+
+def new(host: str, port: int, given: dict[str, Any]) -> JobFile:
+    """A new job with a new token."""
+    return JobFile(job=secrets.token_hex(8), token=secrets.token_hex(32), host=host, port=port, given=given)
+
+
+def write(path: pathlib.Path, file: JobFile) -> None:
+    """Writes the file for its owner's eyes only, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(msgspec.json.format(msgspec.json.encode(file), indent=2))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"the job file {path} cannot be written: {error.strerror or error}") from None
+
+
+def read(path: pathlib.Path) -> JobFile:
+    """Reads a job file; one that others can read, or that is not one, is refused."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the job file {path} cannot be read: {error.strerror or error}") from None
+    if mode & 0o077:
+        raise ConfigError(f"the job file {path} can be read by others (mode {mode:o}); run chmod 600 {path}")
+    return parse(data, str(path))
+
+
+def parse(data: bytes, source: str) -> JobFile:
+    try:
+        file = msgspec.json.decode(data, type=JobFile)
+        if len(file.token_bytes) < 16:
+            raise ValueError("the token is too short")
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{source} is not a job file: {error}") from None
+    return file

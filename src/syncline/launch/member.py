@@ -1,0 +1,154 @@
+"""The inside of a member's process: reads its plan from standard input and plays its role."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import threading
+
+import msgspec
+
+from syncline import config as configuration
+from syncline.client.job import current_job, has_current_job
+from syncline.errors import JobFailed, SynclineError
+from syncline.launch.processes import Plan
+from syncline.launch.start import Invitation, invite
+from syncline.launch.tracebacks import describe
+
+
+def main() -> int:
+    """Entry point of `python -m syncline.launch.member NAME`."""
+    plan = _read_plan()
+    _hold_lifeline()
+    if plan.role == "worker":
+        _die_with_parent()
+    if plan.folder and os.path.isdir(plan.folder):
+        os.chdir(plan.folder)
+    configuration.add_to_environment(plan.environment)
+    return play(plan)
+
+
+def play(plan: Plan) -> int:
+    """Plays the role until it ends; the exit code."""
+    try:
+        if plan.role == "coordinator":
+            from syncline.launch.coordinating import run_coordinator
+
+            return run_coordinator(plan.file, plan.listen_fd)
+        if plan.role == "server":
+            from syncline.launch.serving import run_server
+
+            return run_server(plan.file, plan.name, plan.host)
+        return run_worker(plan)
+    except SynclineError as error:
+        sys.stderr.write(f"syncline: {plan.name}: {type(error).__name__}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def run_worker(plan: Plan) -> int:
+    """Runs the user's script as a worker; its exit code is the process's."""
+    invite(Invitation(plan.file, plan.name, plan.host))
+    sys.argv = [plan.script, *plan.arguments]
+    try:
+        if plan.is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(plan.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(plan.script)))
+            runpy.run_path(plan.script, run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException as error:
+        if isinstance(error, JobFailed):
+            sys.stderr.write(describe(error))
+        else:
+            sys.stderr.write(f"{plan.name or 'worker'} failed:\n{describe(error, plan.script)}")
+        sys.stderr.flush()
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    return _finish(plan, code)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def _finish(plan: Plan, code: int) -> int:
+    """A clean end leaves the job; any other is for the launcher to tell."""
+    if not has_current_job():
+        return code
+    if code:
+        current_job().abandon()
+        return code
+    try:
+        current_job().close()
+    except SynclineError as error:
+        sys.stderr.write(f"{plan.name or 'worker'}: {describe(error)}")
+        return 1
+    return 0
+
+
+def _read_plan() -> Plan:
+    data = b""
+    while not data.endswith(b"\n"):
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            raise SystemExit("this is started by syncline run; see syncline worker --help")
+        data += chunk
+    return msgspec.json.decode(data, type=Plan)
+
+
+def _hold_lifeline() -> None:
+    """Standard input stays open somewhere else; when it closes, the launcher is gone and so are we."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    lifeline = os.dup(0)
+    os.set_inheritable(lifeline, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+    def watch() -> None:
+        while True:
+            try:
+                if not os.read(lifeline, 1 << 12):
+                    break
+            except OSError:
+                break
+        _end_group()
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _end_group() -> None:
+    """Ends this process and everything that it started."""
+    try:
+        os.killpg(os.getpid(), signal.SIGKILL)
+    finally:
+        os._exit(137)
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel ends us with our parent, even while a library call holds Python's lock."""
+    if sys.platform != "linux":
+        return
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of ours or of libraries may be in C code; a member's end is not held up by them.
+    os._exit(code)

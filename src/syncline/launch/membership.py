@@ -1,0 +1,138 @@
+"""Joining a job by its job file: connect to the coordinator, say who one is, wait until the job is whole."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from syncline import config as configuration
+from syncline.client.job import FromCoordinator, Job
+from syncline.config import JobConfig
+from syncline.core.messages import Address, Join, Joined, Member
+from syncline.errors import ConfigError, ConnectionLost, WaitTimeout
+from syncline.launch.jobfile import JobFile
+from syncline.net import tcp
+from syncline.net.rpc import Endpoint, Service, Stamp
+from syncline.net.transport import Peer
+
+#: A member may start before its coordinator listens.
+CONNECT_SECONDS = 20.0
+
+
+def say(who: str) -> Callable[[str], None]:
+    """Lines of ours on standard error, with the member's name."""
+
+    def line(text: str) -> None:
+        sys.stderr.write(f"syncline: {who}: {text}\n")
+        sys.stderr.flush()
+
+    return line
+
+
+def connect(file: JobFile, identity: tcp.Identity) -> tcp.SocketConnection:
+    """A connection to the coordinator, tried again for a while."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return tcp.connect_tcp(file.host, file.port, identity, 5.0)
+        except (OSError, ConnectionLost) as error:
+            if time.monotonic() > deadline:
+                raise ConnectionLost(
+                    f"no coordinator at {file.host}:{file.port} within {CONNECT_SECONDS:g} s: {error}"
+                ) from None
+            time.sleep(0.05)
+
+
+def local_address(file: JobFile) -> str:
+    """The address under which this host is seen from the coordinator's side."""
+    with socket.socket(socket.AF_INET6 if ":" in file.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((file.host, file.port))  # sends nothing; asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def unix_name() -> str:
+    """A name for a Unix socket of ours: without a file where the system has that."""
+    if platform.system() == "Linux":
+        return f"@syncline-{secrets.token_hex(16)}"
+    return os.path.join(tempfile.gettempdir(), f"syncline-{secrets.token_hex(8)}")
+
+
+def join(
+    endpoint: Endpoint,
+    role: str,
+    name: str,
+    host: str,
+    address: Address | None,
+    defaults: Mapping[str, Any],
+    seconds: float,
+    on_joined: Callable[[Joined], None] = lambda joined: None,
+) -> Joined:
+    """Asks to be a member and waits until all are there. `on_joined` runs before any other frame is read."""
+    call = endpoint.call(Join(role, name, host, os.getpid(), address, dict(defaults)))
+
+    def arrived() -> None:
+        if isinstance(call.answer, Joined):
+            on_joined(call.answer)
+
+    call.when_done(arrived)
+    try:
+        # The coordinator's own deadline comes first, and it knows who is missing.
+        answer = call.wait(seconds + 10.0)
+    except WaitTimeout:
+        raise WaitTimeout(f"the job was not whole within {seconds:g} s") from None
+    assert isinstance(answer, Joined)
+    return answer
+
+
+def myself(joined: Joined) -> Member:
+    return next(member for member in joined.members if member.incarnation == joined.incarnation)
+
+
+def join_as_worker(file: JobFile, name: str, host: str, defaults: Mapping[str, Any]) -> Job:
+    """A worker's way into its job."""
+    stamp = Stamp(file.job)
+    identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
+    hearing = FromCoordinator()
+    endpoint = Endpoint(connect(file, identity), stamp, hearing)
+    seconds = configuration.resolve(file.given).start_seconds
+    joined = join(endpoint, "worker", name, host, None, defaults, seconds)
+    me = myself(joined)
+    stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
+    proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
+
+    def dial(member: Member) -> Endpoint:
+        return Endpoint(reach(member, proven, joined.config), stamp)
+
+    folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
+    return Job(joined, me, endpoint, hearing, dial, folder=folder, say=say(me.name), embedded=False)
+
+
+def reach(member: Member, identity: tcp.Identity, config: JobConfig) -> tcp.SocketConnection:
+    """A connection to a server: shared memory where a file descriptor can be handed over, else TCP."""
+    address = member.address
+    assert address is not None
+    if config.transport != "tcp" and address.unix:
+        try:
+            return tcp.connect_unix(address.unix, identity, 5.0)
+        except OSError as error:
+            if config.transport == "shm":
+                raise ConfigError(
+                    f"--transport shm: {member.name} is not on this host ({error}); use auto or tcp"
+                ) from None
+    try:
+        return tcp.connect_tcp(address.host, address.port, identity, 10.0)
+    except OSError as error:
+        raise ConnectionLost(f"{member.name} cannot be reached at {address.host}:{address.port}: {error}") from None
+
+
+def connect_service(file: JobFile, peer: Peer, stamp: Stamp, service: Service | None) -> Endpoint:
+    """An endpoint to the coordinator for a role other than a worker."""
+    return Endpoint(connect(file, tcp.Identity(file.job, file.token_bytes, peer)), stamp, service)

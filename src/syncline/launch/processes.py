@@ -1,0 +1,134 @@
+"""Starting members as processes, here or on other hosts, so that none outlives its launcher.
+
+A member's whole instruction, token included, goes over its standard input, which then stays open as a lifeline:
+when the launcher is gone, however it went, the pipe closes and the member ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+from typing import IO
+
+import msgspec
+
+from syncline import config as configuration
+from syncline.errors import ConfigError
+from syncline.launch.jobfile import JobFile
+
+LOCAL_HOSTS = frozenset({"local", "localhost", "127.0.0.1", "::1"})
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One member to start: who it is and what it runs."""
+
+    role: str
+    name: str
+    host: str
+    file: JobFile
+    script: str = ""  #: path of the script, or the module's name
+    is_module: bool = False
+    arguments: list[str] = []
+    folder: str = ""  #: working folder
+    environment: dict[str, str] = {}
+    listen_fd: int | None = None  #: coordinator: the socket that is bound already
+
+
+class MemberProcess:
+    """A started member. `output` has its standard output and error, in the order they were written."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.name, self._process = name, process
+        assert process.stdout is not None
+        self.output: IO[bytes] = process.stdout
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        """To the member and what it started itself."""
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            self._process.send_signal(number)
+
+    def stop(self, seconds: float) -> None:
+        """Asks it to end, then makes it."""
+        self.close_lifeline()
+        try:
+            self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self.output.close()
+
+    def close_lifeline(self) -> None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            try:
+                self._process.stdin.close()
+            except OSError:
+                return
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def command_for(plan: Plan, remote: str) -> list[str]:
+    """The command line that starts a member; nothing secret is on it."""
+    command = [sys.executable, "-m", "syncline.launch.member", plan.name]
+    if plan.host in LOCAL_HOSTS:
+        return command
+    try:
+        prefix = [word.format(host=plan.host) for word in shlex.split(remote)]
+    except (ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f'--remote {remote!r}: {error}; e.g. "ssh {{host}}"') from None
+    # ssh gives its words to a shell on the other side; other prefixes start the command as it is.
+    through_shell = any("ssh" in pathlib.PurePath(word).name for word in prefix)
+    return prefix + ([shlex.quote(word) for word in command] if through_shell else command)
+
+
+def start_member(plan: Plan, remote: str = "") -> MemberProcess:
+    """Starts a member and hands it its plan."""
+    command = command_for(plan, remote)
+    kept = () if plan.listen_fd is None else (plan.listen_fd,)
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=kept,
+            env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1"}),
+        )
+    except OSError as error:
+        raise ConfigError(f"{plan.name} on {plan.host} cannot be started: {shlex.join(command)}: {error}") from None
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(plan) + b"\n")
+        process.stdin.flush()
+    except OSError:
+        pass  # it has ended already; its exit code and output will say why
+    return MemberProcess(plan.name, process)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def exit_code(code: int) -> int:
+    """An exit code as a shell gives it."""
+    return code if code >= 0 else 128 - code

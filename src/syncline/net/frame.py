@@ -1,0 +1,102 @@
+"""Frames: a fixed header, a MessagePack struct, then raw little-endian buffers.
+
+| bytes | field | |
+|---|---|---|
+| 4 | magic | `SYNC` |
+| 1 | version | of the protocol |
+| 1 | flags | 1: an answer, 2: shared memory comes with it |
+| 2 | kind | place of the message in `MESSAGES` |
+| 4 | request | number of the call, of the side that asked |
+| 8 | job | digest of the job's id |
+| 8 | incarnation | of the sender; with the handshake it stands for the member |
+| 8 | generation | that the sender knows |
+| 4 | term | of the coordinator, where it speaks |
+| 4 | body | bytes of the struct |
+| 8 | payload | bytes of the raw buffers |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+
+import msgspec
+
+from syncline.core.messages import KIND, MESSAGES, PROTOCOL, Message
+from syncline.errors import FrameError, VersionError
+
+HEADER = struct.Struct("<4sBBHIQQQIIQ")
+MAGIC = b"SYNC"
+ANSWER, ATTACHED = 1, 2
+MAX_BODY_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 1 << 44
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = tuple(msgspec.msgpack.Decoder(message) for message in MESSAGES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed part of a frame, checked."""
+
+    kind: int
+    request: int
+    flags: int = 0
+    job: int = 0
+    incarnation: int = 0
+    generation: int = 0
+    term: int = 0
+    body_bytes: int = 0
+    payload_bytes: int = 0
+
+    @property
+    def is_answer(self) -> bool:
+        return bool(self.flags & ANSWER)
+
+    def pack(self) -> bytes:
+        return HEADER.pack(
+            MAGIC, PROTOCOL, self.flags, self.kind, self.request, self.job, self.incarnation, self.generation,
+            self.term, self.body_bytes, self.payload_bytes,
+        )  # fmt: skip
+
+
+def job_key(job: str) -> int:
+    """The job's id as the number that stands in every frame."""
+    return int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "little")
+
+
+def parse_header(data: bytes | bytearray | memoryview) -> Header:
+    """The header in these bytes; sizes are bounded before anything is allocated for them."""
+    if len(data) != HEADER.size:
+        raise FrameError(f"a header of {len(data)} bytes, {HEADER.size} are needed")
+    magic, version, flags, kind, request, job, incarnation, generation, term, body, payload = HEADER.unpack(data)
+    if magic != MAGIC:
+        raise FrameError(f"not a frame of ours: it begins with {bytes(magic)!r}")
+    if version != PROTOCOL:
+        raise VersionError(f"protocol {version} spoken to protocol {PROTOCOL}; use one version of syncline")
+    if flags & ~(ANSWER | ATTACHED):
+        raise FrameError(f"unknown flags {flags:#x}")
+    if kind >= len(MESSAGES):
+        raise FrameError(f"unknown kind {kind}")
+    if body > MAX_BODY_BYTES:
+        raise FrameError(f"a body of {body} bytes; at most {MAX_BODY_BYTES}")
+    if payload > MAX_PAYLOAD_BYTES:
+        raise FrameError(f"a payload of {payload} bytes; at most {MAX_PAYLOAD_BYTES}")
+    return Header(kind, request, flags, job, incarnation, generation, term, body, payload)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def kind_of(message: Message) -> int:
+    return KIND[type(message)]
+
+
+def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
+    """The message of this kind in these bytes."""
+    try:
+        return _decoders[kind].decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"a {MESSAGES[kind].__name__} that cannot be read: {error}") from None

@@ -1,0 +1,97 @@
+"""The in-process twin of the transport: a send is a call. Messages are still encoded, bounded and decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from syncline.errors import ConnectionLost, FrameError, ProtocolError
+from syncline.net import frame
+from syncline.net.frame import Header
+from syncline.net.transport import Buffer, Connection, Memory, Peer, Receiver
+from syncline.stats import WireStats
+
+
+class HeapMemory:
+    """Plain memory: in one process, everything is shared."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.array = np.zeros(max(1, num_bytes), np.uint8)
+
+    def close(self) -> None:
+        self.array = np.empty(0, np.uint8)
+
+
+class MemoryConnection(Connection):
+    """One end of a pair. Frames are handed over in the sender's thread, so nothing is queued."""
+
+    shares_memory = True
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.other: MemoryConnection | None = None
+        self._receiver: Receiver | None = None
+        self._sent = WireStats()
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def send(
+        self, header: Header, body: bytes, buffers: Iterable[Buffer] = (), attachment: Memory | None = None
+    ) -> None:
+        other = self.other
+        if other is None or other._receiver is None:
+            raise ConnectionLost("the other side closed the connection")
+        self._sent = _add(self._sent, frame.HEADER.size + len(body) + header.payload_bytes)
+        try:
+            parsed = frame.parse_header(header.pack())
+            message = frame.decode(parsed.kind, body)
+            payload = list(other._receiver.landing(parsed, message)) if parsed.payload_bytes else []
+            _copy(buffers, payload, parsed.payload_bytes)
+        except ProtocolError as error:
+            other.close(f"refused what {other.peer} sent: {type(error).__name__}: {error}")
+            return
+        other._receiver.deliver(parsed, message, payload, attachment)
+
+    def create_memory(self, num_bytes: int) -> Memory:
+        return HeapMemory(num_bytes)
+
+    def can_carry(self, memory: Memory) -> bool:
+        return True
+
+    def close(self, reason: str = "closed") -> None:
+        other, self.other = self.other, None
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.lost(reason)
+        if other is not None:
+            other.close("the other side closed the connection" if reason == "closed" else reason)
+
+    def stats(self) -> WireStats:
+        return self._sent
+
+
+def _add(stats: WireStats, num_bytes: int) -> WireStats:
+    return stats + WireStats(frames_sent=1, bytes_sent=num_bytes)
+
+
+def _copy(buffers: Iterable[Buffer], landing: list[Buffer], num_bytes: int) -> None:
+    if sum(len(buffer) for buffer in landing) != num_bytes:
+        raise FrameError(f"a payload of {num_bytes} bytes does not fit its message")
+    targets = iter(landing)
+    target = next(targets, memoryview(b""))
+    for source in buffers:
+        while len(source):
+            if not len(target):
+                target = next(targets)
+            count = min(len(source), len(target))
+            target[:count] = source[:count]
+            source, target = source[count:], target[count:]
+
+
+def pair(one: Peer, two: Peer) -> tuple[MemoryConnection, MemoryConnection]:
+    """Two connected ends: the first is held by `one` and leads to `two`."""
+    left, right = MemoryConnection(two), MemoryConnection(one)
+    left.other, right.other = right, left
+    return left, right

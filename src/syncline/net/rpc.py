@@ -1,0 +1,277 @@
+"""Calls over a connection, in both directions: tickets for what we asked, requests for what we are asked."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from syncline.core.messages import MAY_SAY, Message, Refused
+from syncline.errors import (
+    ConnectionLost,
+    FencedError,
+    FrameError,
+    ProtocolError,
+    SynclineError,
+    WaitTimeout,
+    from_wire,
+    to_wire,
+)
+from syncline.net import frame
+from syncline.net.frame import ANSWER, ATTACHED, Header
+from syncline.net.transport import Buffer, Connection, Memory, Peer
+from syncline.stats import WireStats
+
+#: Where an answer's payload goes: buffers, or what makes them once the answer's message is known.
+Landing = Sequence[Buffer] | Callable[[Message], Sequence[Buffer]]
+
+
+class Call:
+    """A question under way. `wait` returns the answer, or raises what the other side raised."""
+
+    __slots__ = ("_error", "_event", "_on_done", "answer", "attachment", "into", "what")
+
+    def __init__(self, what: str, into: Landing) -> None:
+        self.what, self.into = what, into
+        self.answer: Message | None = None
+        self.attachment: Memory | None = None
+        self._error: Exception | None = None
+        self._event = threading.Event()
+        self._on_done: Callable[[], None] | None = None
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def finish(self, answer: Message | None, attachment: Memory | None, error: Exception | None) -> None:
+        self.answer, self.attachment, self._error = answer, attachment, error
+        self._event.set()
+        if self._on_done is not None:
+            self._on_done()
+
+    def when_done(self, action: Callable[[], None]) -> None:
+        """Runs the action once the answer is here, in the thread that brings it; must be quick."""
+        self._on_done = action
+        if self._event.is_set():
+            action()
+
+    def wait(self, timeout_seconds: float | None) -> Message:
+        if not self._event.wait(timeout_seconds):
+            raise WaitTimeout(f"{self.what}: no answer within {timeout_seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        assert self.answer is not None
+        return self.answer
+
+
+class Request:
+    """What the other side asked. Answer it once, now or later, from any thread."""
+
+    __slots__ = ("_endpoint", "_number", "attachment", "message", "payload", "peer")
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        number: int,
+        message: Message,
+        payload: Sequence[Buffer],
+        attachment: Memory | None,
+    ) -> None:
+        self._endpoint, self._number = endpoint, number
+        self.peer = endpoint.peer
+        self.message, self.payload, self.attachment = message, payload, attachment
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    @property
+    def number(self) -> int:
+        """0: nothing is to be answered."""
+        return self._number
+
+    def reply(
+        self,
+        answer: Message,
+        buffers: Iterable[Buffer] = (),
+        payload_bytes: int = 0,
+        attachment: Memory | None = None,
+    ) -> None:
+        """Sends the answer; an asker that is gone by now is no error."""
+        try:
+            self._endpoint.send(self._number, ANSWER, answer, buffers, payload_bytes, attachment)
+        except ConnectionLost:
+            self._endpoint.close("the connection broke while answering")
+
+    def refuse(self, error: BaseException) -> None:
+        self.reply(Refused(*to_wire(error)))
+
+
+class Service(Protocol):
+    """What answers requests."""
+
+    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+        """Where the payload of a request goes; a ProtocolError refuses it and closes the connection."""
+
+    def handle(self, request: Request) -> None:
+        """Answers the request, or keeps it to answer later. A SynclineError raised here is the answer."""
+
+    def lost(self, endpoint: Endpoint, reason: str) -> None:
+        """The peer is gone."""
+
+
+class NoService:
+    """For a side that only asks."""
+
+    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+        raise ProtocolError(f"{peer} asks a side that answers nothing")
+
+    def handle(self, request: Request) -> None:
+        raise ProtocolError(f"{request.peer} asks a side that answers nothing")
+
+    def lost(self, endpoint: Endpoint, reason: str) -> None:
+        pass
+
+
+class Stamp:
+    """What every frame of a process carries: job, incarnation, generation, term. Shared by its endpoints."""
+
+    def __init__(self, job: str) -> None:
+        self.job = frame.job_key(job)
+        self.incarnation = self.generation = self.term = 0
+
+
+class Endpoint:
+    """One side of a connection. It answers by its service and asks by `call`."""
+
+    def __init__(self, connection: Connection, stamp: Stamp, service: Service | None = None) -> None:
+        self._connection, self._stamp = connection, stamp
+        self._service: Service = service or NoService()
+        self.peer = connection.peer
+        self.shares_memory = connection.shares_memory
+        self.create_memory = connection.create_memory
+        self.can_carry = connection.can_carry
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._lock = threading.Lock()
+        self._lost: str | None = None
+        connection.start(self)
+
+    def call(
+        self,
+        message: Message,
+        *,
+        buffers: Iterable[Buffer] = (),
+        payload_bytes: int = 0,
+        into: Landing = (),
+        attachment: Memory | None = None,
+    ) -> Call:
+        """Asks; the answer's payload goes straight into the given buffers."""
+        number = next(self._numbers) & 0xFFFFFFFF
+        call = Call(f"{type(message).__name__} to {self.peer}", into)
+        with self._lock:
+            if self._lost is not None:
+                raise ConnectionLost(f"{self.peer} is gone: {self._lost}")
+            self._calls[number] = call
+        try:
+            self.send(number, 0, message, buffers, payload_bytes, attachment)
+        except ConnectionLost as error:
+            self.close(str(error))
+            raise ConnectionLost(f"{self.peer} is gone: {error}") from None
+        return call
+
+    def tell(self, message: Message) -> None:
+        """Says something that is not answered."""
+        self.send(0, 0, message, (), 0, None)
+
+    def send(
+        self,
+        number: int,
+        flags: int,
+        message: Message,
+        buffers: Iterable[Buffer],
+        payload_bytes: int,
+        attachment: Memory | None,
+    ) -> None:
+        body = frame.encode(message)
+        stamp = self._stamp
+        flags |= ATTACHED if attachment is not None else 0
+        header = Header(
+            frame.kind_of(message), number, flags, stamp.job, stamp.incarnation, stamp.generation, stamp.term,
+            len(body), payload_bytes,
+        )  # fmt: skip
+        self._connection.send(header, body, buffers, attachment)
+
+    # -- what the connection calls ------------------------------------------------------------------------
+
+    def landing(self, header: Header, message: Message) -> Sequence[Buffer]:
+        self._check(header, message)
+        if not header.is_answer:
+            return self._service.landing(self.peer, message, header.payload_bytes)
+        call = self._calls.get(header.request)
+        if call is None:
+            raise FrameError("an answer to a question that was not asked")
+        return call.into(message) if callable(call.into) else call.into
+
+    def _check(self, header: Header, message: Message) -> None:
+        if header.job != self._stamp.job:
+            raise ProtocolError(f"{self.peer} sent a frame of another job")
+        if self.peer.incarnation and header.incarnation != self.peer.incarnation:
+            raise FencedError(f"{self.peer} sent a frame of another incarnation")
+        if not header.is_answer and type(message) not in MAY_SAY[self.peer.role]:
+            raise ProtocolError(f"a {self.peer.role} may not say {type(message).__name__}")
+
+    def deliver(self, header: Header, message: Message, payload: Sequence[Buffer], attachment: Memory | None) -> None:
+        try:
+            self._check(header, message)
+        except SynclineError as error:
+            self.close(f"refused what {self.peer} sent: {error}")
+            return
+        if header.is_answer:
+            self._deliver_answer(header, message, attachment)
+            return
+        request = Request(self, header.request, message, payload, attachment)
+        try:
+            self._service.handle(request)
+        except SynclineError as error:
+            if header.request:
+                request.refuse(error)
+
+    def _deliver_answer(self, header: Header, message: Message, attachment: Memory | None) -> None:
+        with self._lock:
+            call = self._calls.pop(header.request, None)
+        if call is None:
+            self.close(f"{self.peer} answered a question that was not asked")
+        elif isinstance(message, Refused):
+            call.finish(None, None, from_wire(message.error, message.reason))
+        else:
+            call.finish(message, attachment, None)
+
+    def lost(self, reason: str) -> None:
+        with self._lock:
+            self._lost = reason
+            calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            call.finish(None, None, ConnectionLost(f"{self.peer} is gone: {reason}"))
+        self._service.lost(self, reason)
+
+    def close(self, reason: str = "closed") -> None:
+        self._connection.close(reason)
+
+    @property
+    def is_open(self) -> bool:
+        return self._lost is None
+
+    def stats(self) -> WireStats:
+        return self._connection.stats()
+
+
+def wait_all(calls: Sequence[Call], timeout_seconds: float | None) -> list[Message]:
+    """The answers to several calls, within one deadline."""
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    answers = []
+    for call in calls:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        answers.append(call.wait(left))
+    return answers

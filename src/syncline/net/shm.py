@@ -1,0 +1,129 @@
+"""Shared memory without names: memfds, sealed, handed over by file descriptor.
+
+A memory has no name, so a SIGKILL leaves nothing behind. It is sealed against shrinking and growing, and that is
+checked before a foreign one is mapped: a truncated file would kill its reader.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.errors import FrameError
+
+Bytes = npt.NDArray[np.uint8]
+_FUTURE_WRITE = 0x10  # Linux 5.1: mappings made from now on are read-only; not in every fcntl module
+
+
+class SharedMemory:
+    """Some bytes that another process can map, given the file descriptor. `array` is all of it."""
+
+    def __init__(self, fd: int, num_bytes: int, writable: bool) -> None:
+        self.fd, self.num_bytes, self.writable = fd, num_bytes, writable
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        view = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, protection)
+        self.array: Bytes = np.frombuffer(view, dtype=np.uint8)
+        # The mapping ends with the last array over it; the descriptor with this object.
+        self._closer = weakref.finalize(self, os.close, fd)
+
+    def close(self) -> None:
+        """Gives the descriptor back; the bytes go when no array uses them any more."""
+        self._closer()
+        self.array = np.empty(0, np.uint8)
+
+
+def create(num_bytes: int) -> SharedMemory:
+    """New shared memory, really reserved: an OSError here rather than a bus error later."""
+    size = max(num_bytes, mmap.PAGESIZE)
+    fd = _anonymous_file()
+    try:
+        os.ftruncate(fd, size)
+        _reserve(fd, size)
+        memory = SharedMemory(fd, size, writable=True)
+    except BaseException:
+        os.close(fd)
+        raise
+    _seal(fd)
+    return memory
+
+
+def accept(fd: int, num_bytes: int) -> SharedMemory:
+    """Foreign memory, mapped read-only; refused when it is smaller than said, or could shrink."""
+    size = max(num_bytes, mmap.PAGESIZE)
+    try:
+        actual = os.fstat(fd).st_size
+        if actual != size:
+            raise FrameError(f"shared memory of {actual} bytes where {size} were said")
+        if hasattr(os, "memfd_create") and not _is_sealed(fd):
+            raise FrameError("shared memory that is not sealed against shrinking and growing")
+        return SharedMemory(fd, size, writable=False)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("syncline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    # macOS has no memfd: a file that is unlinked at once has no name either.
+    fd, path = tempfile.mkstemp(prefix="syncline-")
+    os.unlink(path)
+    return fd
+
+
+def _reserve(fd: int, size: int) -> None:
+    if not hasattr(os, "posix_fallocate"):
+        return
+    available = available_bytes()
+    if available is not None and size > available:
+        raise OSError(errno.ENOMEM, f"{size} bytes of shared memory wanted, {available} are there")
+    os.posix_fallocate(fd, 0, size)
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had now, by the kernel's own estimate and this process's memory group; None if unknown."""
+    found = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    found.append(int(line.split()[1]) * 1024)
+                    break
+    except (OSError, ValueError):
+        pass
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as most:
+            limit = int(most.read())
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as current:
+            found.append(max(0, limit - int(current.read())))
+    except (OSError, ValueError):
+        pass
+    return min(found, default=None)
+
+
+def _seal(fd: int) -> None:
+    if not hasattr(os, "memfd_create"):
+        return
+    import fcntl
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _FUTURE_WRITE)
+    except OSError:  # an older kernel: the receiver maps it read-only by itself
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def _is_sealed(fd: int) -> bool:
+    import fcntl
+
+    needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed == needed
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""The coordinator and the servers. Never imports client/."""

@@ -1,0 +1,274 @@
+"""Commits at a server: staged, decided upon by the core, spread over the pool slice by slice, answered."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Sequence
+
+from syncline.core.messages import AskClip, CommitStaged, Done, GiveClip, Rest, Stage
+from syncline.core.rounds import Commit, Rounds, Verdict, by_name
+from syncline.errors import ProtocolError, RuleError
+from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, Memory, Peer
+from syncline.roles.hosted import Contribution, HostedSlice, Work
+from syncline.roles.pool import Pool
+from syncline.roles.pulls import Pulls
+from syncline.roles.staging import Staging
+
+Held = Commit[Contribution]
+
+
+class Commits:
+    """All workers' commits. `order` makes decisions and the slices' queues follow each other alike."""
+
+    def __init__(
+        self,
+        rounds: Rounds[Contribution],
+        slices: dict[int, HostedSlice],
+        pool: Pool,
+        pulls: Pulls,
+        num_servers: int,
+    ) -> None:
+        self._rounds, self._slices, self._pool, self._pulls = rounds, slices, pool, pulls
+        self._num_servers = num_servers
+        self._chief = min(rounds.standings, key=by_name)
+        self.order = threading.RLock()
+        self.staging = Staging()
+        self._staged: dict[tuple[str, int], tuple[Contribution, set[int]]] = {}
+        self._parked: list[Held] = []
+        self._clipping: dict[tuple[str, int], Work] = {}
+        self.num_commits = 0
+        self.lag_max = 0
+
+    # -- staging ------------------------------------------------------------------------------------------
+
+    def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
+        self._check(peer, message)
+        return [self.staging.buffer(peer.name, message.slot, self._slot(n).part) for n in message.slices]
+
+    def _slot(self, number: int) -> HostedSlice:
+        slot = self._slices.get(number)
+        if slot is None:
+            raise ProtocolError(f"slice {number} is not hosted here")
+        return slot
+
+    def _check(self, peer: Peer, message: Stage) -> None:
+        if not (math.isfinite(message.weight) and message.weight >= 0):
+            raise ProtocolError(f"{peer} pushes with weight {message.weight}; it must be a number from 0 on")
+        if not 0 <= message.slot < 1 << 10:
+            raise ProtocolError(f"{peer} names slot {message.slot}")
+        self._rounds.standing(peer.name, peer.incarnation)
+
+    def stage(self, request: Request, message: Stage) -> None:
+        """Bytes are here. They wait for the commit, or bring it along."""
+        peer = request.peer
+        self._check(peer, message)
+        with self.order:
+            key = (peer.name, message.clock)
+            contribution, have = self._staged.setdefault(
+                key, (Contribution(peer.incarnation, message.stretch, message.slot), set())
+            )
+            have.update(message.slices)
+            contribution.pushed, contribution.weight = message.pushed, message.weight
+            contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
+            contribution.overrides = message.overrides
+            contribution.arrays = functools.partial(self.staging.tensor, peer.name, message.slot)
+        if message.commit:
+            self._commit(request, message.clock, message.pull)
+        else:
+            request.reply(Done())
+
+    def commit(self, request: Request, message: CommitStaged) -> None:
+        """What is staged counts from now on."""
+        self._commit(request, message.clock, message.pull)
+
+    def _commit(self, request: Request, clock: int, pull: list[int]) -> None:
+        peer = request.peer
+        for number in pull:
+            self._slot(number)
+        with self.order:
+            standing = self._rounds.standing(peer.name, peer.incarnation)
+            staged = self._staged.pop((peer.name, clock), None)
+            if clock > standing.clock:
+                if staged is None:
+                    raise ProtocolError(f"{peer} commits clock {clock}, for which nothing is staged")
+                self._check_staged(peer, *staged)
+            contribution = staged[0] if staged else Contribution(peer.incarnation, standing.stretch, 0)
+            contribution.request, contribution.pull = request, pull
+            verdict = self._rounds.commit(peer.name, peer.incarnation, clock, contribution.stretch, contribution)
+            self.num_commits += verdict.kind == "new"
+            works = self._enqueue(verdict)
+        if verdict.kind == "already applied":
+            self._reply(Commit(peer.name, clock, contribution))
+        self._run(works)
+
+    def _check_staged(self, peer: Peer, contribution: Contribution, have: set[int]) -> None:
+        for number, slot in self._slices.items():
+            if number in have or self.staging.is_shared(peer.name, contribution.slot, slot.part):
+                continue
+            if slot.touched_by(contribution.pushed):
+                raise ProtocolError(f"{peer} commits slice {number}, whose bytes it has not staged")
+
+    # -- rounds on their way ------------------------------------------------------------------------------
+
+    def _enqueue(self, verdict: Verdict[Contribution]) -> list[Work]:
+        """Under `order`: every slice gets its rounds in the order in which they became whole."""
+        works = []
+        for commits in verdict.apply:
+            work = Work(commits, len(self._slices), self._chief, self._finished)
+            works.append(work)
+            if not self._clips(work):
+                for slot in self._slices.values():
+                    slot.queue.append(work)
+        return works
+
+    def _clips(self, work: Work) -> bool:
+        return work.clip_norm is not None and not work.skip and bool(self._slices or self._num_servers > 1)
+
+    def _run(self, works: list[Work]) -> None:
+        for work in works:
+            if not self._slices and not self._clips(work):
+                self._finished(work)
+            elif self._clips(work):
+                self._measure_norms(work)
+        if any(not self._clips(work) for work in works):
+            self._drain_all()
+        self._release()
+
+    def _drain_all(self) -> None:
+        for slot in self._slices.values():
+            if slot.queue:
+                self._pool.submit(functools.partial(self.drain, slot))
+
+    def drain(self, slot: HostedSlice) -> None:
+        for work in slot.drain():
+            work.slice_done()
+
+    def _finished(self, work: Work) -> None:
+        """Every slice has taken the round in: who may be answered is answered."""
+        if work.error is not None:
+            self._fail(work, work.error)
+            return
+        self._pulls.advanced()
+        with self.order:
+            work.applied = True
+            ready = [commit for commit in work.commits if commit.item.request is not None]
+            if self._clips(work) and self._num_servers > 1:
+                ready = [c for c in ready if self._clipping.pop((c.worker, c.clock), None) is not None]
+            self._parked += ready
+        self._release()
+
+    def _fail(self, work: Work, error: Exception) -> None:
+        for commit in work.commits:
+            if commit.item.request is not None:
+                commit.item.request.refuse(RuleError(f"the update could not be applied: {error}"))
+
+    def _release(self) -> None:
+        """Answers whatever the policy no longer holds back."""
+        if not self._parked:
+            return
+        with self.order:
+            ready = [c for c in self._parked if self._rounds.may_answer(c.worker, c.clock)[0]]
+            self._parked = [c for c in self._parked if c not in ready]
+            for commit in ready:
+                self.lag_max = max(self.lag_max, self._rounds.lag(commit.worker, commit.clock))
+        for commit in ready:
+            self._reply(commit)
+
+    def _reply(self, commit: Held) -> None:
+        item = commit.item
+        assert item.request is not None
+        in_place = self._rounds.policy.in_rounds
+        buffer = functools.partial(self.staging.buffer, commit.worker, item.slot)
+        self._pulls.committed(item.request, commit.clock, item.pull, None if in_place else buffer)
+
+    # -- clipping by the norm over all servers ------------------------------------------------------------
+
+    def _measure_norms(self, work: Work) -> None:
+        if not self._slices:
+            self._norms_known(work)
+        for number, slot in self._slices.items():
+            self._pool.submit(functools.partial(self._measure_norm, work, number, slot))
+
+    def _measure_norm(self, work: Work, number: int, slot: HostedSlice) -> None:
+        try:
+            share = slot.norm(work)
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            self._fail(work, error)
+            return
+        if work.norm_done(number, share):
+            self._norms_known(work)
+
+    def _norms_known(self, work: Work) -> None:
+        own = math.fsum(work.squared_norms[number] for number in sorted(work.squared_norms))
+        if self._num_servers == 1:
+            self._apply_clipped(work, own)
+            return
+        with self.order:
+            requests = [(commit, commit.item.request) for commit in work.commits]
+            for commit in work.commits:
+                commit.item.request = None
+                self._clipping[commit.worker, commit.clock] = work
+        for commit, request in requests:
+            assert request is not None
+            request.reply(AskClip(commit.clock, own))
+
+    def give_clip(self, request: Request, message: GiveClip) -> None:
+        """The norm over all servers; the first worker to bring it has the round applied."""
+        with self.order:
+            work = self._clipping.get((request.peer.name, message.clock))
+            if work is None:
+                raise ProtocolError(f"{request.peer} gives a norm for clock {message.clock}, which asks for none")
+            commit = next(c for c in work.commits if c.worker == request.peer.name)
+            commit.item.request, commit.item.pull = request, message.pull
+            applied, scaled = work.applied, work.scaled
+            work.scaled = True
+            if applied:
+                del self._clipping[request.peer.name, message.clock]
+        if applied:
+            self._reply(commit)
+        elif not scaled:
+            self._apply_clipped(work, message.squared_norm)
+
+    def _apply_clipped(self, work: Work, squared_norm: float) -> None:
+        assert work.clip_norm is not None
+        # As torch.nn.utils.clip_grad_norm_ has it.
+        work.scale = min(1.0, work.clip_norm / (math.sqrt(squared_norm) + 1e-6))
+        if math.isnan(squared_norm):
+            work.scale = math.nan
+        with self.order:
+            for slot in self._slices.values():
+                slot.queue.append(work)
+        if not self._slices:
+            self._finished(work)
+        self._drain_all()
+
+    # -- comings and goings -------------------------------------------------------------------------------
+
+    def attach(self, peer: Peer, segment: int, slot: int, arena: Memory) -> None:
+        self.staging.attach(peer.name, segment, slot, arena)
+
+    def rest(self, peer: Peer, message: Rest) -> None:
+        with self.order:
+            works = self._enqueue(self._rounds.rest(peer.name, peer.incarnation, message.stretch))
+        self._run(works)
+
+    def leave(self, peer: Peer) -> None:
+        with self.order:
+            works = self._enqueue(self._rounds.leave(peer.name, peer.incarnation))
+        self._run(works)
+
+    def clocks(self) -> dict[tuple[str, int], int]:
+        """Where every worker stands: what a slice that is hosted from now on begins with."""
+        with self.order:
+            return {(name, inc): clock for name, (inc, clock) in self._rounds.clocks().items()}
+
+    def why(self, worker: str) -> str:
+        """For whom this worker waits."""
+        with self.order:
+            parked = [c for c in self._parked if c.worker == worker]
+            if parked:
+                return self._rounds.may_answer(worker, parked[0].clock)[1]
+            return self._rounds.waiting_reason()

@@ -1,0 +1,166 @@
+"""A hosted slice: its bytes, its state, its rules, its lock, and the rounds that wait to be applied to it."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
+from syncline.core.rounds import Commit
+from syncline.core.rule import Option
+from syncline.core.slices import SliceState
+from syncline.net.rpc import Request
+from syncline.net.transport import buffer_of
+from syncline.roles.rules import SliceRules, Source
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Contribution:
+    """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
+
+    __slots__ = ("arrays", "clip_norm", "incarnation", "overrides", "pull", "pushed", "request", "skip", "slot",
+                 "stretch", "weight")  # fmt: skip
+
+    def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
+        self.incarnation, self.stretch, self.slot = incarnation, stretch, slot
+        self.pushed: Ranges = ()
+        self.weight, self.skip = 1.0, False
+        self.clip_norm: float | None = None
+        self.overrides: list[tuple[int, int, dict[str, Option]]] = []
+        self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
+        self.request: Request | None = None
+        self.pull: list[int] = []
+
+
+Round = tuple[Commit[Contribution], ...]
+
+
+class Work:
+    """A round on its way through all slices of a server. The last slice to finish reports it."""
+
+    def __init__(self, commits: Round, num_slices: int, chief: str, finished: Callable[[Work], None]) -> None:
+        self.commits = commits
+        self.skip = any(commit.item.skip for commit in commits)
+        self.weight = sum(commit.item.weight for commit in commits)
+        leading = next((c for c in commits if c.worker == chief), commits[0])
+        self.clip_norm = leading.item.clip_norm
+        self.overrides = leading.item.overrides
+        self.scale = 1.0
+        self.squared_norms: dict[int, float] = {}
+        self.applied = False
+        self.error: Exception | None = None
+        self.scaled = False  # whether the norm over all servers is known
+        self._left = num_slices
+        self._lock = threading.Lock()
+        self._finished = finished
+
+    def slice_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._finished(self)
+
+    def norm_done(self, slice_id: int, squared_norm: float) -> bool:
+        """Whether this was the last slice whose share of the norm was missing."""
+        with self._lock:
+            self.squared_norms[slice_id] = squared_norm
+            return len(self.squared_norms) == self._left
+
+    def overrides_for(self, segment: int) -> dict[int, dict[str, Option]]:
+        return {group: options for index, group, options in self.overrides if index == segment}
+
+
+class HostedSlice:
+    """One slice at its server. All methods that change it hold its lock; nothing is sent under it."""
+
+    def __init__(self, segment: Segment, part: Slice, memory: Bytes, clocks: dict[tuple[str, int], int]) -> None:
+        self.part, self.segment = part, segment
+        self.memory = memory
+        self.rules = SliceRules(segment, part, memory)
+        self.state = SliceState(clocks=clocks)
+        self.lock = threading.Lock()
+        self.uploaded = False
+        self.queue: collections.deque[Work] = collections.deque()
+        self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
+        self.num_updates = 0
+        self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
+
+    def drain(self) -> list[Work]:
+        """Applies what waits, in order, unless a reader has pinned the slice; returns what is done."""
+        done = []
+        with self.lock:
+            while self.queue and not self.state.pins:
+                work = self.queue.popleft()
+                try:
+                    self._apply(work)
+                except Exception as error:  # whoever waits must hear of it, whatever it is
+                    work.error = work.error or error
+                done.append(work)
+        return done
+
+    def _apply(self, work: Work) -> None:
+        state = self.state
+        commits = [c for c in work.commits if state.admit((c.worker, c.item.incarnation), c.clock) == "new"]
+        changed = False
+        if not work.skip and commits:
+            gradients = self.gradients(commits, work.weight)
+            if any(gradient is not None for gradient in gradients):
+                state.writing = True
+                changed = self.rules.apply(gradients, work.overrides_for(self.part.segment), work.scale)
+                for commit in commits:
+                    self._measure(state.staleness(commit.worker))
+        state.applied([((c.worker, c.item.incarnation), c.clock) for c in commits], changed)
+        state.writing = False
+        self.num_updates += changed
+
+    def _measure(self, staleness: int) -> None:
+        self.staleness_sum += staleness
+        self.staleness_count += 1
+        self.staleness_max = max(self.staleness_max, staleness)
+
+    def gradients(self, commits: Sequence[Commit[Contribution]], weight: float) -> list[torch.Tensor | None]:
+        """The round's gradient for each piece of this slice."""
+        sources: list[Source] = []
+        for commit in commits:
+            has = self._has(commit.item.pushed)
+            if any(has) and commit.item.weight > 0:
+                array = commit.item.arrays(self.part)
+                assert array is not None, "pushed, and not staged"
+                sources.append((array, commit.item.weight, has))
+        if not sources:
+            return [None] * len(self.rules.pieces)
+        return self.rules.reduced(sources, weight)
+
+    def _has(self, pushed: Ranges) -> Sequence[bool]:
+        if self._ids and covers(pushed, self._ids[0], self._ids[-1] + 1):
+            return (True,) * len(self._ids)
+        return [in_ranges(pushed, number) for number in self._ids]
+
+    def touched_by(self, pushed: Ranges) -> bool:
+        return any(self._has(pushed))
+
+    def norm(self, work: Work) -> float:
+        """This slice's share of the squared norm of a round."""
+        return self.rules.squared_norm(self.gradients(work.commits, work.weight))
+
+    def copy_into(self, target: memoryview) -> int:
+        """A whole, untorn copy; returns its version."""
+        with self.lock:
+            target[:] = buffer_of(self.memory)
+            return self.state.version
+
+    def pin(self) -> int:
+        with self.lock:
+            self.state.pins += 1
+            return self.state.version
+
+    def unpin(self) -> None:
+        with self.lock:
+            self.state.pins -= 1

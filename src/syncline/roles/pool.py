@@ -1,0 +1,57 @@
+"""The server's threads: one pool as wide as its cores, or the caller's own thread in an embedded job."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from syncline.config import num_cores
+
+Task = Callable[[], None]
+
+
+class Pool(Protocol):
+    """Runs tasks; a task must not raise."""
+
+    def submit(self, task: Task) -> None:
+        """Runs the task, now or soon."""
+
+    def close(self) -> None:
+        """Lets what was submitted finish, then ends."""
+
+
+class InlinePool:
+    """Every task in the thread that submits it: nothing is handed over, nothing is waited for."""
+
+    def submit(self, task: Task) -> None:
+        task()
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadPool:
+    """As many threads as this process may use cores."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        count = num_threads or num_cores()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"pool-{k}", daemon=True) for k in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def submit(self, task: Task) -> None:
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)

@@ -1,0 +1,148 @@
+"""Pulls at a server: answers with parameters, read pins, and pulls that wait for a version."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from syncline.core.layout import Slice
+from syncline.core.messages import Committed, Done, Pin, Pull, Pulled, Unpin
+from syncline.errors import ProtocolError
+from syncline.net.rpc import Endpoint, Request
+from syncline.net.transport import Buffer, buffer_of
+from syncline.roles.hosted import HostedSlice
+from syncline.roles.pool import Pool
+
+MakeBuffer = Callable[[Slice], Buffer]
+
+
+class Pulls:
+    """Everything that reads parameters. Bytes are sent by threads of their own: a slow reader holds up nobody."""
+
+    def __init__(self, slices: dict[int, HostedSlice], pool: Pool, senders: ThreadPoolExecutor) -> None:
+        self._slices, self._pool, self._senders = slices, pool, senders
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Request, Pull]] = []
+        self._pinned: dict[Endpoint, list[int]] = {}
+        self.bytes_copied = 0
+        self.num_pins = 0
+
+    def _slot(self, number: int) -> HostedSlice:
+        slot = self._slices.get(number)
+        if slot is None:
+            raise ProtocolError(f"slice {number} is not hosted here")
+        return slot
+
+    def committed(self, request: Request, clock: int, pull: list[int], buffer: MakeBuffer | None) -> None:
+        """Answers a commit. Without a buffer the bytes go out from where they lie: nobody may write them yet."""
+        if pull:
+            self._senders.submit(self._send_committed, request, clock, pull, buffer)
+            return
+        versions = [slot.state.version for slot in self._slices.values()]
+        for slot, version in zip(self._slices.values(), versions, strict=False):
+            slot.state.seen[request.peer.name] = version
+        request.reply(Committed(clock, versions))
+
+    def _send_committed(self, request: Request, clock: int, pull: list[int], buffer: MakeBuffer | None) -> None:
+        buffers, versions = self._collect(request.peer.name, pull, buffer)
+        request.reply(Committed(clock, versions), buffers, sum(map(len, buffers)))
+
+    def _collect(self, worker: str, numbers: list[int], buffer: MakeBuffer | None) -> tuple[list[Buffer], list[int]]:
+        buffers, versions = [], []
+        for number in numbers:
+            slot = self._slices[number]
+            if buffer is None:
+                target, version = buffer_of(slot.memory), slot.state.version
+            else:
+                target = buffer(slot.part)
+                version = slot.copy_into(target)
+                self.bytes_copied += len(target)
+            slot.state.seen[worker] = version
+            buffers.append(target)
+            versions.append(version)
+        return buffers, versions
+
+    # -- pulls by themselves ------------------------------------------------------------------------------
+
+    def pull(self, request: Request, message: Pull) -> None:
+        """Parameters now, or once they are new enough."""
+        for number in message.slices:
+            self._slot(number)
+        with self._lock:
+            if not self._is_new_enough(message):
+                self._waiting.append((request, message))
+                return
+        self._answer(request, message)
+
+    def _is_new_enough(self, message: Pull) -> bool:
+        least = message.min_version
+        return least is None or all(self._slices[n].state.version >= least for n in message.slices)
+
+    def advanced(self) -> None:
+        """A round is in: pulls that waited for it may go."""
+        if not self._waiting:
+            return
+        with self._lock:
+            ready = [item for item in self._waiting if self._is_new_enough(item[1])]
+            self._waiting = [item for item in self._waiting if item not in ready]
+        for request, message in ready:
+            self._answer(request, message)
+
+    def _answer(self, request: Request, message: Pull) -> None:
+        if message.bytes_wanted:
+            self._senders.submit(self._send_pulled, request, message)
+            return
+        versions = [self._slices[number].state.version for number in message.slices]
+        request.reply(Pulled(versions))
+
+    def _send_pulled(self, request: Request, message: Pull) -> None:
+        make: MakeBuffer = lambda part: buffer_of(np.empty(part.num_bytes, np.uint8))  # noqa: E731
+        buffers, versions = self._collect(request.peer.name, message.slices, make)
+        request.reply(Pulled(versions), buffers, sum(map(len, buffers)))
+
+    # -- read pins ----------------------------------------------------------------------------------------
+
+    def pin(self, request: Request, message: Pin) -> None:
+        """No update until unpinned: for a reader whose optimistic copies were overtaken twice."""
+        versions = []
+        for number in message.slices:
+            slot = self._slot(number)
+            version = slot.pin()
+            slot.state.seen[request.peer.name] = version
+            versions.append(version)
+            with self._lock:
+                self._pinned.setdefault(request.endpoint, []).append(number)
+                self.num_pins += 1
+        request.reply(Pulled(versions))
+
+    def unpin(self, request: Request, message: Unpin) -> None:
+        held = self._pinned.get(request.endpoint, [])
+        for number in message.slices:
+            with self._lock:
+                if number not in held:
+                    raise ProtocolError(f"{request.peer} lets go of slice {number}, which it has not pinned")
+                held.remove(number)
+            self._let_go(number)
+        request.reply(Done())
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """A connection ended: its pins end with it, and nothing waits for it."""
+        with self._lock:
+            numbers = self._pinned.pop(endpoint, [])
+            self._waiting = [item for item in self._waiting if item[0].endpoint is not endpoint]
+        for number in numbers:
+            self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        slot = self._slices[number]
+        slot.unpin()
+        self._pool.submit(functools.partial(_drain, slot))
+
+
+def _drain(slot: HostedSlice) -> None:
+    for work in slot.drain():
+        work.slice_done()

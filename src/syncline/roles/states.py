@@ -1,0 +1,61 @@
+"""The rules' state, given out and taken in: what `state_dict` and `load_state_dict` travel by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from syncline.core.messages import AskState, Done, GivenState, LoadState, StateEntry
+from syncline.errors import ProtocolError
+from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, buffer_of
+from syncline.roles.hosted import HostedSlice
+from syncline.roles.rules import tensor_of
+
+
+class StateTransfer:
+    """Reads and writes the state of hosted slices."""
+
+    def __init__(self, slices: dict[int, HostedSlice]) -> None:
+        self._slices = slices
+
+    def _slot(self, number: int) -> HostedSlice:
+        slot = self._slices.get(number)
+        if slot is None:
+            raise ProtocolError(f"slice {number} is not hosted here")
+        return slot
+
+    def give(self, request: Request, message: AskState) -> None:
+        entries: list[StateEntry] = []
+        buffers: list[Buffer] = []
+        for number in message.slices:
+            slot = self._slot(number)
+            with slot.lock:
+                for entry, tensor in slot.rules.state():
+                    entries.append(entry)
+                    flat = tensor.clone().reshape(-1).view(torch.uint8)
+                    buffers.append(buffer_of(flat.numpy()))
+        request.reply(GivenState(entries), buffers, sum(map(len, buffers)))
+
+    def landing(self, message: LoadState) -> Sequence[Buffer]:
+        for entry in message.entries:
+            slot = self._slot(entry.slice)
+            # A state tensor has at most the size of its slice in double precision.
+            if entry.num_bytes > 8 * slot.part.num_bytes + 64:
+                raise ProtocolError(f"state {entry.key!r} of {entry.num_bytes} bytes for slice {entry.slice}")
+        return [buffer_of(np.empty(entry.num_bytes, np.uint8)) for entry in message.entries]
+
+    def load(self, request: Request, message: LoadState) -> None:
+        grouped: dict[int, list[tuple[StateEntry, torch.Tensor]]] = {number: [] for number in message.slices}
+        for entry, buffer in zip(message.entries, request.payload, strict=True):
+            if entry.slice not in grouped:
+                raise ProtocolError(f"state for slice {entry.slice}, which is not named")
+            tensor = tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape)
+            grouped[entry.slice].append((entry, tensor))
+        for number, entries in grouped.items():
+            slot = self._slot(number)
+            with slot.lock:
+                slot.rules.load_state(entries)
+        request.reply(Done())

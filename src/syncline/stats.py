@@ -1,0 +1,56 @@
+"""Numbers that objects keep about themselves; whatever shows numbers only reads these."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WireStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What went over one connection, or over several added up."""
+
+    frames_sent: int = 0
+    frames_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __add__(self, other: WireStats) -> WireStats:
+        return WireStats(
+            frames_sent=self.frames_sent + other.frames_sent,
+            frames_received=self.frames_received + other.frames_received,
+            bytes_sent=self.bytes_sent + other.bytes_sent,
+            bytes_received=self.bytes_received + other.bytes_received,
+        )
+
+
+class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one server has done so far."""
+
+    name: str = ""
+    num_slices: int = 0
+    parameter_bytes: int = 0
+    num_updates: int = 0  #: applied to slices, counted per slice
+    num_commits: int = 0
+    bytes_copied: int = 0  #: parameters copied once more on their way to a socket
+    staleness_sum: float = 0.0
+    staleness_count: int = 0  #: contributions measured, per slice
+    staleness_max: int = 0
+    lag_max: int = 0  #: largest clock distance to the slowest worker at which a reply went out
+    num_pins: int = 0
+    wire: WireStats = WireStats()
+
+
+class JobStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What `job.stats()` returns: this worker's own counts, and the job's as a whole."""
+
+    name: str
+    step: int
+    seconds: float  #: since the job was formed
+    samples: int  #: handed out to all workers
+    samples_per_second: float
+    own_samples: int
+    staleness_mean: float
+    staleness_max: int
+    lag_max: int
+    wait_seconds: float  #: that this worker spent waiting for replies
+    servers: tuple[ServerStats, ...]
+    wire: WireStats  #: of this worker

@@ -1,0 +1,102 @@
+"""`local_job`: coordinator, servers and workers in one process, over the in-process twin of the transport."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from syncline import config as configuration
+from syncline.client.job import Job, current_in_thread
+from syncline.core.messages import Joined
+from syncline.core.policy import policy_of
+from syncline.errors import JobFailed
+from syncline.launch.embedded import InProcess
+
+T = TypeVar("T")
+
+
+class LocalJob:
+    """All workers of a job. `run` calls a function once per worker, each in a thread of its own."""
+
+    def __init__(self, process: InProcess, jobs: list[Job]) -> None:
+        self._process, self.jobs = process, jobs
+
+    def __getitem__(self, rank: int) -> Job:
+        return self.jobs[rank]
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self.jobs)
+
+    def run(self, function: Callable[[Job], T], timeout_seconds: float = 60.0) -> list[T]:
+        """The results in the order of ranks. If one worker raises, the job fails and its error is raised here."""
+        results: dict[int, T] = {}
+        errors: list[Exception] = []
+
+        def work(rank: int, job: Job) -> None:
+            try:
+                with current_in_thread(job):
+                    results[rank] = function(job)
+            except Exception as error:
+                errors.append(error)
+                self.fail(job.name, f"raised {type(error).__name__}")
+
+        threads = [
+            threading.Thread(target=work, args=(rank, job), name=job.name, daemon=True)
+            for rank, job in enumerate(self.jobs)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_seconds)
+        stuck = [thread.name for thread in threads if thread.is_alive()]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, JobFailed)), errors[0])
+        if stuck:
+            raise TimeoutError(f"{', '.join(stuck)} did not finish within {timeout_seconds:g} s")
+        return [results[rank] for rank in range(len(self.jobs))]
+
+    def fail(self, name: str, reason: str) -> None:
+        """The job takes this worker for dead."""
+        self._process.coordinator.declare_dead(name, reason)
+
+    def close(self) -> None:
+        """Every worker leaves, and everything is given back."""
+        for job in self.jobs:
+            with contextlib.suppress(Exception):
+                job.close()
+        self._process.close()
+
+
+@contextlib.contextmanager
+def local_job(
+    workers: int = 2, servers: int = 1, policy: str = "sync", *, folder: str = "runs/local", **settings: Any
+) -> Iterator[LocalJob]:
+    """A whole job inside this process; `settings` are those of syncline.toml."""
+    given = configuration.check_known(
+        {"workers": workers, "servers": servers, "policy": policy, **settings}, "local_job()"
+    )
+    policy_of(configuration.resolve(given))
+    process = InProcess(given, pathlib.Path(folder))
+    local: LocalJob | None = None
+    try:
+        asked = [process.ask_to_join(f"worker-{rank}", {}) for rank in range(workers)]
+        for number in range(servers):
+            process.add_server(f"server-{number}")
+        jobs = []
+        for endpoint, hearing, stamp, call in asked:
+            joined = call.wait(process.coordinator.config.start_seconds)
+            assert isinstance(joined, Joined)
+            jobs.append(process.make_job(endpoint, hearing, stamp, joined, embedded=False))
+        local = LocalJob(process, jobs)
+        yield local
+    finally:
+        if local is not None:
+            local.close()
+        else:
+            process.close()

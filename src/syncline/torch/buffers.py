@@ -1,0 +1,55 @@
+"""A model's buffers (BatchNorm's running numbers): the chief's, or the workers' mean, after every step."""
+
+from __future__ import annotations
+
+import torch
+
+from syncline.client.arrays import Bytes
+from syncline.client.job import Job
+from syncline.core.layout import Ranges, to_ranges
+from syncline.core.rule import Rule
+from syncline.torch.parameters import FlatMemory, as_tensor, buffers_of, on_cpu
+
+
+class Buffers:
+    """Buffers live on the servers under the rule `Assign`."""
+
+    def __init__(self, job: Job, model: torch.nn.Module, mode: str) -> None:
+        self._job, self._model = job, model
+        self._tracked = buffers_of(model)
+        self._pushes = job.is_chief or mode == "mean"
+        # What the chief pushes is what everyone gets: its own copy is as new as any.
+        self._takes = not job.is_chief or mode == "mean"
+        self.flats: dict[int, Bytes] = {}
+        self._flat: FlatMemory | None = None
+        if not self._tracked:
+            return
+        values = job.kv.register([(i.name, on_cpu(i.tensor)) for i in self._tracked], Rule("Assign"))
+        with torch.no_grad():
+            for item in self._tracked:
+                item.tensor.copy_(values[item.name])
+        layout = job.exchange.layout
+        self._segment = layout.where[self._tracked[0].name][0]
+        self._flat = FlatMemory(layout, self._tracked, in_place=False)
+        self._pushed = to_ranges(layout.parameter_id(item.name) for item in self._tracked)
+        if self._takes:
+            self.flats = self._flat.flats
+
+    def collect(self) -> Ranges:
+        """This worker's buffers into the arena, if they count; their ids."""
+        if not self._tracked or not self._pushes:
+            return ()
+        arena = self._job.exchange.arena(self._segment.index)
+        current = dict(self._model.named_buffers())
+        where = self._job.exchange.layout.where
+        for item in self._tracked:
+            # A module may have put another tensor in its buffer's place.
+            item.tensor = current.get(item.name, item.tensor)
+            offset = self._segment.offsets[where[item.name][1]]
+            as_tensor(arena, offset, item.tensor.shape, item.tensor.dtype).copy_(item.tensor.detach())
+        return self._pushed
+
+    def spread(self) -> None:
+        """What has landed goes into the model."""
+        if self._flat is not None and self._takes:
+            self._flat.spread()

@@ -1,0 +1,56 @@
+"""`--sync-every H`: the user's own optimizer steps H times on the worker, then the workers' deltas are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from syncline.client.job import Job
+from syncline.core.layout import Ranges, to_ranges
+from syncline.torch.parameters import FlatMemory, Tracked, as_tensor
+
+
+class LocalSteps:
+    """Counts local steps and sends what they changed. Optimizer state stays on the worker."""
+
+    def __init__(self, job: Job, opt: torch.optim.Optimizer) -> None:
+        self._job, self._opt, self._every = job, opt, job.config.sync_every
+        self._steps, self._weight = 0, 0.0
+        self._tracked: Sequence[Tracked] = ()
+        job.before_rest(self.flush)
+
+    def begin(
+        self, tracked: Sequence[Tracked], flat: FlatMemory, synchronise: Callable[[float, Ranges], None]
+    ) -> None:
+        """The flat memory holds the parameters of the last averaging: what deltas are taken against."""
+        self._tracked, self._flat, self._synchronise = tracked, flat, synchronise
+
+    def step(self, weight: float, scale: torch.Tensor | None, overflow: bool, clip_norm: float | None) -> None:
+        parameters = [p for group in self._opt.param_groups for p in group["params"] if p.grad is not None]
+        if not overflow:
+            if scale is not None:
+                torch._foreach_mul_([p.grad for p in parameters], scale)
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+            self._opt.step()
+        self._steps += 1
+        self._weight += weight
+        self._job.stepped()
+        if self._steps == self._every:
+            self.flush()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Sends the deltas of the steps since the last averaging, if there were any."""
+        if not self._steps:
+            return
+        exchange = self._job.exchange
+        layout = exchange.layout
+        for position, item in enumerate(self._tracked):
+            segment, index = layout.where[item.name]
+            arena = exchange.arena(segment.index)
+            target = as_tensor(arena, segment.offsets[index], item.tensor.shape, item.tensor.dtype)
+            torch.sub(item.tensor.detach().to("cpu"), self._flat.view(position), out=target)
+        weight, self._steps, self._weight = self._weight, 0, 0.0
+        self._synchronise(weight, to_ranges(layout.parameter_id(item.name) for item in self._tracked))

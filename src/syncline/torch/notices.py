@@ -1,0 +1,52 @@
+"""What a user should know once: differences between what a script does and what it may mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from syncline.client.job import Job
+from syncline.torch.parameters import Tracked
+
+
+class Notices:
+    """Says each thing once."""
+
+    def __init__(self, job: Job, in_rounds: bool) -> None:
+        self._job = job
+        self._wants_clip_notice = in_rounds and job.world_size > 1
+        self._watched: torch.Tensor | None = None
+        self._version = -1
+
+    def at_start(self, model: torch.nn.Module | None) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._job.notice(
+                "there is a default process group: DistributedDataParallel on top of this would average twice"
+            )
+        if model is None:
+            self._job.notice("buffers are not synchronised: give model= to DistributedOptimizer for that")
+
+    def watch(self, items: Sequence[Tracked]) -> None:
+        """One parameter tells whether gradients are edited between backward and step."""
+        if self._watched is not None or not self._wants_clip_notice:
+            return
+        for item in items:
+            if item.tensor.requires_grad and item.tensor.is_leaf:
+                self._watched = item.tensor
+                item.tensor.register_post_accumulate_grad_hook(self._remember)
+                return
+
+    def _remember(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._version = parameter.grad._version
+
+    def before_push(self) -> None:
+        if not self._wants_clip_notice or self._watched is None or self._watched.grad is None:
+            return
+        if self._version >= 0 and self._watched.grad._version != self._version:
+            self._wants_clip_notice = False
+            self._job.notice(
+                "gradients were edited after backward: clip_grad_norm_ clips this worker's own gradient, not the "
+                "round's mean; DistributedOptimizer(clip_norm=…) clips the mean"
+            )

@@ -1,0 +1,289 @@
+"""`DistributedOptimizer`: the user's own optimizer, with its rule on the servers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from syncline.client.exchange import Push, Ticket
+from syncline.client.job import Job, current_job
+from syncline.client.sinks import FlatSink
+from syncline.core.layout import Ranges
+from syncline.core.policy import policy_of
+from syncline.core.rule import Option, Rule
+from syncline.errors import ConfigError, LayoutError
+from syncline.torch.buffers import Buffers
+from syncline.torch.gradients import Gradients
+from syncline.torch.local_steps import LocalSteps
+from syncline.torch.notices import Notices
+from syncline.torch.parameters import FlatMemory, Tracked, name_parameters, on_cpu, others
+from syncline.torch.rules import group_options, group_rule, rule_name
+from syncline.torch.state import load_state, read_state
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps a `torch.optim` optimizer: `step()` pushes this worker's gradients and lands new parameters.
+
+    With `model`, its names and buffers are used: buffers are the chief's after every step (`buffers="chief"`) or
+    the workers' mean (`"mean"`). `clip_norm` clips the round's mean gradient by its global norm. `overlap` sends
+    gradients over sockets while backward goes on.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        opt: torch.optim.Optimizer,
+        *,
+        model: torch.nn.Module | None = None,
+        job: Job | None = None,
+        overlap: bool = True,
+        clip_norm: float | None = None,
+        buffers: str = "chief",
+    ) -> None:
+        self._check(opt, clip_norm, buffers)
+        self._opt, self._model, self._overlap, self._clip_norm = opt, model, overlap, clip_norm
+        self._registered = False
+        super().__init__(opt.param_groups, opt.defaults)
+        self._share_state()
+        self._job = job or current_job()
+        self._in_rounds = policy_of(self._job.config).in_rounds
+        self._tickets: collections.deque[Ticket] = collections.deque()
+        self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model))
+        self._segments: list[tuple[int, int]] = []  # (segment, first group): groups that are registered together
+        self._gradients: list[Gradients] = []
+        self._notices = Notices(self._job, self._in_rounds)
+        self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
+        self._rule = "Add" if self._local else rule_name(opt)
+        self._notices.at_start(model)
+        self._register_groups(0)
+        self._buffers = Buffers(self._job, model, buffers) if model is not None else None
+        self._register_others()
+        self._make_sink()
+        self._registered = True
+
+    @staticmethod
+    def _check(opt: torch.optim.Optimizer, clip_norm: float | None, buffers: str) -> None:
+        if not isinstance(opt, torch.optim.Optimizer) or isinstance(opt, DistributedOptimizer):
+            raise ConfigError(f"DistributedOptimizer takes a torch.optim optimizer, not {type(opt).__name__}")
+        if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
+            raise ConfigError(f"clip_norm = {clip_norm}: it must be more than 0")
+        if buffers not in ("chief", "mean"):
+            raise ConfigError(f"buffers = {buffers!r}: there are chief, mean")
+
+    def _share_state(self) -> None:
+        """One set of groups and one state, whether seen through the wrapper or the wrapped."""
+        self.param_groups, self.state = self._opt.param_groups, self._opt.state
+
+    # -- registering --------------------------------------------------------------------------------------
+
+    def _register_groups(self, first: int) -> None:
+        """Puts the parameters of the groups from `first` on into the job: one segment, a rule per group."""
+        items = [item for item in self._tracked if item.group >= first]
+        if not items:
+            raise LayoutError("the optimizer has no parameters")
+        groups = range(first, len(self.param_groups))
+        rules = {index: self._group_rule(index) for index in groups}
+        values = self._job.kv.register(
+            [(item.name, on_cpu(item.tensor)) for item in items],
+            {item.name: rules[item.group] for item in items},
+        )
+        _take(items, values)
+        segment = self._job.exchange.layout.where[items[0].name][0]
+        self._segments.append((segment.index, first))
+        overlap = self._overlap and self._local is None
+        self._gradients.append(Gradients(self._job.exchange, segment, items, overlap))
+        self._notices.watch(items)
+
+    def _group_rule(self, index: int) -> Rule:
+        return Rule("Add") if self._local else group_rule(self._rule, self.param_groups[index])
+
+    def _register_others(self) -> None:
+        """Parameters that no optimizer updates: everyone takes the chief's values once."""
+        rest = others(self._model, self._tracked) if self._model is not None else []
+        if rest:
+            _take(rest, self._job.kv.register([(i.name, on_cpu(i.tensor)) for i in rest], Rule("Assign")))
+
+    def _make_sink(self) -> None:
+        layout = self._job.exchange.layout
+        flat = FlatMemory(layout, self._tracked, in_place=self._local is None)
+        self._flat = flat
+        flats = dict(flat.flats)
+        if self._buffers is not None:
+            flats.update(self._buffers.flats)
+        self._sink = FlatSink(flats)
+        if self._local is not None:
+            self._local.begin(self._tracked, flat, self._synchronise)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch has it; after construction, the new parameters join the job too."""
+        if not getattr(self, "_registered", False):
+            super().add_param_group(param_group)
+            return
+        self._settle()
+        first = len(self.param_groups)
+        self._opt.add_param_group(param_group)
+        self._share_state()
+        fresh = [i for i in name_parameters(self.param_groups, self._model) if i.group >= first]
+        self._tracked += fresh
+        self._register_groups(first)
+        self._make_sink()
+
+    # -- stepping -----------------------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, weight: float | None = None
+    ) -> float | None:
+        """Pushes the gradients and lands new parameters.
+
+        `weight` is this worker's share in the round's mean: by default the samples that our DataLoader has handed
+        out since the last step, else 1.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        weight = self._job.take_weight() if weight is None else float(weight)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
+        scale, overflow = self._scaling()
+        if self._local is not None:
+            self._local.step(weight, scale, overflow, self._clip_norm)
+            return loss
+        self._push(weight, scale, overflow)
+        self._job.stepped()
+        return loss
+
+    def _scaling(self) -> tuple[torch.Tensor | None, bool]:
+        """What a GradScaler left here: the factor that unscales the gradients, and whether they overflowed."""
+        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        overflow = found_inf is not None and bool(found_inf)
+        return (None if grad_scale is None else 1.0 / grad_scale), overflow
+
+    @torch.no_grad()
+    def _push(self, weight: float, scale: torch.Tensor | None, overflow: bool) -> None:
+        pushed: Ranges = ()
+        clip = self._clip_norm
+        if not overflow:
+            self._notices.before_push()
+            if clip is not None and not self._in_rounds:
+                # On arrival there is no round's mean: what is pushed is clipped here, by its own norm.
+                scale, clip = self._own_clip(clip, scale), None
+            for gradients in self._gradients:
+                pushed += gradients.collect(scale)
+        if self._buffers is not None and not overflow:
+            pushed += self._buffers.collect()
+        push = Push(
+            pushed=tuple(sorted(pushed)),
+            weight=weight,
+            skip=overflow,
+            clip_norm=clip,
+            overrides=self._overrides(),
+        )
+        self._tickets.append(self._job.exchange.commit(push, self._sink))
+        self._land(self._job.config.window)
+
+    def _own_clip(self, clip: float, scale: torch.Tensor | None) -> torch.Tensor:
+        norms = torch.stack([gradients.norm() for gradients in self._gradients])
+        factor = torch.ones(()) if scale is None else scale.to("cpu").reshape(())
+        norm = torch.linalg.vector_norm(norms.to("cpu")) * factor
+        return torch.clamp(clip / (norm + 1e-6), max=1.0) * factor
+
+    def _overrides(self) -> Sequence[tuple[int, int, dict[str, Option]]]:
+        """Hyperparameters that differ from the registered ones: in sync only the chief's count."""
+        if self._in_rounds and not self._job.is_chief:
+            return ()
+        found = []
+        for segment, first in self._segments:
+            rules = self._job.exchange.layout.segments[segment].rules
+            for index in range(first, self._end_of(first)):
+                group = self._rule_index(segment, index)
+                now = group_options(self._rule, self.param_groups[index])
+                changed = {key: value for key, value in now.items() if rules[group].options.get(key) != value}
+                if changed:
+                    found.append((segment, group, changed))
+        return found
+
+    def _end_of(self, first: int) -> int:
+        return next((f for _, f in self._segments if f > first), len(self.param_groups))
+
+    def _rule_index(self, segment: int, group: int) -> int:
+        """The number of a group's rule within its segment."""
+        item = next(item for item in self._tracked if item.group == group)
+        found, position = self._job.exchange.layout.where[item.name]
+        return found.parameters[position].group
+
+    @torch.no_grad()
+    def _land(self, window: int) -> None:
+        """Waits until no more than `window` pushes are open; their parameters are in the model then."""
+        landed = False
+        while len(self._tickets) > window:
+            self._tickets[0].wait()
+            self._tickets.popleft()
+            landed = True
+        if landed:
+            self._flat.spread()
+            if self._buffers is not None:
+                self._buffers.spread()
+
+    def _settle(self) -> None:
+        self._land(0)
+
+    def _synchronise(self, weight: float, pushed: Ranges) -> None:
+        """For local steps: the deltas in the arena are averaged, the mean lands in the flat memory."""
+        if self._buffers is not None:
+            pushed += self._buffers.collect()
+        push = Push(pushed=tuple(sorted(pushed)), weight=weight)
+        self._job.exchange.commit(push, self._sink).wait()
+        self._flat.spread()
+        if self._buffers is not None:
+            self._buffers.spread()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients only accumulate, as in DistributedDataParallel; the next backward outside of it sends them."""
+        for gradients in self._gradients:
+            gradients.pause(True)
+        try:
+            yield
+        finally:
+            for gradients in self._gradients:
+                gradients.pause(False)
+
+    # -- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch has it. The state is pulled from the servers by this worker alone."""
+        self._settle()
+        if self._local is None:
+            self._opt.state.update(read_state(self._job.exchange, self._tracked))
+        try:
+            return self._opt.state_dict()
+        finally:
+            if self._local is None:
+                self._opt.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch has it. The chief's state counts; groups and their hyperparameters are each worker's."""
+        self._settle()
+        self._opt.load_state_dict(state_dict)
+        self._share_state()
+        if self._local is None:
+            if self._job.is_chief:
+                load_state(self._job.exchange, self._tracked, self._opt.state)
+            self._opt.state.clear()
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._opt!r})"
+
+
+@torch.no_grad()
+def _take(items: Sequence[Tracked], values: dict[str, Any]) -> None:
+    for item in items:
+        item.tensor.copy_(values[item.name])

@@ -1,0 +1,90 @@
+"""Names for a model's parameters and buffers, and their places in flat memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from syncline.client.arrays import Bytes
+from syncline.core.layout import Layout
+from syncline.errors import LayoutError
+
+
+@dataclasses.dataclass(slots=True)
+class Tracked:
+    """One parameter or buffer of the model that lives on the servers."""
+
+    name: str
+    tensor: torch.Tensor
+    group: int  # of the optimizer; -1 for what no optimizer updates
+    is_view: bool = False  # the tensor itself lies in the flat memory
+
+
+def name_parameters(groups: Sequence[dict[str, Any]], model: torch.nn.Module | None) -> Iterator[Tracked]:
+    """The optimizer's parameters under the model's names; tied weights are one parameter."""
+    known = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
+    names: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        given = group.get("param_names") or [f"group{index}.{k}" for k in range(len(group["params"]))]
+        for name, parameter in zip(given, group["params"], strict=True):
+            name = known.get(id(parameter), name)
+            if names.setdefault(name, id(parameter)) != id(parameter):
+                raise LayoutError(f"two parameters are named {name!r}; names must differ")
+            yield Tracked(name, parameter, index)
+
+
+def others(model: torch.nn.Module, tracked: Sequence[Tracked]) -> list[Tracked]:
+    """Parameters of the model that the optimizer does not have: the chief's values count, once."""
+    have = {id(item.tensor) for item in tracked}
+    return [Tracked(name, p, -1) for name, p in model.named_parameters() if id(p) not in have]
+
+
+def buffers_of(model: torch.nn.Module) -> list[Tracked]:
+    return [Tracked(name, buffer, -1) for name, buffer in model.named_buffers() if buffer.numel()]
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous()
+
+
+class FlatMemory:
+    """The parameters of some segments as one run of bytes each; the model's tensors lie in it where they can."""
+
+    def __init__(self, layout: Layout, tracked: Sequence[Tracked], *, in_place: bool) -> None:
+        self._layout = layout
+        self.flats: dict[int, Bytes] = {}
+        self._tracked = list(tracked)
+        self._views: list[tuple[Tracked, torch.Tensor]] = []
+        for item in tracked:
+            segment, index = layout.where[item.name]
+            flat = self.flats.setdefault(segment.index, np.zeros(segment.num_bytes, np.uint8))
+            view = as_tensor(flat, segment.offsets[index], item.tensor.shape, item.tensor.dtype)
+            view.copy_(item.tensor.detach())
+            self._views.append((item, view))
+            if in_place and item.tensor.device.type == "cpu" and item.tensor.is_contiguous():
+                item.tensor.data = view
+                item.is_view = True
+
+    def view(self, position: int) -> torch.Tensor:
+        """The flat memory's version of the parameter at this position."""
+        return self._views[position][1]
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """What has landed in the flat memory goes into the tensors that do not lie in it."""
+        for item, view in self._views:
+            if not item.is_view:
+                item.tensor.copy_(view)
+
+
+def as_tensor(flat: Bytes, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this shape and type over some bytes."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(flat[offset : offset + num_bytes]).view(dtype).view(tuple(shape))

@@ -1,0 +1,32 @@
+"""From a torch optimizer to rules by name: what its groups say, in plain numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from syncline.core.rule import OPTIONS, PLAIN, Option, Rule, plain_option
+from syncline.errors import RuleError
+
+
+def rule_name(optimizer: torch.optim.Optimizer) -> str:
+    """The rule of an optimizer; a RuleError says what there is and what else can be done."""
+    kind = type(optimizer)
+    if kind.__name__ in OPTIONS and kind is getattr(torch.optim, kind.__name__, None):
+        return str(kind.__name__)
+    there_are = ", ".join(name for name in OPTIONS if name not in PLAIN)
+    why = " needs a closure" if kind.__name__ == "LBFGS" else " has no rule on the servers"
+    raise RuleError(
+        f"{kind.__module__}.{kind.__name__}{why}; there are: {there_are}. "
+        "With --sync-every H any optimizer works: it runs on the worker"
+    )
+
+
+def group_options(name: str, group: dict[str, Any]) -> dict[str, Option]:
+    """The hyperparameters of a group that travel, as plain numbers."""
+    return {key: plain_option(name, key, group[key]) for key in OPTIONS[name] if key in group}
+
+
+def group_rule(name: str, group: dict[str, Any]) -> Rule:
+    return Rule(name, **group_options(name, group))

@@ -1,0 +1,275 @@
+"""The rules of the house that a reviewer would otherwise have to remember (see CONTRIBUTING.md)."""
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "syncline"
+
+MOST_LINES = 400
+BANNED_FILE_WORDS = {"util", "utils", "helper", "helpers", "manager", "managers"}
+
+# Each of these turns bytes into running code.
+BANNED_MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+BANNED_BUILTINS = {"eval", "exec"}
+BANNED_FUNCTIONS = {
+    "builtins.eval",
+    "builtins.exec",
+    "torch.load",
+    "torch.hub.load",
+    "torch.jit.load",
+    "torch.serialization.load",
+}
+
+# Files that may touch os.environ, relative to src/syncline. config.py reads it; a file of launch/ may be
+# added here only to hand an environment on to a child process.
+ENVIRONMENT_FILES = {"config.py"}
+ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def python_files() -> list[Path]:
+    return [path for folder in ("src", "tests", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def project_files() -> list[Path]:
+    """What git has or would take; outside a checkout, whatever is not hidden."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = shutil.which("git") and subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if listed and listed.returncode == 0:
+        paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    else:
+        hidden = ("__pycache__", "runs", "build", "dist")
+        inside = (path.relative_to(ROOT).parts for path in ROOT.rglob("*"))
+        paths = [ROOT.joinpath(*p) for p in inside if p[0][0] != "." and not set(p) & set(hidden)]
+    return [path for path in paths if path.is_file()]
+
+
+def foreign_names(tree: ast.AST) -> dict[str, str]:
+    """Local name -> origin, for every import of a file: `from torch import load as l` is l -> torch.load."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                origin = alias.name if alias.asname else alias.name.split(".")[0]
+                names[alias.asname or origin] = origin
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def dotted(node: ast.expr, names: dict[str, str]) -> str:
+    """`torch.load` for the expression torch.load, however it was imported; '' where it is no chain."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([names.get(node.id, node.id), *reversed(parts)])
+
+
+def banned_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    names = foreign_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in BANNED_MODULES:
+                    yield node.lineno, f"import {alias.name}"
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if module.split(".")[0] in BANNED_MODULES:
+                yield node.lineno, f"from {module} import"
+            for alias in node.names:
+                if f"{module}.{alias.name}" in BANNED_FUNCTIONS:
+                    yield node.lineno, f"from {module} import {alias.name}"
+        elif isinstance(node, ast.Name) and node.id in BANNED_BUILTINS:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and dotted(node, names) in BANNED_FUNCTIONS:
+            yield node.lineno, dotted(node, names)
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func, names)
+            first = getattr(node.args[0], "value", None) if node.args else None
+            imports = name in {"importlib.import_module", "__import__"}
+            if imports and str(first).split(".")[0] in BANNED_MODULES:
+                yield node.lineno, f"{name}({first!r})"
+            for keyword in node.keywords:
+                if keyword.arg == "allow_pickle" and getattr(keyword.value, "value", True) is not False:
+                    yield node.lineno, "allow_pickle"
+
+
+def environment_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    names = foreign_names(tree)
+    banned = {f"os.{name}" for name in ENVIRONMENT_NAMES}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            for alias in node.names:
+                if alias.name in ENVIRONMENT_NAMES:
+                    yield node.lineno, f"from os import {alias.name}"
+        elif isinstance(node, ast.Attribute) and dotted(node, names) in banned:
+            yield node.lineno, dotted(node, names)
+
+
+def given_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Names this file gives to things itself; what others named (platform.node) is theirs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                if alias.asname:
+                    yield node.lineno, alias.asname
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.lineno, node.name
+
+
+def words_of(name: str) -> set[str]:
+    """`NodeManager`, `node_manager` and `NODE_MANAGER` are the words node and manager."""
+    spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
+    spaced = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", spaced)
+    words = {word.lower() for word in re.split(r"[^A-Za-z]+", spaced) if word}
+    return words | {word.removesuffix("s") for word in words}
+
+
+def unused_words() -> set[str]:
+    """The glossary's own list; a row with a comma bans one meaning only, which a machine cannot see."""
+    table = (ROOT / "docs" / "glossary.md").read_text().split("## Not used", 1)[1]
+    cells = re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)
+    words = {cell for cell in cells if re.fullmatch(r"[a-z]+", cell)}
+    return words | {word.removesuffix("s") for word in words}
+
+
+def findings(finder, path: Path) -> list[str]:
+    return [f"{relative(path)}:{line}: {what}" for line, what in finder(ast.parse(path.read_text()))]
+
+
+def test_no_python_file_is_longer_than_400_lines():
+    long = {relative(p): n for p in python_files() if (n := len(p.read_text().splitlines())) > MOST_LINES}
+    assert not long, f"split by idea: {long}"
+
+
+def test_file_names_say_what_is_inside():
+    vague = [relative(p) for p in python_files() if words_of(p.stem) & BANNED_FILE_WORDS]
+    folders = [relative(p) for p in PACKAGE.rglob("*") if p.is_dir() and words_of(p.name) & BANNED_FILE_WORDS]
+    assert not vague + folders
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_nothing_that_runs_foreign_bytes(path):
+    assert not findings(banned_calls, path)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_only_config_reads_the_environment(path):
+    if path.relative_to(PACKAGE).as_posix() not in ENVIRONMENT_FILES:
+        assert not findings(environment_reads, path)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_words_that_are_not_used(path):
+    banned = unused_words()
+    assert {"master", "slave", "node", "manager", "helper", "util", "van"} <= banned
+    given = list(given_names(ast.parse(path.read_text())))
+    bad = [f"{relative(path)}:{line}: {name}" for line, name in given if words_of(name) & banned]
+    assert not bad, f"see docs/glossary.md: {bad}"
+    if path.stem == "membership":
+        assert not [name for _, name in given if "epoch" in words_of(name)], "a membership has a generation"
+
+
+# Built from parts, so that this file does not hold what it looks for.
+PRIVATE = "|".join(
+    [
+        r"(?<![\w.})/])/(?:" + "|".join(["ro" + "ot", "wo" + "rk"]) + r")(?:/|\b(?=[\"'`\s]))",
+        "/opt/" + "(?:wheels|py" + "pi)",
+        r"\bpy" + r"pi\.(?:org|python\.org)",
+        "python" + r"hosted\.org",
+        r"download\.py" + r"torch\.org",
+        r"bootstrap\.py" + r"pa\.io",
+        r"(?:repo|conda)\.ana" + r"conda\.(?:com|org)",
+    ]
+)
+
+
+def test_no_path_of_a_machine_and_no_registry_is_named():
+    private = re.compile(PRIVATE)
+    found = []
+    for path in project_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := private.search(line):
+                found.append(f"{relative(path)}:{number}: {match.group()}")
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "eval('1')",
+        "f = exec",
+        "from torch import load",
+        "import torch as t; t.load('x')",
+        "import torch.serialization as s; s.load('x')",
+        "import numpy as np; np.load('x', allow_pickle=True)",
+        "import importlib; importlib.import_module('dill')",
+    ],
+)
+def test_the_ban_on_running_bytes_sees(text):
+    assert list(banned_calls(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["model.eval()", "state.load('x')", "import json; json.load(f)", "np.load('x', allow_pickle=False)"],
+)
+def test_the_ban_on_running_bytes_leaves(text):
+    assert not list(banned_calls(ast.parse(text)))
+
+
+@pytest.mark.parametrize(
+    "text", ["import os; os.environ['A']", "from os import getenv", "import os as o; o.getenv('A')"]
+)
+def test_the_ban_on_the_environment_sees(text):
+    assert list(environment_reads(ast.parse(text)))
+
+
+@pytest.mark.parametrize("name", ["NodeState", "old_master", "UTILS", "IOManager", "num_nodes", "van"])
+def test_the_ban_on_words_sees(name):
+    assert words_of(name) & unused_words()
+
+
+@pytest.mark.parametrize("name", ["contextmanager", "advance", "nodename", "relevant", "chief"])
+def test_the_ban_on_words_leaves(name):
+    assert not words_of(name) & unused_words()
+
+
+@pytest.mark.parametrize("line", ["see /" + "work/x", "'/ro" + "ot/.cache'", "https://py" + "pi.org/simple"])
+def test_the_ban_on_private_places_sees(line):
+    assert re.search(PRIVATE, line)
+
+
+@pytest.mark.parametrize("line", ["runs/NAME/work/x", "{folder}/work/", "../work/", "PyPI"])
+def test_the_ban_on_private_places_leaves(line):
+    assert not re.search(PRIVATE, line)
