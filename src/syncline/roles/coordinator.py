@@ -193,6 +193,8 @@ class Coordinator:
                 for call in calls:
                     call.wait(0)
             except SynclineError as error:
+                with self._lock:
+                    registry.take_back(segment)
                 request.refuse(error)
                 return
             request.reply(answer)

@@ -12,10 +12,11 @@ from syncline import config as configuration
 from syncline.client.job import Job, current_in_thread
 from syncline.core.messages import Joined
 from syncline.core.policy import policy_of
-from syncline.errors import JobFailed
+from syncline.errors import JobFailed, SynclineError
 from syncline.launch.embedded import InProcess
 
 T = TypeVar("T")
+CLOSE_SECONDS = 10.0
 
 
 class LocalJob:
@@ -67,10 +68,18 @@ class LocalJob:
 
     def close(self) -> None:
         """Every worker leaves, and everything is given back."""
-        for job in self.jobs:
-            with contextlib.suppress(Exception):
-                job.close()
+        # At the same time: what one still has to send may need the others.
+        threads = [threading.Thread(target=_leave, args=(job,), daemon=True) for job in self.jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(CLOSE_SECONDS)
         self._process.close()
+
+
+def _leave(job: Job) -> None:
+    with contextlib.suppress(SynclineError):
+        job.close()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,68 @@
+"""Every test gives back what it took: processes, threads, file descriptors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+GRACE_SECONDS = 6.0
+#: Libraries keep some threads for the life of the process.
+KEPT_THREADS = ("pytest", "MainThread", "asyncio", "Thread-", "QueueFeeder", "pin_memory", "rich")
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == os.getpid() and fields[0] != "Z":
+                found.add(int(entry))
+    return found
+
+
+def _ours() -> list[str]:
+    return [t.name for t in threading.enumerate() if not t.name.startswith(KEPT_THREADS)]
+
+
+def _descriptors() -> dict[str, str]:
+    if not os.path.isdir("/proc/self/fd"):
+        return {}
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if target.startswith(("socket:", "pipe:", "/memfd:syncline")):
+            found[number] = target
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a process, a thread of ours, a socket, a pipe or shared memory behind."""
+    threads, children, descriptors = set(_ours()), _children(), set(_descriptors().items())
+    yield
+    deadline = time.monotonic() + GRACE_SECONDS
+    while True:
+        left = {
+            "threads": sorted(set(_ours()) - threads),
+            "processes": sorted(_children() - children),
+            "descriptors": sorted(set(_descriptors().items()) - descriptors),
+        }
+        if not any(left.values()):
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: { {key: value for key, value in left.items() if value} }")
+        time.sleep(0.01)
+        if time.monotonic() > deadline - GRACE_SECONDS + 0.3:
+            gc.collect()  # what only a cycle holds is not a leak
