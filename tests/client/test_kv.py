@@ -50,7 +50,7 @@ def test_other_names_are_an_error_and_not_a_wait(names: tuple[str, ...]) -> None
         mine = names if job.rank else ("a", "b")
         job.kv.register({name: np.zeros(2) for name in mine}, SGD)
 
-    with local_job(workers=2) as jobs, pytest.raises(LayoutError, match="worker-1 (registered|did not register)"):
+    with local_job(workers=2) as jobs, pytest.raises(LayoutError, match=r"worker-1 (registered|did not register)"):
         jobs.run(register, timeout_seconds=20)
 
 
@@ -90,7 +90,7 @@ def test_bad_registrations_and_pushes_say_what_is_wrong() -> None:
             kv.register({"n": np.zeros(2, np.int64)}, SGD)
         with pytest.raises(RuleError, match="'x' has no rule"):
             kv.register({"x": np.zeros(2)}, {"y": SGD})
-        with pytest.raises(RuleError, match="no rule 'LBFGS'.*there are: .*Adam"):
+        with pytest.raises(RuleError, match=r"no rule 'LBFGS'.*there are: .*Adam"):
             Rule("LBFGS")
         with pytest.raises(RuleError, match="SGD has no option 'speed'; it has: lr"):
             Rule("SGD", speed=1)

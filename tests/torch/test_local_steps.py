@@ -94,6 +94,6 @@ def test_any_optimizer_will_do() -> None:
 
 
 def test_it_needs_sync() -> None:
-    with pytest.raises(ConfigError, match=r"--sync-every 4 needs --policy sync; this job has bounded:2"):
-        with local_job(policy="bounded:2", sync_every=4):
-            pass
+    message = r"--sync-every 4 needs --policy sync; this job has bounded:2"
+    with pytest.raises(ConfigError, match=message), local_job(policy="bounded:2", sync_every=4):
+        pass

@@ -239,7 +239,7 @@ def test_state_dict_is_torchs_own_and_comes_back(name: str) -> None:
     with local_job(workers=2, servers=2, slice_bytes=64) as jobs:
         saved, final = jobs.run(first_half)[1]
     for key, state in reference["state"].items():
-        assert set(saved["state"][key]) == set(k for k, v in state.items() if v is not None)
+        assert set(saved["state"][key]) == {k for k, v in state.items() if v is not None}
         for inner, value in state.items():
             if value is not None:
                 torch.testing.assert_close(torch.as_tensor(saved["state"][key][inner]), torch.as_tensor(value))
@@ -347,7 +347,7 @@ def test_optimizers_without_a_rule_are_refused_with_what_there_is() -> None:
         for kind in (torch.optim.LBFGS, Mine):
             with pytest.raises(RuleError, match=r"there are: .*Adam.*--sync-every"):
                 DistributedOptimizer(kind(copy.deepcopy(LINEAR).parameters(), lr=0.1), job=jobs[0])
-        with pytest.raises(ConfigError, match="takes a torch.optim optimizer"):
+        with pytest.raises(ConfigError, match="optimizer, not str"):
             DistributedOptimizer("SGD", job=jobs[0])  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="clip_norm"):
             DistributedOptimizer(torch.optim.SGD(LINEAR.parameters(), lr=0.1), job=jobs[0], clip_norm=-1.0)

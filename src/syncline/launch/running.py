@@ -59,6 +59,15 @@ def check_script(script: Script) -> None:
 
 def run_job(given: dict[str, Any], config: JobConfig, script: Script, screen: Screen) -> int:
     """`syncline run`: one job from start to verdict; the exit code."""
+    with listen(config) as sock:
+        folder = _make_folder(config)
+        file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
+        plans = make_plans(file, config, script, sock.fileno())
+        return Launcher(file, plans, screen, folder=folder, remote=config.remote).run()
+
+
+def _make_folder(config: JobConfig) -> pathlib.Path:
+    """The job's folder; logs of an earlier job of that name make way."""
     folder = pathlib.Path(config.runs) / config.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,13 +75,7 @@ def run_job(given: dict[str, Any], config: JobConfig, script: Script, screen: Sc
             old.unlink()
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be used: {error.strerror or error}") from None
-    sock = listen(config)
-    try:
-        file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
-        plans = make_plans(file, config, script, sock.fileno())
-        return Launcher(file, plans, screen, folder=folder, remote=config.remote).run()
-    finally:
-        sock.close()
+    return folder
 
 
 def listen(config: JobConfig) -> socket.socket:

@@ -136,6 +136,7 @@ class Coordinator:
                 raise JobFailed(self._membership.outcome.reason)
             member = self._membership.join(message.role, message.name, message.host, message.address)
             self._endpoints[member.name] = request.endpoint
+            request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
             self._joining[member.name] = request
             if member.name == self._membership.chief:
                 self._take_defaults(message.defaults)

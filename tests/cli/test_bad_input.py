@@ -1,0 +1,119 @@
+"""What cannot be is refused before anything starts, in one line that says what to do instead."""
+
+from __future__ import annotations
+
+import pathlib
+import socket
+import sys
+
+import pytest
+
+from syncline.cli.main import main
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, *words: str
+) -> str:
+    """Runs the command line in this process; its one line of complaint."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["syncline", *words])
+    (folder / "train.py").write_text("import syncline\nsyncline.init()\n")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+    assert not (folder / "runs").exists()
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--policy", "bounded:-1", "train.py"],
+            "policy = 'bounded:-1': there are sync, bounded:K (K = 0, 1, 2, …), async",
+        ),
+        (["--policy", "fast", "train.py"], "policy = 'fast': there are sync, bounded:K"),
+        (["--policy", "sync:2", "train.py"], "policy = 'sync:2': there are sync"),
+        (["-w", "0", "train.py"], "workers = 0: must be at least 1"),
+        (["-s", "0", "train.py"], "servers = 0: must be at least 1"),
+        (["-w", "many", "train.py"], "Invalid value for '-w' / '--workers'"),
+        (["--sync-every", "0", "train.py"], "sync_every = 0: must be at least 1"),
+        (
+            ["--sync-every", "4", "--policy", "async", "train.py"],
+            "--sync-every 4 needs --policy sync; this job has async",
+        ),
+        (["--window", "1", "train.py"], "--window 1 needs --policy bounded:K or async"),
+        (["--transport", "rdma", "train.py"], "transport = 'rdma': there are auto, shm, tcp"),
+        (
+            ["--transport", "shm", "-H", "a:1,b:1", "train.py"],
+            "--transport shm and several hosts (-H) exclude each other",
+        ),
+        (["-w", "3", "-H", "a:1,b:1", "train.py"], "-w 3 and -H a:1,b:1 (2 workers) exclude each other"),
+        (["-H", "a:x", "train.py"], "-H 'a:x': give hosts and numbers of workers, e.g. a:4,b:4"),
+        (["-H", "a:1,a:2", "train.py"], "a is there twice"),
+        (["--env", "mpi", "train.py"], "env = 'mpi': there is torchrun"),
+        (["--name", "../x", "train.py"], "name = '../x': a job's name is also its folder's"),
+        (["--bind", "127.0.0.1:http", "train.py"], "--bind '127.0.0.1:http': give an address or address:port"),
+        (["--bind", "203.0.113.7", "train.py"], "cannot listen on 203.0.113.7"),
+        (["nothere.py"], "there is no script nothere.py"),
+        ([], "no script was given, e.g. syncline run -w 2 train.py"),
+        (["--polcy", "async", "train.py"], "there is no option --polcy; did you mean --policy?"),
+    ],
+)
+def test_run(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+) -> None:
+    assert message in refused(capsys, monkeypatch, tmp_path, "run", *words)
+
+
+def test_a_port_in_use(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        error = refused(capsys, monkeypatch, tmp_path, "run", "--bind", where, "train.py")
+    assert f"cannot listen on {where}: Address already in use; choose another port with --bind" in error
+
+
+def test_syncline_toml(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    for text, message in (
+        ("polcy = 'sync'", "unknown setting 'polcy'; there are: bind"),
+        ("workers = 'two'", "workers = 'two': Expected `int`, got `str`"),
+        ("workers = ", "syncline.toml: Invalid value"),
+    ):
+        (tmp_path / "syncline.toml").write_text(text)
+        assert message in refused(capsys, monkeypatch, tmp_path, "run", "train.py")
+
+
+@pytest.mark.parametrize("role", ["server", "worker"])
+def test_a_job_file_that_is_none_or_that_others_can_read(
+    role: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "job.json"
+    script = ["train.py"] if role == "worker" else []
+    file.write_text('{"job": "x"}')
+    file.chmod(0o644)
+    assert "can be read by others (mode 644); run chmod 600" in refused(
+        capsys, monkeypatch, tmp_path, role, "--job", str(file), *script
+    )
+    file.chmod(0o600)
+    assert "is not a job file: Object missing required field" in refused(
+        capsys, monkeypatch, tmp_path, role, "--job", str(file), *script
+    )
+
+
+def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("run", "coordinator", "server", "worker", "doctor", "bench"):
+        monkeypatch.setattr(sys, "argv", ["syncline", command, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        assert f"syncline {command}" in capsys.readouterr().out.partition("Example:")[2], command

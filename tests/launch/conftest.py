@@ -1,0 +1,108 @@
+"""Whole jobs of real processes, started as a user starts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import pytest
+
+SECONDS = 60.0
+
+
+@dataclasses.dataclass
+class Result:
+    """How a command ended, and all that it wrote."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+class Commands:
+    """Runs `syncline …` in a folder of its own; nothing it started may be left at the end."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        (self.folder / name).write_text(textwrap.dedent(text))
+        return name
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "syncline", *arguments],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str], seconds: float = SECONDS) -> Result:
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=seconds)
+        return Result(process.returncode, output, time.monotonic() - began)
+
+    def run(self, *arguments: str, seconds: float = SECONDS) -> Result:
+        return self.finish(self.start(*arguments), seconds)
+
+    def members(self) -> dict[str, int]:
+        """Live member processes of jobs started in this folder, by name."""
+        found = {}
+        for entry in pathlib.Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if pathlib.Path(os.readlink(entry / "cwd")) != self.folder:
+                    continue
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if "syncline.launch.member" in words and state != "Z":
+                found[words[words.index("syncline.launch.member") + 1]] = int(entry.name)
+        return found
+
+    def wait_for(self, text: str, name: str, seconds: float = SECONDS) -> str:
+        """Waits until a member's log under runs/ has this text; the log."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for log in self.folder.glob(f"runs/*/{name}.log"):
+                content = log.read_text()
+                if text in content:
+                    return content
+            time.sleep(0.05)
+        raise TimeoutError(f"{text!r} did not appear in the log of {name}")
+
+    def check_nothing_left(self, seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self.members() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.members() == {}
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.communicate()
+        self.check_nothing_left()
+
+
+@pytest.fixture
+def commands(tmp_path: pathlib.Path) -> Iterator[Commands]:
+    made = Commands(tmp_path.resolve())
+    try:
+        yield made
+    finally:
+        made.close()

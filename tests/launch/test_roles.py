@@ -1,0 +1,71 @@
+"""One role by hand, by the job file; and members that are missing, or do not belong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+SCRIPT = """
+    import numpy as np, syncline
+    job = syncline.init()
+    job.kv.register({"x": np.zeros(2)}, syncline.Rule("SGD", lr=1.0))
+    print("VALUE", job.name, job.kv.push_pull({"x": np.ones(2)}).wait()["x"].tolist(), flush=True)
+"""
+
+
+def end(commands: Any, *processes: subprocess.Popen[str]) -> list[Any]:
+    return [commands.finish(process) for process in processes]
+
+
+def test_a_job_started_role_by_role(commands: Any) -> None:
+    """A worker without a name takes the next free one; a stranger with another token harms nobody."""
+    script = commands.script(SCRIPT)
+    coordinator = commands.start("coordinator", "--job", "job.json", "-w", "2", "-s", "1", "--name", "byhand")
+    first = commands.start("worker", "--job", "job.json", script)
+    file = commands.folder / "job.json"
+    for _ in range(600):
+        if file.exists():
+            break
+        first.poll()
+        subprocess.run(["sleep", "0.05"], check=True)
+    assert file.stat().st_mode & 0o777 == 0o600
+    stranger = json.loads(file.read_text())
+    stranger["token"] = "00" * 32
+    other = commands.folder / "other.json"
+    other.write_text(json.dumps(stranger))
+    other.chmod(0o600)
+    refused = commands.run("worker", "--job", "other.json", script)
+    assert refused.code == 1
+    assert "syncline.TokenError: coordinator does not prove the token of job" in refused.output
+    assert "use the job file of this job" in refused.output
+    second = commands.start("worker", "--job", "job.json", "--name", "worker-1", script)
+    server = commands.start("server", "--job", "job.json")
+    results = end(commands, first, second, server, coordinator)
+    assert [result.code for result in results] == [0, 0, 0, 0], [result.output for result in results]
+    assert "VALUE worker-0 [-1.0, -1.0]" in results[0].output
+    assert "VALUE worker-1 [-1.0, -1.0]" in results[1].output
+    assert not file.exists()
+
+
+def test_a_server_that_never_comes_up_is_named(commands: Any) -> None:
+    """A deadline, and the name of who is missing, on every side."""
+    script = commands.script(SCRIPT)
+    coordinator = commands.start("coordinator", "--job", "job.json", "--start-seconds", "2")
+    worker = commands.start("worker", "--job", "job.json", script)
+    results = end(commands, worker, coordinator)
+    assert [result.code for result in results] == [1, 1]
+    for result in results:
+        assert "server-0 did not come up within 2 s" in result.output
+    assert "Traceback" not in results[0].output
+
+
+def test_a_name_that_is_taken_or_not_expected(commands: Any) -> None:
+    script = commands.script(SCRIPT)
+    coordinator = commands.start("coordinator", "--job", "job.json", "--start-seconds", "8")
+    worker = commands.start("worker", "--job", "job.json", script)
+    unknown = commands.run("worker", "--job", "job.json", "--name", "worker-7", script)
+    assert unknown.code == 1
+    assert "no worker worker-7 is expected: the job has 1 workers and 1 servers" in unknown.output
+    server = commands.start("server", "--job", "job.json")
+    assert [result.code for result in end(commands, worker, server, coordinator)] == [0, 0, 0]

@@ -1,0 +1,262 @@
+"""`syncline run`: real processes, every policy, both transports, and the ways a job can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+LEDGER = """
+    import json, sys
+    import numpy as np
+    import syncline
+    job = syncline.init()
+    N, PUSHES = job.world_size, 25
+    job.kv.register({"ledger": np.zeros((N, PUSHES), np.float32)}, syncline.Rule("Add"), reduce="sum")
+    job.kv.register({"x": np.zeros(200_000, np.float32)}, syncline.Rule("SGD", lr=1.0), reduce="sum")
+    for q in range(PUSHES):
+        grads = job.kv.gradients()
+        grads["ledger"][:] = 0
+        grads["ledger"][job.rank, q] = 1
+        grads["x"][:] = job.rank + 1
+        out = job.kv.push_pull(grads).wait()
+        assert len(np.unique(out["x"])) <= 2, "torn: x lies in one slice per server"
+    job.barrier("all in")
+    pulled = job.kv.pull()
+    assert (pulled["ledger"] == 1).all(), pulled["ledger"]
+    assert (pulled["x"] == -PUSHES * N * (N + 1) / 2).all(), pulled["x"]
+    assert "torch" not in sys.modules
+    stats = job.stats()
+    if job.is_chief:
+        print("SHARED", all(w.wire.bytes_received < 2_000_000 for w in stats.servers))
+        print("EXACT", job.world_size, stats.lag_max)
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("policy", ["sync", "bounded:2", "async"])
+def test_the_ledger_is_exact_between_processes(commands: Any, policy: str, transport: str) -> None:
+    """Two workers without torch, two servers: nothing lost, nothing doubled, nothing torn."""
+    script = commands.script(LEDGER)
+    result = commands.run("run", "-w", "2", "-s", "2", "--policy", policy, "--transport", transport, script)
+    assert result.code == 0, result.output
+    assert "EXACT 2" in result.output
+    assert f"SHARED {transport == 'shm'}" in result.output
+
+
+def test_a_window_hides_answers_and_loses_nothing(commands: Any) -> None:
+    script = commands.script(LEDGER)
+    for transport in ("shm", "tcp"):
+        result = commands.run(
+            "run", "-w", "2", "--policy", "async", "--window", "2", "--transport", transport, script
+        )
+        assert result.code == 0, result.output
+        assert "EXACT 2" in result.output
+
+
+TRAIN = """
+    import sys, torch, syncline
+    from syncline.torch import DataLoader, DistributedOptimizer
+    job = syncline.init()
+    torch.manual_seed(job.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 600), torch.nn.Tanh(), torch.nn.Linear(600, 300),
+                                torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 2)).to(job.device)
+    for p in model.parameters():
+        torch.nn.init.constant_(p, 0.01)
+    torch.manual_seed(7)
+    data = torch.utils.data.TensorDataset(torch.randn(22, 8), torch.randint(2, (22,)))
+    opt = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+    for epoch in range(2):
+        for x, y in DataLoader(data, batch_size=4, shuffle=True):
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            if "--clip" in sys.argv:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            opt.step(); opt.zero_grad()
+    job.barrier("end")
+    print("SUM", job.rank, repr(sum(p.double().sum().item() for p in model.parameters())), job.step)
+"""
+
+
+def _sums(output: str) -> dict[str, str]:
+    lines = [line.rpartition("SUM ")[2].split() for line in output.splitlines() if "SUM " in line]
+    return {words[0]: words[1] for words in lines}
+
+
+def test_tcp_and_shared_memory_give_the_same_bits(commands: Any) -> None:
+    """Gradients staged early over TCP, some edited after backward, give what shared memory gives."""
+    script = commands.script(TRAIN)
+    for extra in ((), ("--clip",)):
+        sums = []
+        for transport in ("shm", "tcp"):
+            options = ("-w", "2", "-s", "2", "--transport", transport)
+            result = commands.run("run", *options, script, *extra)
+            assert result.code == 0, result.output
+            found = _sums(result.output)
+            assert set(found) == {"0", "1"} and found["0"] == found["1"], result.output
+            sums.append(found["0"])
+            assert ("clips this worker's own gradient" in result.output) == bool(extra)
+        assert sums[0] == sums[1]
+
+
+def test_a_workers_exception_is_shown_once_and_its_exit_code_is_passed_on(commands: Any) -> None:
+    script = commands.script("""
+        import numpy as np, syncline, sys, time
+        job = syncline.init()
+        job.kv.register({"x": np.zeros(2)}, syncline.Rule("SGD", lr=1.0))
+        if job.rank == 1:
+            raise RuntimeError("no more data")
+        job.kv.push({"x": np.ones(2)}).wait()
+    """)
+    result = commands.run("run", "-w", "2", script)
+    assert result.code == 1
+    assert result.output.count("Traceback") == 1 and result.output.count("RuntimeError: no more data") == 1
+    assert "worker-1 | worker-1 failed:" in result.output and "runpy" not in result.output
+    assert "the job has failed: worker-1 ended with exit code 1" in result.output
+    assert "runs/train-" in result.output and "worker-1.log" in result.output
+
+
+def test_the_scripts_own_exit_code_is_the_jobs(commands: Any) -> None:
+    script = commands.script("""
+        import sys, syncline
+        job = syncline.init()
+        job.barrier("both")
+        sys.exit(7 if job.rank == 1 else 0)
+    """)
+    result = commands.run("run", "-w", "2", script)
+    assert result.code == 7, result.output
+    assert "worker-1 ended with exit code 7" in result.output
+
+
+def test_another_model_on_one_worker(commands: Any) -> None:
+    script = commands.script("""
+        import torch, syncline
+        from syncline.torch import DistributedOptimizer
+        job = syncline.init()
+        model = torch.nn.Linear(120 - 36 * job.rank, 10)
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    """)
+    result = commands.run("run", "-w", "2", script)
+    assert result.code == 1
+    expected = (
+        "LayoutError: worker-1 registered 'weight' as float32[10, 84], the job has float32[10, 120]; start worker-1"
+    )
+    assert expected in result.output
+    assert "src/syncline" not in result.output  # no traceback of ours
+
+
+STUCK = """
+    import numpy as np, syncline, time
+    job = syncline.init()
+    job.kv.register({"x": np.zeros(2)}, syncline.Rule("SGD", lr=1.0))
+    print("READY", flush=True)
+    if job.rank == 1:
+        time.sleep(60)
+    job.kv.push({"x": np.ones(2)}).wait()
+"""
+
+
+@pytest.mark.parametrize("victim", ["worker-1", "server-0", "coordinator"])
+def test_a_death_ends_the_job_at_once_and_is_named(commands: Any, victim: str) -> None:
+    process = commands.start("run", "-w", "2", "--name", "mortal", commands.script(STUCK))
+    commands.wait_for("READY", "worker-1")
+    os.kill(commands.members()[victim], signal.SIGKILL)
+    result = commands.finish(process, 20)
+    assert result.code != 0
+    assert f"the job has failed: {victim} was killed by SIGKILL" in result.output
+    assert result.output.count("Traceback") == 0
+    if victim != "coordinator":
+        log = (commands.folder / "runs/mortal/worker-0.log").read_text()
+        assert f"syncline.JobFailed: the job has ended: {victim} was killed by SIGKILL" in log
+    commands.check_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything_within_five_seconds(commands: Any, number: int) -> None:
+    script = commands.script(
+        STUCK.replace("time.sleep(60)", "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)").replace(
+            "import numpy", "import signal, numpy"
+        )
+    )
+    process = commands.start("run", "-w", "2", script)
+    commands.wait_for("READY", "worker-1")
+    began = time.monotonic()
+    process.send_signal(number)
+    result = commands.finish(process, 20)
+    assert time.monotonic() - began < 5.0
+    assert result.code == 128 + number and f"interrupted by {signal.Signals(number).name}" in result.output
+    assert "Traceback" not in result.output
+    commands.check_nothing_left(0.0)
+
+
+def test_a_killed_launcher_leaves_nothing_behind(commands: Any) -> None:
+    """Each member holds a lifeline; a worker inside a long call of C goes too."""
+    script = commands.script(STUCK.replace("time.sleep(60)", "import re; re.match('(a+)+$', 'a' * 40 + 'b')"))
+    process = commands.start("run", "-w", "2", script)
+    commands.wait_for("READY", "worker-1")
+    assert set(commands.members()) == {"coordinator", "server-0", "worker-0", "worker-1"}
+    process.kill()
+    process.wait()
+    commands.check_nothing_left(5.0)
+
+
+def test_a_script_that_never_joins(commands: Any) -> None:
+    result = commands.run("run", "-w", "2", commands.script("print('hello')"))
+    assert result.code == 1
+    assert "ended without having joined the job; does the script call syncline.init()?" in result.output
+
+
+def test_torchruns_environment_and_arguments_and_modules(commands: Any) -> None:
+    commands.script(
+        """
+        import json, os, sys, syncline
+        job = syncline.init()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        print("ENV", json.dumps([os.environ[n] for n in names]), sys.argv[1:], job.local_rank, flush=True)
+    """,
+        "mymodule.py",
+    )
+    result = commands.run("run", "-w", "2", "--env", "torchrun", "-m", "mymodule", "--epochs", "3", "x y")
+    assert result.code == 0, result.output
+    lines = sorted(line.rpartition("ENV ")[2] for line in result.output.splitlines() if "ENV " in line)
+    assert len(lines) == 2 and all("['--epochs', '3', 'x y']" in line for line in lines)
+    ranks = [json.loads(line[: line.index("]") + 1]) for line in lines]
+    assert [r[:3] for r in ranks] == [["0", "2", "0"], ["1", "2", "1"]] and ranks[0][3] == "127.0.0.1"
+
+
+def test_too_little_memory_for_arenas_falls_back_and_says_so_once(commands: Any) -> None:
+    script = commands.script("""
+        import errno, numpy as np, syncline
+        from syncline.net import shm
+        def create(num_bytes):
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        shm.create = create
+        job = syncline.init()
+        job.kv.register({"x": np.zeros(1000), "y": np.zeros(10)}, syncline.Rule("SGD", lr=1.0))
+        for _ in range(3):
+            out = job.kv.push_pull({"x": np.ones(1000)}).wait()
+        print("VALUE", out["x"][0])
+    """)
+    result = commands.run("run", "-w", "1", script)
+    assert result.code == 0 and "VALUE -3.0" in result.output, result.output
+    said = "too little memory for arenas of 8128 bytes (1 x 8128): Cannot allocate memory; falls back to TCP"
+    assert result.output.count(said) == 1
+    refused = commands.run("run", "-w", "1", "--transport", "shm", script)
+    assert refused.code == 1 and "use --transport auto or tcp" in refused.output
+
+
+def test_init_defaults_lose_to_toml_and_toml_to_the_launch(commands: Any) -> None:
+    script = commands.script("""
+        import syncline
+        job = syncline.init(policy="async", window=1, wait_seconds=30.0)
+        if job.is_chief:
+            print("CONFIG", job.config.policy, job.config.window, job.config.wait_seconds, job.config.start_seconds)
+    """)
+    (commands.folder / "syncline.toml").write_text('policy = "bounded:3"\nstart_seconds = 50.0\nworkers = 2\n')
+    result = commands.run("run", "--policy", "bounded:1", script)
+    assert "CONFIG bounded:1 1 30.0 50.0" in result.output, result.output
+    result = commands.run("run", script)
+    assert "CONFIG bounded:3 1 30.0 50.0" in result.output, result.output

@@ -1,0 +1,61 @@
+"""The names that users hold on to: public names, signatures, flags."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import syncline
+import syncline.testing
+import syncline.torch
+from syncline.client.job import Job
+from syncline.client.kv import KeyValue
+
+
+def test_public_names() -> None:
+    assert {"Job", "Rule", "current_job", "init", "SynclineError", "WaitTimeout", "LayoutError"} <= set(
+        syncline.__all__
+    )
+    assert all(hasattr(syncline, name) for name in syncline.__all__)
+    assert syncline.torch.__all__ == ["DataLoader", "DistributedOptimizer"]
+    assert "local_job" in syncline.testing.__all__
+
+
+def test_the_job_has_its_faces() -> None:
+    with syncline.testing.local_job(workers=1) as jobs:
+        job = jobs[0]
+        assert (job.rank, job.world_size, job.local_rank, job.name, job.generation) == (0, 1, 0, "worker-0", 1)
+        assert job.step == 0 and job.is_chief and job.config.policy == "sync" and str(job.device) == "cpu"
+        job.barrier("alone")
+        assert job.stats().name == "worker-0"
+        assert hasattr(Job, "__enter__") and hasattr(Job, "close")
+
+
+def parameters(function: object) -> list[str]:
+    return [str(p).partition(":")[0] for p in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+
+
+def test_signatures() -> None:
+    assert parameters(KeyValue.register) == ["self", "params", "rule", "reduce"]
+    assert parameters(KeyValue.push) == ["self", "grads", "weight"]
+    assert parameters(KeyValue.pull) == ["self", "names", "out", "min_version"]
+    assert parameters(KeyValue.push_pull) == ["self", "grads", "out", "weight"]
+    signature = inspect.signature(syncline.torch.DistributedOptimizer.__init__)
+    names = list(signature.parameters)
+    assert names[:6] == ["self", "opt", "model", "job", "overlap", "clip_norm"]
+    assert all(signature.parameters[n].kind is inspect.Parameter.KEYWORD_ONLY for n in names[2:])
+    assert syncline.torch.DistributedOptimizer._step_supports_amp_scaling
+
+
+def test_importing_syncline_does_not_import_torch() -> None:
+    """A NumPy or JAX worker never loads it; and the command line starts quickly."""
+    code = "import sys, syncline, syncline.cli.main; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_current_job_without_one_says_what_to_do() -> None:
+    code = "import syncline\ntry:\n syncline.current_job()\nexcept syncline.ConfigError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "there is no job yet; call syncline.init() first"
