@@ -55,10 +55,10 @@ def main() -> None:
             opt.step()
             opt.zero_grad()
 
-    job.barrier("trained")  # from here on nobody pushes: what the chief pulls is the final model
+    job.barrier("trained")  # from here on nobody pushes
+    opt.pull()  # the final model, also for who had finished before the last round
     if job.is_chief:
         model.cpu()
-        job.kv.pull(out={name: parameter.detach() for name, parameter in model.named_parameters()})
         out = args.out or job.folder / "model.pt"
         out.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), out)

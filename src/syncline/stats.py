@@ -46,7 +46,7 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     seconds: float  #: since the job was formed
     samples: int  #: handed out to all workers
-    samples_per_second: float
+    samples_per_second: float  #: of all workers, while samples were handed out
     own_samples: int
     staleness_mean: float
     staleness_max: int

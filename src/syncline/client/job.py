@@ -6,6 +6,7 @@ import contextlib
 import pathlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -106,6 +107,7 @@ class Job:
         self.step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
         self._taken, self._own_samples = 0, 0
+        self._first_sample, self._sample_seconds = 0.0, 0.0
         self._progress = (0, 0, 0)
         self._before_rest: list[Callable[[], None]] = []
         self._closed = threading.Event()
@@ -172,10 +174,12 @@ class Job:
     def begin_epoch(self, epoch: int, num_batches: int) -> None:
         """A loader begins epoch number `epoch` (from 0), with this many batches for this worker."""
         self._progress = (epoch, 0, num_batches)
-        self._taken = 0
 
     def took(self, num_samples: int) -> None:
         """A loader has handed out a batch of this many samples."""
+        now = time.monotonic()
+        self._first_sample = self._first_sample or now
+        self._sample_seconds = now - self._first_sample
         self._taken += num_samples
         self._own_samples += num_samples
         epoch, step, steps = self._progress
@@ -230,13 +234,13 @@ class Job:
         servers = tuple(answer.servers)
         pushes = sum(server.staleness_count for server in servers)
         stale = sum(server.staleness_sum for server in servers)
-        seconds = answer.seconds
+        seconds, busy = answer.seconds, answer.sample_seconds
         return JobStats(
             name=self.name,
             step=self.step,
             seconds=seconds,
             samples=answer.samples,
-            samples_per_second=answer.samples / seconds if seconds else 0.0,
+            samples_per_second=answer.samples / busy if busy else 0.0,
             own_samples=self._own_samples,
             staleness_mean=stale / pushes if pushes else 0.0,
             staleness_max=max((server.staleness_max for server in servers), default=0),
@@ -249,7 +253,7 @@ class Job:
     def _report(self) -> None:
         epoch, step, steps = self._progress
         with contextlib.suppress(SynclineError):
-            self._coordinator.tell(Report(self.step, self._own_samples, epoch, step, steps))
+            self._coordinator.tell(Report(self.step, self._own_samples, self._sample_seconds, epoch, step, steps))
 
     def _report_regularly(self) -> None:
         last = -1

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from syncline.config import JobConfig
-from syncline.core.layout import ITEM_BYTES, Parameter, Ranges, Segment
+from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS, Parameter, Ranges, Segment
 from syncline.core.rule import Option, RuleSpec
 from syncline.errors import FrameError
 from syncline.stats import ServerStats
@@ -114,6 +114,7 @@ class Report(Message, frozen=True):
 
     step: int
     samples: int
+    seconds: float  # from the first sample handed out to the last
     epoch: int
     epoch_step: int
     epoch_steps: int
@@ -128,6 +129,7 @@ class GivenStats(Message, frozen=True):
 
     seconds: float
     samples: int
+    sample_seconds: float
     servers: list[ServerStats]
 
 
@@ -235,11 +237,21 @@ class Stage(Message, frozen=True):
     pull: list[int]  # slices whose bytes go back over a socket with the answer
 
 
+class Staged(Message, frozen=True):
+    """The bytes are here. `slowest`: where the slowest active worker stands at this server."""
+
+    slowest: int
+
+
 class CommitStaged(Message, frozen=True):
-    """What is staged for this clock counts from now on."""
+    """What is staged for this clock counts from now on.
+
+    `back_at`: the most that any server gave as `slowest`; a worker that rested stands there, at every server alike.
+    """
 
     clock: int
     pull: list[int]
+    back_at: int | None = None
 
 
 class Committed(Message, frozen=True):
@@ -322,8 +334,8 @@ class StateEntry(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_bytes(self) -> int:
         """Its size, checked: nothing is allocated for a size that cannot be."""
-        if self.dtype not in ITEM_BYTES or any(size < 0 for size in self.shape):
-            raise FrameError(f"state of {self.dtype}{list(self.shape)}")
+        if self.dtype not in ITEM_BYTES or len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
+            raise FrameError(f"state of {self.dtype}{list(self.shape[:MAX_DIMENSIONS])}")
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -358,7 +370,7 @@ class GivenWhy(Message, frozen=True):
 
 MESSAGES: tuple[type[Message], ...] = (
     Done, Refused, Join, Joined, Register, Registered, Uploaded, Barrier, Report, AskStats, GivenStats, Leave,
-    Watch, Standings, Died, Host, AskServerStats, GivenServerStats, Over, Upload, Attach, Map, Mapped, Stage,
+    Watch, Standings, Died, Host, AskServerStats, GivenServerStats, Over, Upload, Attach, Map, Mapped, Stage, Staged,
     CommitStaged, Committed, AskClip, GiveClip, Rest, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState,
     GivenState, LoadState, AskWhy, GivenWhy,
 )  # fmt: skip

@@ -279,7 +279,8 @@ class Coordinator:
             servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
             with self._lock:
                 samples = sum(report.samples for report in self._reports.values())
-            request.reply(GivenStats(self._seconds(), samples, servers))
+                busy = max((report.seconds for report in self._reports.values()), default=0.0)
+            request.reply(GivenStats(self._seconds(), samples, busy, servers))
 
         self._ask_servers(AskServerStats(), gathered)
 

@@ -130,11 +130,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
 def _counted(batches: Iterator[_T_co], share: Share, job: TakesSamples, first_step: int) -> Generator[_T_co]:
     """The batches as the script takes them: counted one by one, and a rest at the end of training."""
-    for number, batch in enumerate(batches):
-        start, stop = share.batch(number)
-        job.took(stop - start)
-        yield batch
-    # Without a step it was an evaluation. A worker without a batch could not step: nobody must wait for it.
+    taken = 0
+    try:
+        for number, batch in enumerate(batches):
+            start, stop = share.batch(number)
+            taken += stop - start
+            job.took(stop - start)
+            yield batch
+    finally:
+        if taken and job.step == first_step:
+            job.took(-taken)  # without a step it was an evaluation: its samples are in no step's weight
+    # A worker without a batch could not step: nobody must wait for it.
     if job.step != first_step or share.num_batches == 0:
         job.rest()
 

@@ -245,6 +245,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._buffers is not None:
             self._buffers.spread()
 
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Brings the newest parameters into the model: after training, or by a worker that has rested."""
+        self._settle()
+        exchange = self._job.exchange
+        exchange.pull([part for part in exchange.layout.slices() if self._sink.wants(part)], self._sink, None)
+        self._flat.spread()
+        if self._buffers is not None:
+            self._buffers.spread()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients only accumulate, as in DistributedDataParallel; the next backward outside of it sends them."""

@@ -1,0 +1,38 @@
+"""The README's code runs as it stands there."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_it_opens_with_the_two_commands() -> None:
+    first = README.split("```")[1]
+    assert [line.split()[:2] for line in first.strip().splitlines()] == [["make", "train"], ["make", "test"]]
+    assert len(BLOCKS) >= 2 and "DistributedOptimizer" in BLOCKS[0]
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 16
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_the_code_runs_alone(number: int, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text(BLOCKS[number])
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    expected = ("worker-0: loss", "[-0.1 -0.1 -0.1]")[number]
+    assert expected in done.stdout
+
+
+def test_the_script_runs_with_two_workers(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text(BLOCKS[0])
+    command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker-0: loss" in done.stdout and "worker-1 | worker-1: loss" in done.stdout
+    assert "after 8 steps" in done.stdout

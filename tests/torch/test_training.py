@@ -1,0 +1,86 @@
+"""DataLoader and DistributedOptimizer together: weights by samples, uneven ends, the final model."""
+
+from __future__ import annotations
+
+import torch
+
+from syncline.client.job import Job
+from syncline.testing import local_job
+from syncline.torch import DataLoader, DistributedOptimizer
+
+DATA = torch.utils.data.TensorDataset(torch.arange(1.0, 12.0).reshape(11, 1))
+
+
+def train(job: Job, batch_size: int, epochs: int = 2) -> float:
+    """Gradient of the mean of w·x is the mean of x: the path tells exactly which samples each round had."""
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.zeros_(model.weight)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+    loader = DataLoader(DATA, batch_size=batch_size, shuffle=True, seed=5)
+    for _ in range(epochs):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x.double()).mean().backward()
+            optimizer.step()
+    job.barrier("trained")
+    optimizer.pull()
+    return model.weight.item()
+
+
+def test_uneven_ends_are_weighed_by_samples_and_nobody_waits_for_who_has_finished() -> None:
+    """Four workers with batches of 2: rounds of 8 and of 3 samples, one worker has none in the last."""
+    with local_job(workers=1) as jobs:
+        alone = jobs.run(lambda job: train(job, 8))
+    with local_job(workers=4) as jobs:
+        together = jobs.run(lambda job: train(job, 2))
+        assert [job.step for job in jobs] == [2, 4, 4, 4]
+        assert jobs[0].stats().samples == 22
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(alone * 4))
+    assert len(set(together)) == 1
+
+
+def test_more_workers_than_samples() -> None:
+    """A worker without any sample takes part in no round, in no epoch."""
+    tiny = torch.utils.data.TensorDataset(torch.ones(2, 1))
+
+    def work(job: Job) -> float:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        for _ in range(3):
+            for (x,) in DataLoader(tiny, batch_size=1):
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+        job.barrier("trained")
+        optimizer.pull()
+        return model.weight.item()
+
+    with local_job(workers=3) as jobs:
+        assert jobs.run(work) == [-3.0] * 3
+
+
+def test_an_evaluation_in_between_is_in_no_weight_and_rests_nobody() -> None:
+    """Evaluating through a loader of ours, gradients on or off, changes nothing about the rounds."""
+
+    def work(job: Job) -> float:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        for number, (x,) in enumerate(DataLoader(DATA, batch_size=2)):
+            if job.is_chief and number == 1:
+                list(DataLoader(DATA, batch_size=3))
+                with torch.no_grad():
+                    list(DataLoader(DATA, batch_size=3))
+            optimizer.zero_grad()
+            model(x.double()).mean().backward()
+            optimizer.step()
+        job.barrier("trained")
+        optimizer.pull()
+        return model.weight.item()
+
+    with local_job(workers=2) as jobs:
+        results = jobs.run(work)
+    means = [torch.arange(1.0, 5.0).mean(), torch.arange(5.0, 9.0).mean(), torch.arange(9.0, 12.0).mean()]
+    expected = -sum(mean.item() for mean in means)
+    torch.testing.assert_close(torch.tensor(results), torch.tensor([expected, expected]))
