@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import sys
 import threading
@@ -122,7 +123,7 @@ class Job:
         workers = [member for member in self._members if member.role == "worker"]
         return sorted(workers, key=lambda member: by_name(member.name))
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         """Position among the workers of this generation."""
         return [member.name for member in self._workers()].index(self.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import traceback
 
 import torch
 
@@ -22,7 +23,12 @@ def run_server(file: JobFile, name: str, host: str) -> int:
     torch.set_num_threads(1)  # the pool's threads are the parallelism
     log = say(name or "server")
     ends: queue.SimpleQueue[Over] = queue.SimpleQueue()
-    server = Server(name, ThreadPool(), create_memory=shm.create, log=log, over=ends.put)
+
+    def broken(error: Exception) -> None:
+        traceback.print_exception(error)
+        ends.put(Over(True, name, f"{name} has a bug: {type(error).__name__}: {error}"))
+
+    server = Server(name, ThreadPool(broken), create_memory=shm.create, log=log, over=ends.put)
     stamp = Stamp(file.job)
     identity = tcp.Identity(file.job, file.token_bytes, Peer("server", name or "server", 0))
 

@@ -138,7 +138,7 @@ class Commits:
         self._release()
 
     def _drain_all(self) -> None:
-        for slot in self._slices.values():
+        for slot in list(self._slices.values()):  # a copy: a registration may add slices meanwhile
             if slot.queue:
                 self._pool.submit(functools.partial(self.drain, slot))
 
@@ -189,7 +189,7 @@ class Commits:
     def _measure_norms(self, work: Work) -> None:
         if not self._slices:
             self._norms_known(work)
-        for number, slot in self._slices.items():
+        for number, slot in list(self._slices.items()):
             self._pool.submit(functools.partial(self._measure_norm, work, number, slot))
 
     def _measure_norm(self, work: Work, number: int, slot: HostedSlice) -> None:
@@ -261,7 +261,7 @@ class Commits:
         self._run(works)
 
     def clocks(self) -> dict[tuple[str, int], int]:
-        """Where every worker stands: what a slice that is hosted from now on begins with."""
+        """Where every worker stands; under `order`, what a slice that is hosted from now on begins with."""
         with self.order:
             return {(name, inc): clock for name, (inc, clock) in self._rounds.clocks().items()}
 

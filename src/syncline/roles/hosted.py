@@ -80,11 +80,11 @@ class Work:
 class HostedSlice:
     """One slice at its server. All methods that change it hold its lock; nothing is sent under it."""
 
-    def __init__(self, segment: Segment, part: Slice, memory: Bytes, clocks: dict[tuple[str, int], int]) -> None:
+    def __init__(self, segment: Segment, part: Slice, memory: Bytes) -> None:
         self.part, self.segment = part, segment
         self.memory = memory
         self.rules = SliceRules(segment, part, memory)
-        self.state = SliceState(clocks=clocks)
+        self.state = SliceState()
         self.lock = threading.Lock()
         self.uploaded = False
         self.queue: collections.deque[Work] = collections.deque()

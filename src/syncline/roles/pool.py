@@ -33,10 +33,11 @@ class InlinePool:
 
 
 class ThreadPool:
-    """As many threads as this process may use cores."""
+    """As many threads as this process may use cores. A task that raises all the same is reported as broken."""
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, broken: Callable[[Exception], None], num_threads: int | None = None) -> None:
         count = num_threads or num_cores()
+        self._broken = broken
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"pool-{k}", daemon=True) for k in range(count)]
         for thread in self._threads:
@@ -44,7 +45,10 @@ class ThreadPool:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
+            try:
+                task()
+            except Exception as error:  # a bug of ours must end in a verdict, not in silence
+                self._broken(error)
 
     def submit(self, task: Task) -> None:
         self._tasks.put(task)

@@ -11,7 +11,7 @@ import numpy as np
 
 from syncline.core.layout import Slice
 from syncline.core.messages import Committed, Done, Pin, Pull, Pulled, Unpin
-from syncline.errors import ProtocolError
+from syncline.errors import ConnectionLost, ProtocolError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of
 from syncline.roles.hosted import HostedSlice
@@ -40,12 +40,27 @@ class Pulls:
     def committed(self, request: Request, clock: int, pull: list[int], buffer: MakeBuffer | None) -> None:
         """Answers a commit. Without a buffer the bytes go out from where they lie: nobody may write them yet."""
         if pull:
-            self._senders.submit(self._send_committed, request, clock, pull, buffer)
+            self._send(request, functools.partial(self._send_committed, request, clock, pull, buffer))
             return
-        versions = [slot.state.version for slot in self._slices.values()]
-        for slot, version in zip(self._slices.values(), versions, strict=False):
+        slots = list(self._slices.values())
+        versions = [slot.state.version for slot in slots]
+        for slot, version in zip(slots, versions, strict=True):
             slot.state.seen[request.peer.name] = version
         request.reply(Committed(clock, versions))
+
+    def _send(self, request: Request, send: Callable[[], None]) -> None:
+        """Sends bytes from another thread; whatever goes wrong there, the asker hears of it."""
+
+        def attempt() -> None:
+            try:
+                send()
+            except Exception as error:
+                request.refuse(error)
+
+        try:
+            self._senders.submit(attempt)
+        except RuntimeError:  # the server is closing
+            request.refuse(ConnectionLost("the server is closing"))
 
     def _send_committed(self, request: Request, clock: int, pull: list[int], buffer: MakeBuffer | None) -> None:
         buffers, versions = self._collect(request.peer.name, pull, buffer)
@@ -94,7 +109,7 @@ class Pulls:
 
     def _answer(self, request: Request, message: Pull) -> None:
         if message.bytes_wanted:
-            self._senders.submit(self._send_pulled, request, message)
+            self._send(request, functools.partial(self._send_pulled, request, message))
             return
         versions = [self._slices[number].state.version for number in message.slices]
         request.reply(Pulled(versions))

@@ -172,12 +172,14 @@ class Server:
         parts = [part for part in segment.slices if part.server == self.name]
         size = segment.server_bytes(self.name)
         memory = self._reserve(size)
-        clocks = self.commits.clocks()
         made = {}
         for part in parts:
             view = memory.array[part.host_offset : part.host_offset + part.num_bytes]
-            made[part.id] = HostedSlice(segment, part, view, dict(clocks))
+            made[part.id] = HostedSlice(segment, part, view)
         with self.commits.order:
+            # Between two commits: the new slices begin where every worker stands now.
+            for slot in made.values():
+                slot.state.clocks.update(self.commits.clocks())
             self._segments[segment.index], self._memories[segment.index] = segment, memory
             self._slices.update(made)
 
