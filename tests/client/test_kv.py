@@ -217,18 +217,19 @@ def test_min_version_waits_for_the_update() -> None:
 
 
 def test_a_wait_that_passes_its_deadline_names_who_is_missing() -> None:
+    late = threading.Barrier(3)
     with local_job(workers=3, wait_seconds=5.0) as jobs:
 
         def work(job: Job) -> str:
             job.kv.register({"x": np.zeros(1)}, SGD)
             if job.rank == 2:
-                job.barrier("go on")
+                late.wait()
                 job.kv.push({"x": np.ones(1)}).wait()
                 return ""
             ticket = job.kv.push({"x": np.ones(1)})
             with pytest.raises(WaitTimeout) as caught:
                 ticket.wait(timeout_seconds=0.2)
-            job.barrier("go on")
+            late.wait()
             ticket.wait()  # the same ticket can be waited for again
             return str(caught.value)
 

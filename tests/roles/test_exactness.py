@@ -174,3 +174,27 @@ def test_a_worker_that_finishes_early_leaves_the_others_to_go_on() -> None:
             return final
 
         assert jobs.run(work) == [-4.0, -2.0]
+
+
+@pytest.mark.parametrize("policy", ["sync", "bounded:1"])
+def test_nobody_waits_for_who_is_at_a_barrier_and_behind_it_all_are_level(policy: str) -> None:
+    """Uneven loops without a rest: in DDP this hangs. Behind the barrier the rounds are everybody's again."""
+    with local_job(workers=2, servers=2, policy=policy, slice_bytes=64) as jobs:
+
+        def work(job: Job) -> list[float]:
+            job.kv.register({"x": np.zeros(32)}, Rule("SGD", lr=1.0), reduce="sum")
+            seen = []
+            for turn in range(3):
+                for _ in range(2 if job.rank else 7):
+                    job.kv.push({"x": np.ones(32)}).wait()
+                if job.rank == turn % 2:
+                    time.sleep(0.02)  # whoever comes first
+                job.barrier("here")
+                seen.append(float(job.kv.pull()["x"][0]))
+                job.barrier("seen")
+            return seen
+
+        assert jobs.run(work) == [[-9.0, -18.0, -27.0]] * 2
+        updates = [server.num_updates for server in jobs[0].stats().servers]
+    slices = 4
+    assert sum(updates) == slices * (3 * 7 if policy == "sync" else 3 * 9)

@@ -69,6 +69,12 @@ class Exchange(Protocol):
     def rest(self) -> None:
         """Takes part in no more rounds until the next commit."""
 
+    def step_aside(self) -> int:
+        """No round waits for this worker until its next commit; the stretch it was in."""
+
+    def begin_stretch(self, stretch: int) -> None:
+        """Behind a barrier everyone is in the same, new stretch."""
+
     def read_state(self, slices: Sequence[Slice]) -> list[tuple[StateEntry, Bytes]]:
         """What the rules remember about these slices."""
 

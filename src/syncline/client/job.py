@@ -26,6 +26,7 @@ from syncline.core.messages import (
     Member,
     Message,
     Over,
+    Passed,
     Report,
 )
 from syncline.core.rounds import by_name
@@ -208,7 +209,9 @@ class Job:
     def barrier(self, name: str) -> None:
         """Returns when every worker has come here, as often as this one. Raises WaitTimeout."""
         turn = self._turns[name] = self._turns.get(name, 0) + 1
-        self._ask(Barrier(name, turn))
+        answer = self._ask(Barrier(name, turn, self.exchange.step_aside()))
+        assert isinstance(answer, Passed)
+        self.exchange.begin_stretch(answer.stretch)
 
     def _ask(self, message: Message) -> Message:
         try:

@@ -19,8 +19,10 @@ from syncline.client.sinks import Sink
 from syncline.config import JobConfig
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.messages import (
+    AskPlace,
     AskState,
     AskWhy,
+    GivenPlace,
     GivenState,
     GivenWhy,
     Leave,
@@ -66,11 +68,14 @@ class ServersExchange:
         say: Callable[[str], None],
     ) -> None:
         self._config, self._endpoints, self._explain = config, dict(endpoints), explain
-        self._in_rounds = policy_of(config).in_rounds
+        policy = policy_of(config)
+        self._in_rounds, self._is_bounded = policy.in_rounds, policy.kind == "bounded"
         self._num_slots = config.window + 1
         self.layout = Layout()
         self.clock = 0
         self._stretch, self._rested = 0, False
+        self._is_active = True  # whether rounds and lag count this worker
+        self._back_at: int | None = None
         self._arenas = Arenas(self._endpoints, self._num_slots, config, say)
         self._readers = {name: ServerReader(endpoint, config.wait_seconds) for name, endpoint in endpoints.items()}
         self._hosted: dict[str, list[Slice]] = {name: [] for name in endpoints}
@@ -164,6 +169,7 @@ class ServersExchange:
             skip=push.skip,
             clip_norm=push.clip_norm,
             overrides=[(segment, group, dict(options)) for segment, group, options in push.overrides],
+            back_at=self._back_at,
             slices=[part.id for part in parts],
             commit=commit,
             pull=pull,
@@ -177,6 +183,7 @@ class ServersExchange:
 
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
         self._make_room()
+        self._come_back()
         touched = self._touched(push)
         lanes = [self._lane(server, push, touched, sink) for server in sorted(self._endpoints)]
         flow = CommitFlow(self.clock + 1, lanes)
@@ -187,7 +194,14 @@ class ServersExchange:
         self._stretch, self._rested = self._stretch + self._rested, False
         self._early = {name: [] for name in self._endpoints}
         self._sent.clear()
+        self._is_active, self._back_at = True, None
         return ticket
+
+    def _come_back(self) -> None:
+        """After a rest: where this worker stands from now on must be the same at every server."""
+        if not self._is_active and self._is_bounded and len(self._endpoints) > 1:
+            answers = self._wait_all([self._ask(e, AskPlace()) for e in self._endpoints.values()])
+            self._back_at = max(answer.position for answer in answers if isinstance(answer, GivenPlace))
 
     def _touched(self, push: Push) -> set[int]:
         """The slices that hold any of what is pushed."""
@@ -334,8 +348,19 @@ class ServersExchange:
     def rest(self) -> None:
         self.settle()
         self._stretch += self._rested
-        self._rested = True
-        self._wait_all([self._ask(e, Rest(self._stretch)) for e in self._endpoints.values()])
+        self._rested, self._is_active = True, False
+        self._wait_all([self._ask(e, Rest(self._stretch, False)) for e in self._endpoints.values()])
+
+    def step_aside(self) -> int:
+        """No round waits for this worker until its next push; the stretch it was in."""
+        self.settle()
+        self._is_active = False
+        self._wait_all([self._ask(e, Rest(self._stretch, True)) for e in self._endpoints.values()])
+        return self._stretch + self._rested
+
+    def begin_stretch(self, stretch: int) -> None:
+        """Behind a barrier everyone is in the same, new stretch."""
+        self._stretch, self._rested, self._is_active = stretch, False, True
 
     def settle(self) -> None:
         """Waits for everything that is still open."""

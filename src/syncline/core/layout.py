@@ -16,6 +16,7 @@ FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 INTEGERS = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 ITEM_BYTES = {**FLOATS, **INTEGERS}
 REDUCE = ("mean", "sum")
+MAX_DIMENSIONS = 64
 MAX_PARAMETERS = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 44
 
@@ -152,6 +153,8 @@ def check_parameters(parameters: Sequence[Parameter], rules: Sequence[Rule], red
         seen.add(parameter.name)
         if parameter.dtype not in ITEM_BYTES:
             raise LayoutError(f"{parameter.name!r} is {parameter.dtype}; there are {', '.join(ITEM_BYTES)}")
+        if len(parameter.shape) > MAX_DIMENSIONS:
+            raise LayoutError(f"{parameter.name!r} has {len(parameter.shape)} dimensions; at most {MAX_DIMENSIONS}")
         if any(size < 0 for size in parameter.shape):
             raise LayoutError(f"{parameter.name!r} has the shape {parameter.shape}")
         if not 0 <= parameter.group < len(rules):
@@ -187,6 +190,15 @@ class Layout:
         self.num_parameters += len(segment.parameters)
         self.num_slices += len(segment.slices)
 
+    def drop_last(self) -> Segment:
+        """Takes back the newest segment: it could not be hosted."""
+        segment = self.segments.pop()
+        for parameter in segment.parameters:
+            del self.where[parameter.name]
+        self.num_parameters -= len(segment.parameters)
+        self.num_slices -= len(segment.slices)
+        return segment
+
     def knows_all(self, parameters: Sequence[Parameter]) -> bool:
         return all(p.name in self.where for p in parameters)
 
@@ -207,13 +219,20 @@ class Layout:
                 )
 
     def check_complete(self, segment: Segment, parameters: Sequence[Parameter], who: str) -> None:
-        """Raises LayoutError when a registration lacks a parameter that the job's has."""
+        """Raises LayoutError when a registration lacks a parameter that the job's has, or has one of another."""
         given = {p.name for p in parameters}
         for known in segment.parameters:
             if known.name not in given:
                 raise LayoutError(
                     f"{who} did not register {known.name!r}, the job has it as {known.describe()}; start {who} "
                     "with the same model as the rest of the job"
+                )
+        # Whether the chief has made its next registration by now must not decide: both are an error.
+        for parameter in parameters:
+            if self.where[parameter.name][0] is not segment:
+                raise LayoutError(
+                    f"{who} registered {parameter.name!r} together with {segment.parameters[0].name!r}, the job by "
+                    f"itself; start {who} with the same model as the rest of the job"
                 )
 
     def slices(self) -> Iterator[Slice]:

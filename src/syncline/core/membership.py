@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from syncline.core.messages import Address, Member
-from syncline.core.rounds import by_name
+from syncline.core.rounds import after_barrier, by_name
 from syncline.errors import ConfigError
 
 
@@ -106,9 +106,16 @@ class Barriers:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, int], set[str]] = {}
+        self._stretch = 0
 
-    def arrive(self, name: str, turn: int, worker: str) -> None:
+    def arrive(self, name: str, turn: int, worker: str, stretch: int = 0) -> None:
         self._waiting.setdefault((name, turn), set()).add(worker)
+        self._stretch = max(self._stretch, stretch)
+
+    def next_stretch(self) -> int:
+        """The stretch that begins behind a barrier: later than any that a worker was in."""
+        self._stretch = after_barrier(self._stretch)
+        return self._stretch
 
     def whole(self, workers: list[str]) -> list[tuple[str, int]]:
         """Barriers that all of these have reached; they are forgotten by that."""

@@ -107,6 +107,13 @@ class Barrier(Message, frozen=True):
 
     name: str
     turn: int
+    stretch: int
+
+
+class Passed(Message, frozen=True):
+    """Everyone is at the barrier. What follows is a new stretch, the same for all."""
+
+    stretch: int
 
 
 class Report(Message, frozen=True):
@@ -233,8 +240,10 @@ class Stage(Message, frozen=True):
     clip_norm: float | None
     overrides: list[tuple[int, int, dict[str, Option]]]
     slices: list[int]  # whose bytes follow
+    back_at: int | None  # the position at which a worker comes back from a rest; the same at every server
     commit: bool  # with one server the commit rides on the last bucket
     pull: list[int]  # slices whose bytes go back over a socket with the answer
+    rows: list[int] | None = None  # room for row-sparse gradients; refused today
 
 
 class Staged(Message, frozen=True):
@@ -277,9 +286,20 @@ class GiveClip(Message, frozen=True):
 
 
 class Rest(Message, frozen=True):
-    """This worker takes part in no more rounds of its stretch."""
+    """This worker takes part in no more rounds of its stretch; `away`: of none at all until its next push."""
 
     stretch: int
+    away: bool
+
+
+class AskPlace(Message, frozen=True):
+    """Where does the slowest worker stand? Asked by one that comes back from a rest."""
+
+
+class GivenPlace(Message, frozen=True):
+    """The position of the slowest active worker at this server."""
+
+    position: int
 
 
 class Pull(Message, frozen=True):
@@ -288,6 +308,7 @@ class Pull(Message, frozen=True):
     slices: list[int]
     min_version: int | None
     bytes_wanted: bool
+    rows: list[int] | None = None  # room for row-sparse parameters; refused today
 
 
 class Pulled(Message, frozen=True):
@@ -369,10 +390,10 @@ class GivenWhy(Message, frozen=True):
 
 
 MESSAGES: tuple[type[Message], ...] = (
-    Done, Refused, Join, Joined, Register, Registered, Uploaded, Barrier, Report, AskStats, GivenStats, Leave,
-    Watch, Standings, Died, Host, AskServerStats, GivenServerStats, Over, Upload, Attach, Map, Mapped, Stage, Staged,
-    CommitStaged, Committed, AskClip, GiveClip, Rest, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState,
-    GivenState, LoadState, AskWhy, GivenWhy,
+    Done, Refused, Join, Joined, Register, Registered, Uploaded, Barrier, Passed, Report, AskStats, GivenStats,
+    Leave, Watch, Standings, Died, Host, AskServerStats, GivenServerStats, Over, Upload, Attach, Map, Mapped,
+    Stage, Staged, CommitStaged, Committed, AskClip, GiveClip, Rest, AskPlace, GivenPlace, Pull, Pulled, Verify,
+    Verified, Pin, Unpin, AskState, GivenState, LoadState, AskWhy, GivenWhy,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -380,7 +401,7 @@ KIND = {message: number for number, message in enumerate(MESSAGES)}
 MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({
         Join, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload, Attach, Map, Stage, CommitStaged,
-        GiveClip, Rest, Pull, Verify, Pin, Unpin, AskState, LoadState, AskWhy,
+        GiveClip, Rest, AskPlace, Pull, Verify, Pin, Unpin, AskState, LoadState, AskWhy,
     }),
     "server": frozenset({Join, Leave}),
     "coordinator": frozenset({Host, AskServerStats, Over}),

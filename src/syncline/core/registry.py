@@ -62,6 +62,12 @@ class Registry:
         names = ", ".join(p.name for p in parameters[:3])
         return Decision("wait", f"the chief has not registered {names} yet")
 
+    def take_back(self, segment: Segment) -> None:
+        """A segment could not be hosted, and nobody has heard of it: as if it had not been registered."""
+        if self.layout.segments and self.layout.segments[-1] is segment:
+            for part in self.layout.drop_last().slices:
+                self._loads[part.server] -= part.num_bytes
+
     def _check_new(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:
             if parameter.name in self.layout.where:

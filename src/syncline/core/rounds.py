@@ -3,10 +3,12 @@
 A worker's commits between two rests form a *stretch*. In `sync`, the k-th commits of a stretch of all workers
 are one round: whole when everyone who takes part has committed it. Who rests takes part in no more rounds of
 that stretch; its next push opens the next one, which waits for those who are still in the old one. So the
-content of a round does not depend on timing, and equal runs are equal.
+content of a round does not depend on timing, and equal runs are equal. Who waits at a barrier is away, and no round
+waits for it; behind the barrier all stand level again, in the first stretch of a new era.
 
 In `bounded:K` and `async` a commit is applied on arrival. For `bounded`, its reply waits until no active worker
-is more than K behind.
+is more than K behind. A worker that comes back from a rest is set level with the slowest; with several servers
+all must set it to the same place (`back_at`), or two of them could make two workers wait for each other.
 """
 
 from __future__ import annotations
@@ -19,6 +21,13 @@ from syncline.core.policy import Policy
 from syncline.errors import FencedError, ProtocolError
 
 T = TypeVar("T")
+#: Stretches are numbered on through a job; those of one era, from barrier to barrier, share the upper bits.
+ERA = 1 << 32
+
+
+def after_barrier(stretch: int) -> int:
+    """The first stretch of the era that follows."""
+    return (stretch // ERA + 1) * ERA
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,12 +40,13 @@ class Standing:
     stretch: int = 0  # how often it has rested
     stretch_began: int = 0  # its clock when the stretch began
     resting: bool = False
+    away: bool = False  # at a barrier: no round waits for it until its next push, or the next era
     left: bool = False
     position: int = 0  # its clock for the sake of lag: a worker that comes back from a rest is not behind
 
     @property
     def active(self) -> bool:
-        return not (self.resting or self.left)
+        return not (self.resting or self.away or self.left)
 
     def turn(self) -> tuple[int, int]:
         """Stretch and number within it of its latest commit."""
@@ -68,6 +78,7 @@ class Rounds(Generic[T]):
         self.policy = policy
         self.standings = {name: Standing(name, incarnation) for name, incarnation in workers}
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
+        self._era = 0  # its first stretch
 
     def standing(self, worker: str, incarnation: int) -> Standing:
         """The standing of a known worker; an older incarnation is fenced."""
@@ -78,14 +89,21 @@ class Rounds(Generic[T]):
             raise FencedError(f"{worker}, incarnation {incarnation}, has been replaced or has left")
         return standing
 
-    def commit(self, worker: str, incarnation: int, clock: int, stretch: int, item: T) -> Verdict[T]:
-        """A worker commits; a clock at or below its own is answered `already applied`, a gap is refused."""
+    def commit(
+        self, worker: str, incarnation: int, clock: int, stretch: int, item: T, back_at: int | None = None
+    ) -> Verdict[T]:
+        """A worker commits; a clock at or below its own is answered `already applied`, a gap is refused.
+
+        `back_at`: where it stands if this ends its rest, the same number at every server (the most that any of
+        them gave as `slowest()`); None: beside the slowest one here.
+        """
         standing = self.standing(worker, incarnation)
         if clock <= standing.clock:
             return Verdict("already applied", (), f"{worker} is at clock {standing.clock} already")
         if clock != standing.clock + 1:
             raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
-        self._enter_stretch(standing, stretch)
+        self._enter_era(stretch)
+        self._enter_stretch(standing, stretch, self.slowest() if back_at is None else back_at)
         standing.clock = clock
         standing.position += 1
         commit = Commit(worker, clock, item)
@@ -94,19 +112,36 @@ class Rounds(Generic[T]):
         self._open.setdefault(standing.turn(), {})[worker] = commit
         return Verdict("new", self._whole_rounds(), self.waiting_reason())
 
-    def _enter_stretch(self, standing: Standing, stretch: int) -> None:
+    def _enter_era(self, stretch: int) -> None:
+        """The first word from behind a barrier: everyone has passed it, nothing is open, all stand level."""
+        if stretch < self._era + ERA:
+            return
+        self._era = stretch // ERA * ERA
+        level = max(standing.position for standing in self.standings.values())
+        for standing in self.standings.values():
+            standing.stretch, standing.stretch_began = self._era, standing.clock
+            standing.position = level
+            standing.resting = standing.away = False
+
+    def _enter_stretch(self, standing: Standing, stretch: int, back_at: int) -> None:
         if stretch < standing.stretch or (stretch == standing.stretch and standing.resting):
             raise ProtocolError(f"{standing.name} commits in stretch {stretch}, which it has rested from")
-        if standing.resting:
-            others = [s.position for s in self.standings.values() if s.active]
-            standing.position = max(standing.position, min(others, default=0))
+        if not standing.active:
+            standing.position = max(standing.position, back_at)
         if stretch > standing.stretch:
             standing.stretch, standing.stretch_began = stretch, standing.clock
-        standing.resting = False
+        standing.resting = standing.away = False
 
-    def rest(self, worker: str, incarnation: int, stretch: int) -> Verdict[T]:
-        """The worker takes part in no more rounds of this stretch. Saying it again changes nothing."""
+    def rest(self, worker: str, incarnation: int, stretch: int, away: bool = False) -> Verdict[T]:
+        """The worker takes part in no more rounds of this stretch; `away`: nor of any other, until its next push.
+
+        Saying it again changes nothing.
+        """
         standing = self.standing(worker, incarnation)
+        self._enter_era(stretch)
+        if away:
+            standing.away = True
+            return Verdict("new", self._whole_rounds(), self.waiting_reason())
         if stretch > standing.stretch:
             standing.stretch, standing.stretch_began = stretch, standing.clock
         if stretch == standing.stretch:
@@ -134,9 +169,9 @@ class Rounds(Generic[T]):
         return [
             standing.name
             for standing in self.standings.values()
-            if not standing.left
+            if not (standing.left or standing.away)
             and standing.name not in self._open[turn]
-            and standing.stretch <= turn[0]
+            and standing.turn() < turn
             and not (standing.stretch == turn[0] and standing.resting)
         ]
 
@@ -153,13 +188,14 @@ class Rounds(Generic[T]):
 
     def lag(self, worker: str, clock: int) -> int:
         """How far a worker was with this commit ahead of where the slowest active one is now."""
-        return self._position(worker, clock) - self._slowest()
+        return self._position(worker, clock) - self.slowest()
 
     def _position(self, worker: str, clock: int) -> int:
         standing = self.standings[worker]
         return standing.position - (standing.clock - clock)
 
-    def _slowest(self) -> int:
+    def slowest(self) -> int:
+        """Where the slowest active worker stands."""
         return min((s.position for s in self.standings.values() if s.active), default=0)
 
     def may_answer(self, worker: str, clock: int) -> tuple[bool, str]:
@@ -184,4 +220,4 @@ class Rounds(Generic[T]):
 def by_name(name: str) -> tuple[str, int, str]:
     """Sort key that puts worker-10 after worker-2."""
     stem, dash, number = name.rpartition("-")
-    return (stem, int(number), name) if dash and number.isdigit() else (name, -1, name)
+    return (stem, int(number), name) if dash and number.isdecimal() else (name, -1, name)

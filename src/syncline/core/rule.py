@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 
@@ -66,7 +67,7 @@ class Rule:
 
     __slots__ = ("spec",)
 
-    def __init__(self, name: str, **options: object) -> None:
+    def __init__(self, name: str, /, **options: object) -> None:
         self.spec = RuleSpec(name, {key: plain_option(name, key, value) for key, value in options.items()})
         check_rule(self.spec)
 
@@ -94,23 +95,22 @@ class Rule:
 
 def plain_option(rule: str, key: str, value: object) -> Option:
     """A hyperparameter as plain numbers; a zero-dimensional tensor counts as its number."""
-    if isinstance(value, bool | str | int | float) or value is None:
-        return value
     if isinstance(value, tuple | list):
         return tuple(plain_number(rule, key, item) for item in value)
     return plain_number(rule, key, value)
 
 
 def plain_number(rule: str, key: str, value: object) -> Number:
-    if isinstance(value, bool | str | int | float) or value is None:
-        return value
+    if value is None or type(value) in (bool, int, float, str):
+        return value  # type: ignore[return-value]
+    # numpy.float64 is a float that the wire does not carry: it has an `item` too.
     item = getattr(value, "item", None)
-    if item is None:
-        raise RuleError(f"{rule}({key}=…): {type(value).__name__} is not a plain number")
-    number = item()
-    if not isinstance(number, bool | int | float):
-        raise RuleError(f"{rule}({key}=…): {type(number).__name__} is not a plain number")
-    return number
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of several elements, complex, no number at all
+        number = item() if item is not None else value
+        for kind in (bool, int, float, str):
+            if isinstance(number, kind):
+                return kind(number)
+    raise RuleError(f"{rule}({key}=…): {type(value).__name__} is not a plain number")
 
 
 def check_rule(rule: RuleSpec) -> None:

@@ -59,6 +59,8 @@ class Commits:
             raise ProtocolError(f"{peer} pushes with weight {message.weight}; it must be a number from 0 on")
         if not 0 <= message.slot < 1 << 10:
             raise ProtocolError(f"{peer} names slot {message.slot}")
+        if message.rows is not None:
+            raise ProtocolError(f"{peer} pushes rows; sparse gradients are not supported yet")
         self._rounds.standing(peer.name, peer.incarnation)
 
     def stage(self, request: Request, message: Stage) -> None:
@@ -73,7 +75,7 @@ class Commits:
             have.update(message.slices)
             contribution.pushed, contribution.weight = message.pushed, message.weight
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
-            contribution.overrides = message.overrides
+            contribution.overrides, contribution.back_at = message.overrides, message.back_at
             contribution.arrays = functools.partial(self.staging.tensor, peer.name, message.slot)
         if message.commit:
             self._commit(request, message.clock, message.pull)
@@ -97,7 +99,9 @@ class Commits:
                 self._check_staged(peer, *staged)
             contribution = staged[0] if staged else Contribution(peer.incarnation, standing.stretch, 0)
             contribution.request, contribution.pull = request, pull
-            verdict = self._rounds.commit(peer.name, peer.incarnation, clock, contribution.stretch, contribution)
+            verdict = self._rounds.commit(
+                peer.name, peer.incarnation, clock, contribution.stretch, contribution, contribution.back_at
+            )
             self.num_commits += verdict.kind == "new"
             works = self._enqueue(verdict)
         if verdict.kind == "already applied":
@@ -252,13 +256,18 @@ class Commits:
 
     def rest(self, peer: Peer, message: Rest) -> None:
         with self.order:
-            works = self._enqueue(self._rounds.rest(peer.name, peer.incarnation, message.stretch))
+            verdict = self._rounds.rest(peer.name, peer.incarnation, message.stretch, message.away)
+            works = self._enqueue(verdict)
         self._run(works)
 
     def leave(self, peer: Peer) -> None:
         with self.order:
             works = self._enqueue(self._rounds.leave(peer.name, peer.incarnation))
         self._run(works)
+
+    def slowest(self) -> int:
+        with self.order:
+            return self._rounds.slowest()
 
     def clocks(self) -> dict[tuple[str, int], int]:
         """Where every worker stands; under `order`, what a slice that is hosted from now on begins with."""

@@ -26,6 +26,7 @@ from syncline.core.messages import (
     Leave,
     Message,
     Over,
+    Passed,
     Register,
     Registered,
     Report,
@@ -245,16 +246,19 @@ class Coordinator:
     def _barrier(self, request: Request, message: Barrier) -> None:
         with self._lock:
             key = (message.name, message.turn)
-            self._barriers.arrive(message.name, message.turn, request.peer.name)
+            self._barriers.arrive(message.name, message.turn, request.peer.name, message.stretch)
             self._at_barrier.setdefault(key, []).append(request)
         self._release_barriers()
 
     def _release_barriers(self) -> None:
         with self._lock:
-            ready = self._barriers.whole(self._membership.workers())
-            requests = [request for key in ready for request in self._at_barrier.pop(key, [])]
-        for request in requests:
-            request.reply(Done())
+            passed = [
+                (self._at_barrier.pop(key, []), Passed(self._barriers.next_stretch()))
+                for key in self._barriers.whole(self._membership.workers())
+            ]
+        for requests, answer in passed:
+            for request in requests:
+                request.reply(answer)
 
     def _why(self, request: Request, message: AskWhy) -> None:
         """What this worker waits for at the coordinator: a barrier, or a registration."""

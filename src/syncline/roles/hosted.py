@@ -24,13 +24,14 @@ Bytes = npt.NDArray[np.uint8]
 class Contribution:
     """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
 
-    __slots__ = ("arrays", "clip_norm", "incarnation", "overrides", "pull", "pushed", "request", "skip", "slot",
+    __slots__ = ("arrays", "back_at", "clip_norm", "incarnation", "overrides", "pull", "pushed", "request", "skip", "slot",
                  "stretch", "weight")  # fmt: skip
 
     def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
         self.incarnation, self.stretch, self.slot = incarnation, stretch, slot
         self.pushed: Ranges = ()
         self.weight, self.skip = 1.0, False
+        self.back_at: int | None = None
         self.clip_norm: float | None = None
         self.overrides: list[tuple[int, int, dict[str, Option]]] = []
         self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None

@@ -85,6 +85,8 @@ class Pulls:
 
     def pull(self, request: Request, message: Pull) -> None:
         """Parameters now, or once they are new enough."""
+        if message.rows is not None:
+            raise ProtocolError(f"{request.peer} pulls rows; that is not supported yet")
         for number in message.slices:
             self._slot(number)
         with self._lock:

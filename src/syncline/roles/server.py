@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from syncline.core.layout import Segment
 from syncline.core.messages import (
+    AskPlace,
     AskServerStats,
     AskState,
     AskWhy,
@@ -15,6 +16,7 @@ from syncline.core.messages import (
     CommitStaged,
     Done,
     GiveClip,
+    GivenPlace,
     GivenServerStats,
     GivenWhy,
     Host,
@@ -125,6 +127,8 @@ class Server:
         if isinstance(message, Rest):
             self.commits.rest(request.peer, message)
             request.reply(Done())
+        elif isinstance(message, AskPlace):
+            request.reply(GivenPlace(self.commits.slowest()))
         elif isinstance(message, Leave):
             self.commits.leave(request.peer)
             request.reply(Done())
