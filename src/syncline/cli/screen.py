@@ -40,8 +40,8 @@ class TerminalScreen:
     def line(self, member: str, text: str) -> None:
         shown = text if member == "worker-0" or text.startswith("syncline: ") else f"{member} | {text}"
         with self._lock:
-            if self._console.is_terminal:
-                self._console.print(Text.from_ansi(shown))
+            if self._console.is_terminal and sys.stdout.isatty():
+                self._console.print(Text.from_ansi(shown))  # above the live line
             else:
                 sys.stdout.write(shown + "\n")
                 sys.stdout.flush()
@@ -66,7 +66,8 @@ class TerminalScreen:
             self._rate = (samples - before) / (standings.seconds - seconds)
             self._last = (standings.seconds, samples)
         step = max((report.step for report in reports), default=0)
-        parts = [f"{self._policy}, {self._num_workers} workers", f"{standings.seconds:.0f} s", f"step {step:,}"]
+        workers = "1 worker" if self._num_workers == 1 else f"{self._num_workers} workers"
+        parts = [f"{self._policy}, {workers}", f"{standings.seconds:.0f} s", f"step {step:,}"]
         leading = max(reports, key=lambda report: (report.epoch, report.epoch_step), default=None)
         if leading is not None and leading.epoch_steps:
             part = 100 * leading.epoch_step // leading.epoch_steps
