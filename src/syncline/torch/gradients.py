@@ -130,7 +130,8 @@ class Gradients:
     def norm(self) -> torch.Tensor:
         """The norm of this worker's own gradients, as clip_grad_norm_ takes it."""
         gradients = [item.tensor.grad for _, item in self._items if item.tensor.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        norms = [torch.linalg.vector_norm(gradient).to("cpu") for gradient in gradients]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
