@@ -15,6 +15,7 @@ from typing import Any
 from syncline.client.kv import KeyValue
 from syncline.client.servers import ServersExchange
 from syncline.config import JobConfig
+from syncline.core.membership import Member
 from syncline.core.messages import (
     AskStats,
     AskWhy,
@@ -23,7 +24,6 @@ from syncline.core.messages import (
     GivenWhy,
     Joined,
     Leave,
-    Member,
     Message,
     Over,
     Passed,

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 
-from syncline.core.messages import Address, Member
+import msgspec
+
 from syncline.core.rounds import after_barrier, by_name
 from syncline.errors import ConfigError
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a member listens: a Unix socket for its own host, host and port for the others."""
+
+    unix: str
+    host: str
+    port: int
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One live process, as everyone in a generation knows it."""
+
+    name: str
+    role: str
+    incarnation: int
+    host: str
+    address: Address | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import msgspec
 
 from syncline.config import JobConfig
 from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS, Parameter, Ranges, Segment
+from syncline.core.membership import Address, Member
 from syncline.core.rule import Option, RuleSpec
 from syncline.errors import FrameError
 from syncline.stats import ServerStats
@@ -40,24 +41,6 @@ class Refused(Message, frozen=True):
 
 
 # -- to the coordinator -----------------------------------------------------------------------------------
-
-
-class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a member listens: a Unix socket for its own host, host and port for the others."""
-
-    unix: str
-    host: str
-    port: int
-
-
-class Member(msgspec.Struct, frozen=True, array_like=True):
-    """One live process, as everyone in a generation knows it."""
-
-    name: str
-    role: str
-    incarnation: int
-    host: str
-    address: Address | None = None
 
 
 class Join(Message, frozen=True):
@@ -246,21 +229,11 @@ class Stage(Message, frozen=True):
     rows: list[int] | None = None  # room for row-sparse gradients; refused today
 
 
-class Staged(Message, frozen=True):
-    """The bytes are here. `slowest`: where the slowest active worker stands at this server."""
-
-    slowest: int
-
-
 class CommitStaged(Message, frozen=True):
-    """What is staged for this clock counts from now on.
-
-    `back_at`: the most that any server gave as `slowest`; a worker that rested stands there, at every server alike.
-    """
+    """What is staged for this clock counts from now on."""
 
     clock: int
     pull: list[int]
-    back_at: int | None = None
 
 
 class Committed(Message, frozen=True):
@@ -392,7 +365,7 @@ class GivenWhy(Message, frozen=True):
 MESSAGES: tuple[type[Message], ...] = (
     Done, Refused, Join, Joined, Register, Registered, Uploaded, Barrier, Passed, Report, AskStats, GivenStats,
     Leave, Watch, Standings, Died, Host, AskServerStats, GivenServerStats, Over, Upload, Attach, Map, Mapped,
-    Stage, Staged, CommitStaged, Committed, AskClip, GiveClip, Rest, AskPlace, GivenPlace, Pull, Pulled, Verify,
+    Stage, CommitStaged, Committed, AskClip, GiveClip, Rest, AskPlace, GivenPlace, Pull, Pulled, Verify,
     Verified, Pin, Unpin, AskState, GivenState, LoadState, AskWhy, GivenWhy,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}

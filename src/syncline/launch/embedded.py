@@ -10,7 +10,8 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.client.job import FromCoordinator, Job
-from syncline.core.messages import Join, Joined, Member, Over
+from syncline.core.membership import Member
+from syncline.core.messages import Join, Joined, Over
 from syncline.launch import jobfile
 from syncline.launch.membership import join, myself, reach, say
 from syncline.net import memory, tcp

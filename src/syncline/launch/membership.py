@@ -16,7 +16,8 @@ from typing import Any
 from syncline import config as configuration
 from syncline.client.job import FromCoordinator, Job
 from syncline.config import JobConfig
-from syncline.core.messages import Address, Join, Joined, Member
+from syncline.core.membership import Address, Member
+from syncline.core.messages import Join, Joined
 from syncline.errors import ConfigError, ConnectionLost, WaitTimeout
 from syncline.launch.jobfile import JobFile
 from syncline.net import tcp

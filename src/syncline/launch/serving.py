@@ -8,7 +8,8 @@ import traceback
 import torch
 
 from syncline import config as configuration
-from syncline.core.messages import Address, Joined, Over
+from syncline.core.membership import Address
+from syncline.core.messages import Joined, Over
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import connect, join, local_address, say, unix_name
 from syncline.net import shm, tcp
