@@ -22,6 +22,18 @@ EXCHANGES = ("servers",)
 LAUNCH_ONLY = frozenset({"workers", "servers", "hosts", "remote", "env", "name", "bind", "runs"})
 
 
+#: The least and the most of each number. A server keeps 1,024 slots per worker; a thread cannot wait for ever.
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "workers": (1, 65_536),
+    "servers": (1, 65_536),
+    "sync_every": (1, 1 << 40),
+    "window": (0, 1023),
+    "slice_bytes": (64, 1 << 40),
+    "start_seconds": (1e-3, 1e9),
+    "wait_seconds": (1e-3, 1e9),
+}
+
+
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one job, one line of meaning each."""
 
@@ -72,26 +84,22 @@ def resolve(*layers: Mapping[str, Any]) -> JobConfig:
 
 
 def _check_values(config: JobConfig) -> None:
-    for name, least in (
-        ("workers", 1),
-        ("servers", 1),
-        ("sync_every", 1),
-        ("window", 0),
-        ("slice_bytes", 64),
-    ):
-        if getattr(config, name) < least:
-            raise ConfigError(f"{name} = {getattr(config, name)}: must be at least {least}")
-    for name in ("start_seconds", "wait_seconds"):
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name} = {getattr(config, name)}: must be more than 0")
+    for name, (least, most) in LIMITS.items():
+        value = getattr(config, name)
+        if not value >= least:
+            raise ConfigError(f"{name} = {value}: must be at least {least}")
+        if value > most:
+            raise ConfigError(f"{name} = {value}: must be at most {most:.15g}")
     if config.transport not in TRANSPORTS:
         raise ConfigError(f"transport = {config.transport!r}: there are {', '.join(TRANSPORTS)}")
     if config.exchange not in EXCHANGES:
         raise ConfigError(f"exchange = {config.exchange!r}: there is {', '.join(EXCHANGES)}")
     if config.env not in ("", "torchrun"):
         raise ConfigError(f"env = {config.env!r}: there is torchrun")
-    if "/" in config.name or config.name in (".", ".."):
+    if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
         raise ConfigError(f"name = {config.name!r}: a job's name is also its folder's, without '/'")
+    if len(config.name.encode()) > 200:
+        raise ConfigError(f"name = {config.name[:20]!r}…: a job's name is also its folder's, at most 200 bytes")
 
 
 def read_toml_here() -> dict[str, Any]:

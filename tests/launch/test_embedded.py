@@ -23,7 +23,8 @@ def test_with_torch_everything_is_in_the_process(commands: Any) -> None:
         job = syncline.init(policy="async")
         assert syncline.init() is job is syncline.current_job()
         job.kv.register({"x": torch.zeros(3)}, syncline.Rule("Adam", lr=0.5))
-        print(job.kv.push_pull({"x": torch.ones(3)}).wait()["x"].round(decimals=3).tolist(), job.config.policy, job.world_size)
+        pulled = job.kv.push_pull({"x": torch.ones(3)}).wait()["x"].round(decimals=3).tolist()
+        print(pulled, job.config.policy, job.world_size)
         assert torch.get_num_threads() == threads  # the user's own setting is left alone
         assert not [d for d in os.listdir(".") if d == "runs"]
     """,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import subprocess
 import sys
@@ -46,7 +47,8 @@ def two_hosts() -> Iterator[tuple[str, str]]:
         yield one, two
     finally:
         for name in (one, two):
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 def test_one_command_two_hosts_and_tls_between_them(commands: Any, two_hosts: tuple[str, str]) -> None:

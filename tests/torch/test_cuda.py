@@ -14,9 +14,12 @@ from syncline.torch import DistributedOptimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
+if torch.cuda.is_available():
+    torch.zeros(1, device="cuda")  # what CUDA opens for itself is no leak of a test
+
 torch.manual_seed(0)
 NET = torch.nn.Sequential(
-    torch.nn.Linear(16, 700), torch.nn.BatchNorm1d(700), torch.nn.ReLU(), torch.nn.Linear(700, 5)
+    torch.nn.Linear(16, 700, bias=False), torch.nn.BatchNorm1d(700), torch.nn.ReLU(), torch.nn.Linear(700, 5)
 )
 GENERATOR = torch.Generator().manual_seed(1)
 BATCHES = [[torch.randn(8, 16, generator=GENERATOR) for _ in range(2)] for _ in range(4)]

@@ -83,9 +83,6 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
         found = []
         end = part.offset + part.num_bytes
         first = max(0, bisect.bisect_right(self.offsets, part.offset) - 1)
-        # Empty parameters share their offset with the next one: step back over all of the same offset.
-        while first > 0 and self.offsets[first - 1] == self.offsets[first]:
-            first -= 1
         for index in range(first, len(self.parameters)):
             begin = self.offsets[index]
             if begin >= end:

@@ -153,6 +153,11 @@ class Listening:
         proof = _prove(self._token, b"listens", hello, me, self._nonce, self._certificate)
         return pack(Challenge(me.role, me.name, me.incarnation, self._nonce, proof))
 
+    @property
+    def asker(self) -> str:
+        """The name that the other side gave; not proved yet."""
+        return self._hello.name if self._hello else "a stranger"
+
     def welcome(self, body: bytes) -> tuple[bytes, Peer]:
         assert self._hello is not None
         hello, proof = self._hello, unpack(Proof, body).proof
@@ -177,17 +182,21 @@ def _check_peer(peer: Peer, nonce: bytes) -> None:
 
 def refuse(error: ProtocolError) -> bytes:
     """What the listening side sends instead of a challenge."""
-    text = f"{type(error).__name__}: {error}"[:300]
-    return pack(Challenge("coordinator", "-", 0, b"", b"", text.encode("ascii", "replace").decode()))
+    return pack(Challenge("coordinator", "-", 0, b"", b"", _short(error)))
 
 
 def refuse_proof(error: ProtocolError) -> bytes:
     """What the listening side sends instead of a welcome."""
-    return pack(Welcome(f"{type(error).__name__}: {error}"[:300]))
+    return pack(Welcome(_short(error)))
+
+
+def _short(error: ProtocolError) -> str:
+    """A reason that fits, whatever names are in it: 300 characters of one byte each."""
+    return f"{type(error).__name__}: {error}"[:300].encode("ascii", "replace").decode()
 
 
 def refusal(text: str) -> ProtocolError:
-    """The error in a refusal, on the side that was refused."""
-    name, _, reason = text.partition(": ")
+    """The error in a refusal, on the side that was refused. Nothing is proved yet: no control characters."""
+    name, _, reason = "".join(c if c.isprintable() else "?" for c in text).partition(": ")
     kinds: dict[str, type[ProtocolError]] = {"TokenError": TokenError, "VersionError": VersionError}
     return kinds.get(name, FrameError)(reason or text)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import numpy as np
 
-from syncline.errors import ConnectionLost, FrameError, ProtocolError
+from syncline.errors import ConnectionLost, FrameError, SynclineError
 from syncline.net import frame
 from syncline.net.frame import Header
 from syncline.net.transport import Buffer, Connection, Memory, Peer, Receiver
@@ -20,7 +21,7 @@ class HeapMemory:
         self.array = np.zeros(max(1, num_bytes), np.uint8)
 
     def close(self) -> None:
-        self.array = np.empty(0, np.uint8)
+        """Both sides hold this very object: it goes when neither does."""
 
 
 class MemoryConnection(Connection):
@@ -32,7 +33,8 @@ class MemoryConnection(Connection):
         self.peer = peer
         self.other: MemoryConnection | None = None
         self._receiver: Receiver | None = None
-        self._sent = WireStats()
+        self._lock = threading.Lock()
+        self._stats = WireStats()
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -41,18 +43,21 @@ class MemoryConnection(Connection):
         self, header: Header, body: bytes, buffers: Iterable[Buffer] = (), attachment: Memory | None = None
     ) -> None:
         other = self.other
-        if other is None or other._receiver is None:
+        receiver = other._receiver if other is not None else None
+        if other is None or receiver is None:
             raise ConnectionLost("the other side closed the connection")
-        self._sent = _add(self._sent, frame.HEADER.size + len(body) + header.payload_bytes)
+        num_bytes = frame.HEADER.size + len(body) + header.payload_bytes
+        self._count(WireStats(frames_sent=1, bytes_sent=num_bytes))
         try:
             parsed = frame.parse_header(header.pack())
             message = frame.decode(parsed.kind, body)
-            payload = list(other._receiver.landing(parsed, message)) if parsed.payload_bytes else []
+            payload = list(receiver.landing(parsed, message)) if parsed.payload_bytes else []
             _copy(buffers, payload, parsed.payload_bytes)
-        except ProtocolError as error:
+        except SynclineError as error:
             other.close(f"refused what {other.peer} sent: {type(error).__name__}: {error}")
             return
-        other._receiver.deliver(parsed, message, payload, attachment)
+        other._count(WireStats(frames_received=1, bytes_received=num_bytes))
+        receiver.deliver(parsed, message, payload, attachment)
 
     def create_memory(self, num_bytes: int) -> Memory:
         return HeapMemory(num_bytes)
@@ -61,19 +66,20 @@ class MemoryConnection(Connection):
         return True
 
     def close(self, reason: str = "closed") -> None:
-        other, self.other = self.other, None
-        receiver, self._receiver = self._receiver, None
+        with self._lock:
+            other, self.other = self.other, None
+            receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.lost(reason)
         if other is not None:
             other.close("the other side closed the connection" if reason == "closed" else reason)
 
     def stats(self) -> WireStats:
-        return self._sent
+        return self._stats
 
-
-def _add(stats: WireStats, num_bytes: int) -> WireStats:
-    return stats + WireStats(frames_sent=1, bytes_sent=num_bytes)
+    def _count(self, more: WireStats) -> None:
+        with self._lock:
+            self._stats += more
 
 
 def _copy(buffers: Iterable[Buffer], landing: list[Buffer], num_bytes: int) -> None:

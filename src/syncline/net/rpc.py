@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -31,7 +32,7 @@ Landing = Sequence[Buffer] | Callable[[Message], Sequence[Buffer]]
 class Call:
     """A question under way. `wait` returns the answer, or raises what the other side raised."""
 
-    __slots__ = ("_error", "_event", "_on_done", "answer", "attachment", "into", "what")
+    __slots__ = ("_actions", "_error", "_event", "answer", "attachment", "into", "what")
 
     def __init__(self, what: str, into: Landing) -> None:
         self.what, self.into = what, into
@@ -39,7 +40,7 @@ class Call:
         self.attachment: Memory | None = None
         self._error: Exception | None = None
         self._event = threading.Event()
-        self._on_done: Callable[[], None] | None = None
+        self._actions: list[Callable[[], None]] = []
 
     def done(self) -> bool:
         return self._event.is_set()
@@ -47,13 +48,21 @@ class Call:
     def finish(self, answer: Message | None, attachment: Memory | None, error: Exception | None) -> None:
         self.answer, self.attachment, self._error = answer, attachment, error
         self._event.set()
-        if self._on_done is not None:
-            self._on_done()
+        self._act()
 
     def when_done(self, action: Callable[[], None]) -> None:
-        """Runs the action once the answer is here, in the thread that brings it; must be quick."""
-        self._on_done = action
+        """Runs the action, once, when the answer is here, in the thread that brings it; must be quick."""
+        self._actions.append(action)
         if self._event.is_set():
+            self._act()
+
+    def _act(self) -> None:
+        # The answer may come while `when_done` is called: whoever pops an action runs it, nobody else.
+        while self._actions:
+            try:
+                action = self._actions.pop()
+            except IndexError:
+                return
             action()
 
     def wait(self, timeout_seconds: float | None) -> Message:
@@ -98,11 +107,10 @@ class Request:
         payload_bytes: int = 0,
         attachment: Memory | None = None,
     ) -> None:
-        """Sends the answer; an asker that is gone by now is no error."""
-        try:
-            self._endpoint.send(self._number, ANSWER, answer, buffers, payload_bytes, attachment)
-        except ConnectionLost:
-            self._endpoint.close("the connection broke while answering")
+        """Sends the answer; an asker that is gone by now, or that wants none, is no error."""
+        if self._number:
+            with contextlib.suppress(ConnectionLost):  # whoever reads the connection sees it too
+                self._endpoint.send(self._number, ANSWER, answer, buffers, payload_bytes, attachment)
 
     def refuse(self, error: BaseException) -> None:
         self.reply(Refused(*to_wire(error)))
@@ -152,7 +160,7 @@ class Endpoint:
         self.shares_memory = connection.shares_memory
         self.create_memory = connection.create_memory
         self.can_carry = connection.can_carry
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
         self._lost: str | None = None
@@ -168,7 +176,7 @@ class Endpoint:
         attachment: Memory | None = None,
     ) -> Call:
         """Asks; the answer's payload goes straight into the given buffers."""
-        number = next(self._numbers) & 0xFFFFFFFF
+        number = next(self._numbers) % 0xFFFFFFFF + 1  # 32 bits, and never 0
         call = Call(f"{type(message).__name__} to {self.peer}", into)
         with self._lock:
             if self._lost is not None:
@@ -176,9 +184,12 @@ class Endpoint:
             self._calls[number] = call
         try:
             self.send(number, 0, message, buffers, payload_bytes, attachment)
-        except ConnectionLost as error:
-            self.close(str(error))
-            raise ConnectionLost(f"{self.peer} is gone: {error}") from None
+        except BaseException as error:
+            self._calls.pop(number, None)
+            if isinstance(error, ConnectionLost):
+                # Not closed here: the other side's last words may still be unread, and say why.
+                raise ConnectionLost(f"{self.peer} is gone: {self._lost or error}") from None
+            raise
         return call
 
     def tell(self, message: Message) -> None:
@@ -273,5 +284,8 @@ def wait_all(calls: Sequence[Call], timeout_seconds: float | None) -> list[Messa
     answers = []
     for call in calls:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        answers.append(call.wait(left))
+        try:
+            answers.append(call.wait(left))
+        except WaitTimeout:
+            raise WaitTimeout(f"{call.what}: no answer within {timeout_seconds:g} s") from None
     return answers

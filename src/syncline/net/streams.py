@@ -32,8 +32,11 @@ class Stream(Protocol):
     def read(self, view: memoryview, fds: list[int] | None = None) -> None:
         """Fills the view; raises ConnectionLost at the end of the stream."""
 
+    def shut(self) -> None:
+        """Ends both directions and wakes whoever waits; safe to call again."""
+
     def close(self) -> None:
-        """Ends both directions and wakes whoever waits."""
+        """Gives the socket back. Nobody may be in it any more: its number is somebody else's from now on."""
 
 
 class PlainStream:
@@ -73,9 +76,11 @@ class PlainStream:
                 raise
             raise ConnectionLost(f"the connection broke: {error}") from None
 
-    def close(self) -> None:
+    def shut(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
         self._sock.close()
 
 
@@ -140,18 +145,17 @@ class TlsStream:
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"the connection is closed: {error}") from None
 
-    def close(self) -> None:
+    def shut(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-            with contextlib.suppress(OSError):
-                self._sock.close()
             os.close(self._wake_write)
 
-    def __del__(self) -> None:
-        # The read end may still be polled when the stream is closed: it goes with the last reference.
+    def close(self) -> None:
+        self.shut()
         with contextlib.suppress(OSError):
-            os.close(self._wake_read)
+            self._sock.close()
+        os.close(self._wake_read)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from syncline.core.messages import Address
+from syncline.core.membership import Address
 from syncline.errors import ConfigError, ConnectionLost, FrameError, ProtocolError
-from syncline.net import frame, handshake, shm
+from syncline.net import frame, handshake, proving, shm
 from syncline.net.certificate import Certificate, client_context, peer_digest
 from syncline.net.frame import Header
 from syncline.net.streams import PlainStream, Stream, TlsStream
@@ -32,29 +34,53 @@ class SocketConnection(Connection):
         self._stream, self._label = stream, label
         self._send_lock = threading.Lock()
         self._closing = threading.Lock()
-        self._closed = False
+        self._closed: str | None = None  # why
+        self._reading = False
         self._receiver: Receiver | None = None
         self._sent = [0, 0]
         self._received = [0, 0]
 
     def start(self, receiver: Receiver) -> None:
-        self._receiver = receiver
+        with self._closing:
+            self._receiver, closed = receiver, self._closed
+            self._reading = closed is None
+        if closed is not None:
+            receiver.lost(closed)
+            return
         threading.Thread(target=self._read_frames, name=f"read {self._label}", daemon=True).start()
 
     def send(
         self, header: Header, body: bytes, buffers: Iterable[Buffer] = (), attachment: Memory | None = None
     ) -> None:
         fd = attachment.fd if isinstance(attachment, shm.SharedMemory) else None
-        with self._send_lock:
-            if header.payload_bytes < 1 << 16:
-                self._stream.write([memoryview(header.pack() + body), *buffers], fd)
-            else:
-                # The buffers may be made one by one, each while the one before it is on its way.
-                self._stream.write([memoryview(header.pack() + body)], fd)
-                for buffer in buffers:
-                    self._stream.write([buffer])
-            self._sent[0] += 1
-            self._sent[1] += frame.HEADER.size + len(body) + header.payload_bytes
+        try:
+            with self._send_lock:
+                if self._closed is not None:
+                    raise ConnectionLost(self._closed)
+                self._write(header, body, buffers, fd)
+                self._sent[0] += 1
+                self._sent[1] += frame.HEADER.size + len(body) + header.payload_bytes
+        except ConnectionLost:
+            raise  # the reader will see it too, after the other side's last words
+        except BaseException as error:
+            # Part of the frame may be on its way: what is sent next would be read as the rest of it.
+            self.close(f"a frame could not be sent whole: {type(error).__name__}: {error}")
+            raise
+
+    def _write(self, header: Header, body: bytes, buffers: Iterable[Buffer], fd: int | None) -> None:
+        first = memoryview(header.pack() + body)
+        if header.payload_bytes < 1 << 16:
+            views = list(buffers)
+            num_bytes = sum(map(len, views))
+            self._stream.write([first, *views], fd)
+        else:
+            # The buffers may be made one by one, each while the one before it is on its way.
+            self._stream.write([first], fd)
+            num_bytes = 0
+            for buffer in buffers:
+                num_bytes += len(buffer)
+                self._stream.write([buffer])
+        assert num_bytes == header.payload_bytes, f"{num_bytes} bytes sent, {header.payload_bytes} announced"
 
     def _read_frames(self) -> None:
         reason = "closed"
@@ -68,6 +94,8 @@ class SocketConnection(Connection):
         except Exception as error:  # a bug of ours must end in a verdict, not in silence
             reason = f"{type(error).__name__}: {error}"
         self.close(reason)
+        with self._send_lock:  # a sender that was woken may still be on its way out of the socket
+            self._stream.close()
 
     def _read_frame(self) -> None:
         assert self._receiver is not None
@@ -112,12 +140,15 @@ class SocketConnection(Connection):
 
     def close(self, reason: str = "closed") -> None:
         with self._closing:
-            if self._closed:
+            if self._closed is not None:
                 return
-            self._closed = True
-        self._stream.close()
-        if self._receiver is not None:
-            self._receiver.lost(reason)
+            self._closed = reason
+            receiver, reading = self._receiver, self._reading
+        self._stream.shut()
+        if not reading:
+            self._stream.close()
+        if receiver is not None:
+            receiver.lost(reason)
 
     def stats(self) -> WireStats:
         return WireStats(
@@ -131,7 +162,10 @@ class SocketConnection(Connection):
 def is_loopback(host: str) -> bool:
     """Whether this address never leaves the host: there, and on Unix sockets, TLS is left out."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(host.partition("%")[0])
+        # A listener on `::` sees 127.0.0.1 as ::ffff:127.0.0.1; the other side must come to the same answer.
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
     return False
 
 
@@ -184,39 +218,14 @@ def connect_tcp(host: str, port: int, identity: Identity, seconds: float) -> Soc
 
 
 def _connected(sock: socket.socket, identity: Identity, certificate: str) -> SocketConnection:
-    sock.settimeout(handshake.SECONDS)
     side = handshake.Connecting(identity.token, identity.job, identity.me, certificate)
-    sock.sendall(side.hello())
-    proof, peer = side.answer(_read_part(sock))
-    sock.sendall(proof)
-    side.finish(_read_part(sock))
-    return _open(sock, peer)
+    return _open(sock, proving.connecting(sock, side))
 
 
 def _open(sock: socket.socket, peer: Peer) -> SocketConnection:
     sock.settimeout(None)
     stream: Stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)
     return SocketConnection(stream, peer, peer.name)
-
-
-def _read_part(sock: socket.socket) -> bytes:
-    """One part of a handshake: never more than it may have, within the socket's time-out."""
-
-    def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            try:
-                chunk = sock.recv(count - len(data))
-            except TimeoutError:
-                raise FrameError(f"no handshake within {handshake.SECONDS:g} s") from None
-            except OSError as error:
-                raise ConnectionLost(f"the connection broke during the handshake: {error}") from None
-            if not chunk:
-                raise ConnectionLost("the other side closed the connection during the handshake")
-            data += chunk
-        return data
-
-    return exactly(handshake.body_bytes(exactly(handshake.PREFIX_BYTES)))
 
 
 def _unix_name(path: str) -> str | bytes:
@@ -238,7 +247,8 @@ class Listener:
     ) -> None:
         self._identity, self._accept, self._log = identity, accept, log
         self._certificate: Certificate | None = None
-        self._certificate_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._strangers: dict[int, socket.socket] = {}  # by the thread that greets
         self._closed = False
         self._unix_path = ""
         self._sockets = [sock]
@@ -261,72 +271,97 @@ class Listener:
         self._identity = self._identity.as_incarnation(incarnation)
 
     def _serve(self, listening: socket.socket) -> None:
+        trouble = ""
         while not self._closed:
             try:
                 sock, _ = listening.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
+                    return
+                # Too many open files, say: it passes, and until then the others go on.
+                if str(error) != trouble:
+                    trouble = str(error)
+                    self._log(f"a connection could not be accepted: {error}")
+                time.sleep(0.1)
+                continue
             threading.Thread(target=self._greet, args=(sock,), name="greet", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
         """A stranger until it has proved the token: 512 bytes and five seconds at most."""
+        where, until = "this host", time.monotonic() + handshake.SECONDS
         try:
-            sock.settimeout(handshake.SECONDS)
             certificate = ""
+            self._know(sock)
             if sock.family != socket.AF_UNIX:
+                where = "{}:{}".format(*sock.getpeername()[:2])
                 _tune(sock)
                 if not is_loopback(sock.getpeername()[0]):
-                    with self._certificate_lock:
-                        self._certificate = self._certificate or Certificate.create()
-                    sock = self._certificate.server_context().wrap_socket(sock, server_side=True)
-                    certificate = self._certificate.digest
-            connection = self._prove(sock, certificate)
-        except (OSError, ProtocolError, ConnectionLost) as error:
+                    sock, certificate = self._wrap(sock, until)
+            me = self._identity
+            side = handshake.Listening(me.token, me.job, me.me, certificate)
+            connection = _open(sock, proving.listening(sock, side, until))
+        except Exception as error:  # whatever a stranger does ends with a line in the log
             if not self._closed:
-                self._log(f"a connection was refused: {type(error).__name__}: {error}")
+                self._log(f"a connection from {where} was refused: {type(error).__name__}: {error}")
             with contextlib.suppress(OSError):
                 sock.close()
             return
-        self._accept(connection)
+        finally:
+            with self._lock:
+                self._strangers.pop(threading.get_ident(), None)
+        if self._closed:
+            connection.close()
+        else:
+            self._accept(connection)
 
-    def _prove(self, sock: socket.socket, certificate: str) -> SocketConnection:
-        side = handshake.Listening(self._identity.token, self._identity.job, self._identity.me, certificate)
+    def _know(self, sock: socket.socket) -> None:
+        """Remembers the stranger's socket: a listener that closes does not leave it waiting."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionLost("the listener is closed")
+            self._strangers[threading.get_ident()] = sock
+
+    def _wrap(self, sock: socket.socket, until: float) -> tuple[ssl.SSLSocket, str]:
+        with self._lock:
+            self._certificate = self._certificate or Certificate.create()
+        context = self._certificate.server_context()
+        wrapped = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         try:
-            sock.sendall(side.challenge(_read_part(sock)))
-        except ProtocolError as error:
-            with contextlib.suppress(OSError):
-                sock.sendall(handshake.refuse(error))
+            self._know(wrapped)
+            wrapped.settimeout(max(0.001, until - time.monotonic()))
+            wrapped.do_handshake()
+        except BaseException:
+            wrapped.close()
             raise
-        try:
-            welcome, peer = side.welcome(_read_part(sock))
-        except ProtocolError as error:
-            with contextlib.suppress(OSError):
-                sock.sendall(handshake.refuse_proof(error))
-            raise
-        sock.sendall(welcome)
-        return _open(sock, peer)
+        return wrapped, self._certificate.digest
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            strangers = list(self._strangers.values())
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+        for stranger in strangers:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(stranger, socket.SHUT_RDWR)  # below TLS, whose own thread is in it
         if self._unix_path:
             with contextlib.suppress(OSError):
                 os.unlink(self._unix_path)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; a port in use is an error that says so."""
+    """A TCP socket that listens; a port in use is an error that says so."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except OSError as error:
+        sock.listen(128)  # until then, two could be bound to one port
+    except (OSError, OverflowError, UnicodeError) as error:
         sock.close()
         where = f"{host}:{port}" if port else host
         hint = "choose another port with --bind, or 0 for any" if port else "is it an address of this host?"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; {hint}") from None
+        raise ConfigError(f"cannot listen on {where}: {getattr(error, 'strerror', error)}; {hint}") from None
     return sock

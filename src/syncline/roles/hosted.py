@@ -24,8 +24,10 @@ Bytes = npt.NDArray[np.uint8]
 class Contribution:
     """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
 
-    __slots__ = ("arrays", "back_at", "clip_norm", "incarnation", "overrides", "pull", "pushed", "request", "skip", "slot",
-                 "stretch", "weight")  # fmt: skip
+    __slots__ = (
+        "arrays", "back_at", "clip_norm", "incarnation", "overrides", "pull", "pushed", "request", "skip", "slot",
+        "stretch", "weight",
+    )  # fmt: skip
 
     def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
         self.incarnation, self.stretch, self.slot = incarnation, stretch, slot

@@ -1,0 +1,54 @@
+"""Two sides taking turns, so that whatever else the machine does meets both alike."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+import time
+
+from syncline.bench.row import LEAST_PAIRS, Effort, Samples
+from syncline.bench.sides import Side
+from syncline.bench.turns import Seat, Table
+
+#: Operations in the first, uncounted turn, and in any other at least and at most.
+FEW, MOST = 2, 20_000
+
+
+def play(ours: Side, reference: Side, effort: Effort) -> Samples:
+    """Starts both sides, lets them take turns, ends them; nothing is left behind."""
+    sides = {"ours": ours, "reference": reference}
+
+    def look() -> None:
+        for side in sides.values():
+            side.look()
+
+    with tempfile.TemporaryDirectory(prefix="syncline-") as name:
+        folder = pathlib.Path(name)
+        table = Table(folder, look)
+        try:
+            for side in sides.values():
+                side.start(folder, table.path)
+            table.wait_for({Seat(key, k) for key, side in sides.items() for k in range(side.num_processes)})
+            return _take_pairs(table, effort)
+        finally:
+            table.close()
+            for side in sides.values():
+                side.stop()
+
+
+def _take_pairs(table: Table, effort: Effort) -> Samples:
+    began = time.monotonic()
+    counts = {side: _count(table.turn(side, FEW), effort) for side in ("ours", "reference")}
+    taken: dict[str, list[float]] = {"ours": [], "reference": []}
+    for number in range(effort.num_pairs):
+        if number >= LEAST_PAIRS and time.monotonic() - began > effort.row_seconds:
+            break
+        order = ("ours", "reference") if number % 2 == 0 else ("reference", "ours")
+        for side in order:
+            taken[side].append(table.turn(side, counts[side]))
+    return Samples(taken["ours"], taken["reference"])
+
+
+def _count(seconds: float, effort: Effort) -> int:
+    """How many operations make a turn."""
+    return max(FEW, min(MOST, round(effort.turn_seconds / max(seconds, 1e-9))))

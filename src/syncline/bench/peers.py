@@ -1,0 +1,89 @@
+"""References with torch: what a user would otherwise use."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from syncline.bench.models import make, training_step
+from syncline.bench.sides import Task, read_arguments
+from syncline.bench.turns import Operation, Seat, take_turns
+from syncline.config import num_cores
+
+GLOO_SECONDS = 60
+
+
+def _join_gloo(task: Task, path: str) -> None:
+    # torch exports it without saying so in its types.
+    store = dist.FileStore(os.path.join(os.path.dirname(path), "gloo"), task.num_processes)  # type: ignore[attr-defined]
+    timeout = datetime.timedelta(seconds=GLOO_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=task.number, world_size=task.num_processes, timeout=timeout)
+
+
+def _parameter(task: Task) -> torch.Tensor:
+    parameter = torch.zeros(task.num_bytes // 4)
+    parameter.grad = torch.ones(task.num_bytes // 4)
+    return parameter
+
+
+def all_reduce(task: Task, path: str) -> Operation:
+    """gloo's all-reduce of the gradients, then a fused SGD step in every process."""
+    torch.set_num_threads(max(1, num_cores() // task.num_processes))
+    _join_gloo(task, path)
+    parameter = _parameter(task)
+    optimizer = torch.optim.SGD([parameter], lr=1e-3 / task.num_processes, fused=True)
+    gradient = parameter.grad
+    assert gradient is not None
+
+    def operation() -> None:
+        dist.all_reduce(gradient)
+        optimizer.step()
+
+    return operation
+
+
+def fused_adam(task: Task, path: str) -> Operation:
+    """A fused Adam step in this process, with all its cores, and two copies: gradients in, parameters out."""
+    parameter = _parameter(task)
+    optimizer = torch.optim.Adam([parameter], lr=1e-3, fused=True)
+    given, out = torch.ones_like(parameter), torch.zeros_like(parameter)
+
+    def operation() -> None:
+        assert parameter.grad is not None
+        parameter.grad.copy_(given)
+        optimizer.step()
+        out.copy_(parameter)
+
+    return operation
+
+
+def train(task: Task, path: str) -> Operation:
+    """The plain torch loop."""
+    return training_step(*make(task.model, task.num_threads), seed=0)
+
+
+def train_ddp(task: Task, path: str) -> Operation:
+    """The same under DistributedDataParallel on gloo."""
+    _join_gloo(task, path)
+    model, optimizer, batch_size = make(task.model, task.num_threads)
+    return training_step(DistributedDataParallel(model), optimizer, batch_size, seed=task.number)
+
+
+PEERS = {"all_reduce": all_reduce, "fused_adam": fused_adam, "train": train, "train_ddp": train_ddp}
+
+
+def main(arguments: list[str]) -> None:
+    task, path = read_arguments(arguments)
+    operation = PEERS[task.kind](task, path)
+    take_turns(path, Seat(task.side, task.number), operation)
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may wait for ranks that have ended already
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,164 @@
+"""The processes of one side of a row: a real job, started as `syncline run` starts it, or some plain processes."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import IO, Any, Protocol
+
+import msgspec
+
+from syncline import config as configuration
+from syncline.core.messages import Standings
+from syncline.errors import JobFailed, SynclineError
+from syncline.launch.running import Script, run_job
+
+#: Every wait inside a job of the bench; a row that hangs ends by this.
+WAIT_SECONDS = 60.0
+STOP_SECONDS = 15.0
+_WORKER = "syncline.bench.worker"
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a process of either side does in its turns; it travels as JSON on the command line."""
+
+    kind: str
+    side: str = ""
+    num_bytes: int = 0  #: of float32 parameters, where they are no model's
+    own_arrays: bool = False  #: push from arrays outside the arena
+    rule: str = "SGD"
+    model: str = ""
+    num_threads: int = 0  #: of torch; 0: as torch has it
+    number: int = 0  #: which process of its side it is
+    num_processes: int = 1
+
+
+class Side(Protocol):
+    """How to start and stop the processes of one side."""
+
+    num_processes: int
+
+    def start(self, folder: pathlib.Path, path: str) -> None:
+        """Starts them; `path` is where they wait for their turns."""
+
+    def look(self) -> None:
+        """Raises when any of them has failed, with the reason."""
+
+    def stop(self) -> None:
+        """Waits for them to end, which they do when their turns are over, or ends them."""
+
+
+class _QuietScreen:
+    """Keeps the last lines, for when a job fails."""
+
+    def __init__(self) -> None:
+        self.lines: collections.deque[str] = collections.deque(maxlen=20)
+        self.reason = ""
+
+    def line(self, member: str, text: str) -> None:
+        self.lines.append(f"{member} | {text}")
+
+    def progress(self, standings: Standings) -> None:
+        pass
+
+    def verdict(self, text: str) -> None:
+        self.reason = text
+
+
+class JobSide:
+    """A job of real processes: coordinator, servers, and workers that run `worker.py`."""
+
+    def __init__(self, task: Task, *, workers: int = 1, **settings: Any) -> None:
+        self.num_processes = workers
+        self._task, self._settings = task, {"workers": workers, "servers": 1, **settings}
+        self._screen = _QuietScreen()
+        self._thread: threading.Thread | None = None
+        self._ended: int | SynclineError | None = None
+
+    def start(self, folder: pathlib.Path, path: str) -> None:
+        given = {**self._settings, "name": "job", "runs": str(folder), "wait_seconds": WAIT_SECONDS}
+        config = configuration.resolve(given)
+        script = Script(path=_WORKER, is_module=True, arguments=_arguments(self._task, "ours", path))
+
+        def run() -> None:
+            try:
+                self._ended = run_job(given, config, script, self._screen)
+            except SynclineError as error:
+                self._ended = error
+            except Exception as error:  # a bug of ours must end the row, not keep it waiting
+                self._ended = JobFailed(f"{type(error).__name__}: {error}")
+
+        self._thread = threading.Thread(target=run, name="bench job", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        if isinstance(self._ended, SynclineError):
+            raise self._ended
+        if self._ended is not None:
+            last = "".join(f"\n  {line}" for line in self._screen.lines)
+            raise JobFailed(f"{self._screen.reason or 'the job has ended too early'}{last}")
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.join(STOP_SECONDS)
+
+
+class ProcessSide:
+    """Plain processes of a module of this package, numbered from 0."""
+
+    def __init__(
+        self, module: str, task: Task, *, processes: int = 1, side: str = "reference", **environment: str
+    ) -> None:
+        self.num_processes = processes
+        self._module, self._task, self._side = module, task, side
+        self._environment: Mapping[str, str] = environment
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._outputs: list[IO[bytes]] = []
+
+    def start(self, folder: pathlib.Path, path: str) -> None:
+        for number in range(self.num_processes):
+            task = msgspec.structs.replace(self._task, number=number, num_processes=self.num_processes)
+            output = (folder / f"{self._side}-{number}.log").open("w+b")
+            self._outputs.append(output)
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", f"syncline.bench.{self._module}", *_arguments(task, self._side, path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd=folder,  # where no syncline.toml changes what is measured
+                    env=configuration.inherited_environment(self._environment),
+                )
+            )
+
+    def look(self) -> None:
+        for number, (process, output) in enumerate(zip(self._processes, self._outputs, strict=True)):
+            if process.poll() is not None:
+                output.seek(0)
+                last = output.read()[-2000:].decode("utf-8", "replace").strip()
+                raise JobFailed(f"{self._side} {number} ended with exit code {process.returncode}: {last}")
+
+    def stop(self) -> None:
+        for process in self._processes:
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for output in self._outputs:
+            with contextlib.suppress(OSError):
+                output.close()
+
+
+def _arguments(task: Task, side: str, path: str) -> list[str]:
+    return [msgspec.json.encode(msgspec.structs.replace(task, side=side)).decode(), path]
+
+
+def read_arguments(arguments: list[str]) -> tuple[Task, str]:
+    """What a process was told on its command line: its task, and where it waits for its turns."""
+    return msgspec.json.decode(arguments[0], type=Task), arguments[1]

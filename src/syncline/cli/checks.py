@@ -1,0 +1,151 @@
+"""What a check of `syncline doctor` is, and the checks of what is installed and what the machine has."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from syncline import config as configuration
+from syncline.errors import SynclineError
+from syncline.net import shm
+
+GIB = 1 << 30
+#: Enough for a job of a hundred members; each has a few connections and arenas.
+_FEW_FILES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a check found. A warning: it works, with less; a problem: it does not. Both have a remedy."""
+
+    level: Literal["ok", "warning", "problem"]
+    text: str
+    remedy: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing to look at."""
+
+    name: str
+    look: Callable[[], Finding]
+
+    def run(self) -> Finding:
+        """The finding; whatever a check meets that it did not expect is a problem too."""
+        try:
+            return self.look()
+        except SynclineError as error:
+            return Finding("problem", str(error), "correct what this names")
+        except Exception as error:
+            return Finding("problem", f"{type(error).__name__}: {error}", "please report this, with this line")
+
+
+# -- what is installed --------------------------------------------------------------------------------------
+
+
+def python() -> Finding:
+    """One that is too old does not come so far."""
+    return Finding("ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def torch() -> Finding:
+    try:
+        module: Any = importlib.import_module("torch")
+        module.zeros(1).add_(1)
+    except Exception as error:  # a broken build raises anything
+        reason = str(error).partition("\n")[0]
+        return Finding("problem", f"cannot be used: {type(error).__name__}: {reason}", "install torch 2.4 or newer")
+    version = str(module.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 4):
+        return Finding("problem", f"{version} is too old", "install torch 2.4 or newer")
+    return Finding("ok", f"{version}, {module.get_num_threads()} threads")
+
+
+def packages() -> Finding:
+    found, missing = [], []
+    for name in ("numpy", "msgspec", "cryptography", "typer", "rich"):
+        try:
+            importlib.import_module(name)
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except ImportError as error:  # PackageNotFoundError is one
+            missing.append(f"{name} ({error})")
+    if missing:
+        return Finding("problem", f"missing: {', '.join(missing)}", "make setup, or pip install syncline again")
+    return Finding("ok", ", ".join(found))
+
+
+# -- what the machine has -----------------------------------------------------------------------------------
+
+
+def cores() -> Finding:
+    count = configuration.num_cores()
+    if count == 1:
+        return Finding("warning", "1: server and workers take turns on it", "allow this process more cores (taskset)")
+    return Finding("ok", f"{count} may be used")
+
+
+def memory() -> Finding:
+    available = shm.available_bytes()
+    if available is None:
+        return Finding("ok", "unknown here: too little shows when a job starts")
+    text = f"{available / GIB:.1f} GiB available"
+    if available < GIB:
+        return Finding("warning", text, "end other programs, or raise this container's memory limit")
+    return Finding("ok", text)
+
+
+def open_files() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return Finding("ok", "no limit")
+    if limit < _FEW_FILES:
+        return Finding("warning", f"at most {limit} per process", f"ulimit -n {4 * _FEW_FILES}")
+    return Finding("ok", f"at most {limit} per process")
+
+
+def gpus() -> Finding:
+    installed = configuration.num_gpus()
+    module = sys.modules.get("torch")
+    names = [module.cuda.get_device_name(k) for k in range(module.cuda.device_count())] if module else []
+    if names:
+        return Finding("ok", f"{len(names)}: {', '.join(sorted(set(names)))}")
+    if installed:
+        remedy = "install a torch with CUDA that fits the driver (see nvidia-smi)"
+        return Finding("warning", f"{installed} installed, torch sees none: workers compute on cpu", remedy)
+    return Finding("ok", "none: workers compute on cpu")
+
+
+def disk() -> Finding:
+    runs = pathlib.Path(configuration.resolve(configuration.read_toml_here()).runs)
+    place = runs.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        remedy = 'say another folder in syncline.toml: runs = "…"'
+        return Finding("problem", f"{runs}/ cannot be written, and logs go there", remedy)
+    free = shutil.disk_usage(place).free
+    text = f"{free / GIB:.1f} GiB free for {runs}/"
+    if free < GIB:
+        return Finding("warning", text, "remove old folders under runs/, or say another in syncline.toml")
+    return Finding("ok", text)
+
+
+def fashion_mnist() -> Finding:
+    """By the presence of the files alone: their checksums are looked at when they are read."""
+    from syncline.data import datasets
+
+    for label, folders in datasets._places(None, configuration.cache_folder() / datasets._NAME):
+        for folder in folders:
+            if all(any((folder / f"{name}{end}").is_file() for end in ("", ".gz")) for name in datasets._SHA256):
+                return Finding("ok", f"in {label}: {folder}")
+    text = "not on this machine: the example would download it"
+    return Finding("warning", text, f"make data, or {datasets._REMEDY}")

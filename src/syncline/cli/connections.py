@@ -1,0 +1,168 @@
+"""Checks of `syncline doctor`: how processes reach each other here, tried for real, down to a small job."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+
+import numpy as np
+
+from syncline.cli.checks import Finding
+from syncline.core.rule import Rule
+from syncline.errors import SynclineError
+from syncline.launch.embedded import start_embedded
+from syncline.net import shm, tcp
+from syncline.net.certificate import Certificate, client_context, peer_digest
+from syncline.net.transport import Connection, Peer
+
+_SECONDS = 5.0  # for whatever is waited for
+_OVER_TCP = "use --transport tcp"
+
+
+def shared_memory() -> Finding:
+    """The way of an arena: made, sealed, handed over an abstract Unix socket, checked, mapped."""
+    try:
+        mine, theirs = _unix_pair()
+    except OSError as error:
+        return Finding("problem", f"no abstract Unix socket: {error.strerror or error}", _OVER_TCP)
+    with mine, theirs:
+        return _hand_over(mine, theirs)
+
+
+def _unix_pair() -> tuple[socket.socket, socket.socket]:
+    if sys.platform != "linux":
+        return socket.socketpair()
+    name = f"\0syncline-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)
+        listener.listen(1)
+        mine = socket.socket(socket.AF_UNIX)
+        try:
+            mine.connect(name)
+            theirs, _ = listener.accept()
+        except BaseException:
+            mine.close()
+            raise
+        return mine, theirs
+
+
+def _hand_over(mine: socket.socket, theirs: socket.socket) -> Finding:
+    num_bytes = 1 << 20
+    slower = "nothing has to be done: jobs fall back to TCP, which is slower"
+    try:
+        sent = shm.create(num_bytes)
+    except OSError as error:
+        return Finding("warning", f"cannot be made: {error.strerror or error}", slower)
+    try:
+        socket.send_fds(mine, [b"m"], [sent.fd])
+        theirs.settimeout(_SECONDS)
+        fds = socket.recv_fds(theirs, 1, 1)[1]
+        if not fds:
+            return Finding("problem", "no file descriptor came over a Unix socket", _OVER_TCP)
+        received = shm.accept(fds[0], num_bytes)
+        sent.array[-1] = 7
+        arrived = int(received.array[-1]) == 7
+        received.close()
+    except (OSError, SynclineError) as error:
+        return Finding("problem", str(error), _OVER_TCP)
+    finally:
+        sent.close()
+    if not arrived:
+        return Finding("problem", "what is written on one side is not read on the other", _OVER_TCP)
+    return Finding("ok", "made, sealed, handed over a Unix socket, mapped read-only")
+
+
+def loopback() -> Finding:
+    """A connection that proves a token, as every member's does."""
+    token, refused = secrets.token_bytes(32), list[str]()
+    arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    remedy = "bring up the loopback interface: ip link set lo up"
+    try:
+        here = tcp.Identity("doctor", token, Peer("coordinator", "coordinator", 0))
+        listener = tcp.Listener(here, arrived.put, sock=tcp.bind("127.0.0.1", 0), log=refused.append)
+        try:
+            asking = tcp.Identity("doctor", token, Peer("worker", "worker-0", 0))
+            connection = tcp.connect_tcp("127.0.0.1", listener.address.port, asking, _SECONDS)
+            connection.close()
+            arrived.get(timeout=_SECONDS).close()
+        finally:
+            listener.close()
+    except (OSError, SynclineError, queue.Empty) as error:
+        return Finding("problem", f"no connection over TCP: {'; '.join([str(error), *refused])}", remedy)
+    return Finding("ok", "a connection with the token's handshake")
+
+
+def tls() -> Finding:
+    """What is spoken between hosts, between two ends here."""
+    remedy = "use a Python whose ssl has TLS 1.3; one host needs none"
+    try:
+        certificate = Certificate.create()
+        mine, theirs = socket.socketpair()
+        errors: list[Exception] = []
+
+        def greet() -> None:
+            try:
+                theirs.settimeout(_SECONDS)
+                with certificate.server_context().wrap_socket(theirs, server_side=True) as secured:
+                    secured.recv(1)
+            except OSError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=greet, name="doctor tls", daemon=True)
+        with mine, theirs:
+            thread.start()
+            mine.settimeout(_SECONDS)
+            with client_context().wrap_socket(mine) as secured:
+                same, version = peer_digest(secured) == certificate.digest, secured.version()
+            thread.join(_SECONDS)
+    except (OSError, ValueError) as error:
+        return Finding("warning", f"no handshake: {error}; jobs on several hosts cannot run", remedy)
+    if errors or not same:
+        return Finding("warning", f"the handshake failed: {errors or 'another certificate arrived'}", remedy)
+    return Finding("ok", f"{version} with a certificate of our own ({ssl.OPENSSL_VERSION.partition('  ')[0]})")
+
+
+def address() -> Finding:
+    """Under which address other hosts would see this one. Nothing is sent: the routing table knows."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # an address set aside for documentation
+            return Finding("ok", f"{probe.getsockname()[0]} (--bind says another)")
+    except OSError as error:
+        reason = error.strerror or error
+        return Finding("warning", f"no way to other networks: {reason}", "for several hosts, say it with --bind")
+
+
+def namespaces() -> Finding:
+    """Only our own tests need them, so their absence is no fault."""
+    unshare = shutil.which("unshare")
+    if unshare is None or shutil.which("ip") is None:
+        return Finding("ok", "not possible without unshare and ip; only tests with several hosts use them")
+    done = subprocess.run([unshare, "--net", "true"], capture_output=True, timeout=_SECONDS, check=False)
+    if done.returncode:
+        return Finding("ok", "not allowed here; only tests with several hosts use them")
+    return Finding("ok", "can be made: tests with several hosts run")
+
+
+def small_job() -> Finding:
+    """A whole job in this process: register, push_pull, compare."""
+    if "torch" not in sys.modules:
+        return Finding("problem", "not tried without torch", "install torch 2.4 or newer")
+    job = start_embedded({"policy": "sync"})
+    try:
+        # Not an optimizer: the first one that is made has torch import its compiler, which takes a second.
+        job.kv.register({"w": np.zeros(1000, np.float32)}, Rule("Add"))
+        pulled = job.kv.push_pull({"w": np.ones(1000, np.float32)}).wait(_SECONDS)
+    finally:
+        job.close()
+    if pulled is None or not bool((pulled["w"] == 1).all()):
+        return Finding(
+            "problem", "what was pushed is not what was pulled", "please report this, with your torch version"
+        )
+    return Finding("ok", "registered, pushed and pulled in this process, exactly")

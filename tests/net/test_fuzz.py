@@ -1,0 +1,259 @@
+"""Whatever bytes come, what comes out is an error of the protocol: never another exception, never much memory.
+
+Inputs are made from a number: batch n is always the same thousand inputs. A failure names batch and bytes;
+`run_batch(n)` repeats it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tracemalloc
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from syncline.config import JobConfig
+from syncline.core import messages
+from syncline.core.layout import Parameter, arrange
+from syncline.core.membership import Address, Member
+from syncline.core.messages import MESSAGES, Message
+from syncline.core.rule import Rule
+from syncline.errors import ConnectionLost, ProtocolError
+from syncline.net import frame, handshake
+from syncline.net.frame import Header
+from syncline.net.handshake import Connecting, Listening, Proof, Welcome, pack
+from syncline.net.rpc import Endpoint, Request, Stamp
+from syncline.net.tcp import SocketConnection
+from syncline.net.transport import Peer
+from syncline.stats import ServerStats
+
+NUM_INPUTS, NUM_SOAK_INPUTS, BATCH = 100_000, 10_000_000, 1000
+TOKEN, JOB = bytes(range(32)), "job-1"
+WORKER, SERVER = Peer("worker", "worker-0", 0), Peer("server", "server-0", 7)
+SEGMENT = arrange([Parameter("fc.weight", "float32", (10, 84)), Parameter("n", "int64", (), 1)],
+                  [Rule("Adam", lr=1e-3, betas=(0.9, 0.99)), Rule("Add")], "mean")  # fmt: skip
+
+
+def sample(kind: type[Message]) -> Message:
+    """One message of each kind, with something in every list."""
+    stats, report = ServerStats(name="server-0"), None if kind is messages.Report else sample(messages.Report)
+    special: dict[str, object] = {
+        "members": [Member("server-0", "server", 1, "a", Address("@x", "10.0.0.1", 4000))], "config": JobConfig(),
+        "parameters": list(SEGMENT.parameters), "rules": list(SEGMENT.rules), "segments": [SEGMENT],
+        "segment": SEGMENT if kind is messages.Host else 0, "stats": stats, "reports": {"worker-0": report},
+        "servers": [stats], "entries": [messages.StateEntry(1, 0, "exp_avg", "float32", (10, 84))],
+        "overrides": [(0, 1, {"lr": 0.1})], "pushed": ((0, 3), (5, 6)), "address": Address("@x", "10.0.0.1", 4000),
+        "defaults": {"policy": "sync", "more": [1, {"a": None}]}, "missing": ["worker-1"], "left": ["worker-2"],
+    }  # fmt: skip
+    simple: dict[object, object] = {int: 5, float: 0.5, bool: True, str: "worker-0", list[int]: [1, 2, 70000]}
+    fields = {}
+    for field in msgspec.structs.fields(kind):
+        fields[field.name] = special[field.name] if field.name in special else simple.get(field.type)
+    return kind(**fields)
+
+
+class Bytes:
+    """A stream that holds some bytes and then ends."""
+
+    carries_fds = False
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def write(self, buffers: list[memoryview], fd: int | None = None) -> None:
+        pass
+
+    def read(self, view: memoryview, fds: list[int] | None = None) -> None:
+        if len(view) > len(self._data):
+            raise ConnectionLost("the end of the input")
+        view[:] = self._data[: len(view)]
+        self._data = self._data[len(view) :]
+
+    def shut(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Service:
+    """Answers nothing, and has room for a small payload only."""
+
+    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> list[memoryview]:
+        if payload_bytes > 4096:
+            raise ProtocolError("too much")
+        return [memoryview(bytearray(payload_bytes))]
+
+    def handle(self, request: Request) -> None:
+        pass
+
+    def lost(self, endpoint: Endpoint, reason: str) -> None:
+        pass
+
+
+class Unread(SocketConnection):
+    """A connection whose frames are read by the test, in its own thread."""
+
+    def start(self, receiver: object) -> None:
+        self._receiver = receiver  # type: ignore[assignment]
+
+
+def read_frames(data: bytes) -> None:
+    """As a server reads what an authenticated worker sends."""
+    connection = Unread(Bytes(data), WORKER, "worker-0")
+    Endpoint(connection, Stamp(JOB), Service())
+    while connection._closed is None:
+        connection._read_frame()
+
+
+def listen(data: bytes) -> None:
+    """As a listener reads a stranger: prefix, hello, prefix, proof."""
+    side, stream = Listening(TOKEN, JOB, SERVER, ""), Bytes(data)
+    side.challenge(read_part(stream))
+    side.welcome(read_part(stream))
+
+
+def connect(data: bytes) -> None:
+    side, stream = Connecting(TOKEN, JOB, WORKER, ""), Bytes(data)
+    side.answer(read_part(stream))
+
+
+def finish(data: bytes) -> None:
+    Connecting(TOKEN, JOB, WORKER, "").finish(read_part(Bytes(data)))
+
+
+def read_part(stream: Bytes) -> bytes:
+    prefix = bytearray(handshake.PREFIX_BYTES)
+    stream.read(memoryview(prefix))
+    body = bytearray(handshake.body_bytes(bytes(prefix)))
+    assert len(body) <= handshake.MAX_BYTES
+    stream.read(memoryview(body))
+    return bytes(body)
+
+
+def decode_any(data: bytes) -> None:
+    frame.decode(data[0] % len(MESSAGES) if data else 0, data[1:])
+
+
+def whole_frame(message: Message, payload: bytes = b"") -> bytes:
+    body, kind = frame.encode(message), frame.kind_of(message)
+    return Header(kind, 0, 0, frame.job_key(JOB), 0, 1, 0, len(body), len(payload)).pack() + body + payload
+
+
+def corpus() -> list[tuple[Callable[[bytes], None], bytes]]:
+    """What each reader takes for good, to begin with."""
+    found: list[tuple[Callable[[bytes], None], bytes]] = []
+    for kind in MESSAGES:
+        message = sample(kind)
+        found.append((decode_any, bytes([frame.kind_of(message)]) + frame.encode(message)))
+        found.append((read_frames, whole_frame(message) + whole_frame(messages.Leave())))
+    found.append((read_frames, whole_frame(sample(messages.Upload), b"payload" * 9)))
+    one, two = Connecting(TOKEN, JOB, WORKER, ""), Listening(TOKEN, JOB, SERVER, "")
+    one._hello = msgspec.structs.replace(one._hello, nonce=bytes(range(32)))  # the same in every run
+    two._nonce = bytes(range(32, 64))
+    challenge = two.challenge(one.hello()[handshake.PREFIX_BYTES :])
+    proof, _ = one.answer(challenge[handshake.PREFIX_BYTES :])
+    shakes = [(listen, one.hello() + proof), (listen, one.hello() + pack(Proof(bytes(32)))), (connect, challenge),
+              (finish, pack(Welcome())), (finish, pack(Welcome("TokenError: no")))]  # fmt: skip
+    return found + shakes * 8
+
+
+CORPUS = corpus()
+#: Where parsers break: sizes at their limits, the marks of MessagePack, text that is none.
+TOKENS = [
+    b"\x00", b"\xff", b"\x7f", b"\x80", b"\xc0", b"\xc1", b"\xc4\xff", b"\xc6\xff\xff\xff\xff",
+    b"\xcf" + b"\xff" * 8, b"\xcb\x7f\xf0" + bytes(6), b"\xdb\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff",
+    b"\xdf\x7f\xff\xff\xff", b"\xff" * 8, b"\xd9\xff", b"\xa3\xed\xa0\x80", b"\x91" * 40, b"\x81\xa1a" * 20,
+    b"SYNC\x01", b"SYNH\x01", b"\xc7\xff\x05",
+]  # fmt: skip
+
+
+def mutate(chance: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(chance.choice((1, 1, 1, 2, 3, 8))):
+        at, how = chance.randrange(len(changed) + 1), chance.randrange(7)
+        if how == 0 and at < len(changed):
+            changed[at] ^= 1 << chance.randrange(8)
+        elif how == 1 and at < len(changed):
+            changed[at] = chance.randrange(256)
+        elif how == 2:
+            del changed[at:]
+        elif how == 3:
+            changed[at:at] = chance.randbytes(chance.randrange(1, 9))
+        elif how == 4:
+            token = chance.choice(TOKENS)
+            changed[at : at + (len(token) if chance.random() < 0.7 else 0)] = token
+        elif how == 5:
+            del changed[at : at + chance.randrange(1, 9)]
+        else:
+            other = chance.choice(CORPUS)[1]
+            start = chance.randrange(len(other))
+            changed[at:] = other[start : start + 200]
+    return bytes(changed)
+
+
+def run_batch(number: int) -> int:
+    """A thousand inputs; how many of them were refused."""
+    chance, refused = random.Random(number), 0
+    for _ in range(BATCH):
+        reader, good = chance.choice(CORPUS)
+        data = mutate(chance, good) if chance.random() < 0.97 else chance.randbytes(chance.randrange(200))
+        try:
+            reader(data)
+        except (ProtocolError, ConnectionLost):
+            refused += 1
+        except BaseException as error:
+            pytest.fail(f"batch {number}: {reader.__name__}({data.hex()!r}) raised {type(error).__name__}: {error}")
+    return refused
+
+
+def test_the_inputs_are_good_before_they_are_changed() -> None:
+    """A fuzz test whose inputs fail at the first byte finds nothing: each must get through, as far as it can."""
+    assert {sample_reader.__name__ for sample_reader, _ in CORPUS} == {
+        "decode_any", "read_frames", "listen", "connect", "finish",
+    }  # fmt: skip
+    for kind in MESSAGES:
+        message = sample(kind)
+        assert frame.decode(frame.kind_of(message), frame.encode(message)) == message
+    for reader, good in CORPUS:
+        if reader is read_frames:
+            try:
+                reader(good)
+            except ConnectionLost as error:
+                assert "the end of the input" in str(error)
+
+
+def test_a_hundred_thousand_changed_inputs() -> None:
+    """A stranger, or a broken member, sends anything: the connection ends with a reason, and nothing else does."""
+    refused = sum(run_batch(number) for number in range(NUM_INPUTS // BATCH))
+    assert refused > NUM_INPUTS // 2, "most changes must be noticed, or they change nothing"
+
+
+def test_no_input_makes_room_for_what_it_only_claims() -> None:
+    """`dd ff ff ff ff` claims a list of four thousand million: five bytes must not cost gigabytes."""
+    chance = random.Random(-1)
+    tracemalloc.start()
+    try:
+        for _ in range(3000):
+            reader, good = chance.choice(CORPUS)
+            data = mutate(chance, good)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            with contextlib.suppress(ProtocolError, ConnectionLost):
+                reader(data)
+            # A frame's body is read into one buffer, of the size that its header claims and that is bounded.
+            most = (frame.MAX_BODY_BYTES if reader is read_frames else 0) + 1_000_000
+            assert tracemalloc.get_traced_memory()[1] - before < most, data.hex()
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_ten_million_changed_inputs() -> None:
+    """The same for some minutes, on other inputs than the default run has."""
+    first = NUM_INPUTS // BATCH
+    for number in range(first, first + NUM_SOAK_INPUTS // BATCH):
+        run_batch(number)
