@@ -7,6 +7,7 @@ client/  roles/            inside a worker / the coordinator and the servers
 torch/   data/             thin adapters, data sets
 launch/                    init(), local processes, other hosts
 testing/                   whole jobs inside one process
+bench/                     the rows of `syncline bench`
 cli/                       the command line
 """
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -260,3 +262,27 @@ def test_init_defaults_lose_to_toml_and_toml_to_the_launch(commands: Any) -> Non
     assert "CONFIG bounded:1 1 30.0 50.0" in result.output, result.output
     result = commands.run("run", script)
     assert "CONFIG bounded:3 1 30.0 50.0" in result.output, result.output
+
+
+def test_a_full_disk_or_a_closed_pipe_holds_up_nobody(commands: Any) -> None:
+    """Logs that cannot be written are said once; `syncline run … | head -1` ends instead of hanging."""
+    script = commands.script("""
+        import syncline
+        job = syncline.init()
+        for number in range(20_000):
+            print("line", number, "x" * 100)
+    """)
+    (commands.folder / "runs/full").mkdir(parents=True)
+    process = commands.start("run", "--name", "full", script)
+    for _ in range(200):  # the launcher has cleared old logs, the workers have not written yet
+        if commands.members():
+            break
+        time.sleep(0.02)
+    (commands.folder / "runs/full/worker-0.log").symlink_to("/dev/full")
+    result = commands.finish(process)
+    assert result.code == 0 and "line 19999" in result.output
+    assert result.output.count("logs cannot be kept in runs/full: No space left on device") == 1
+    shell = f"{sys.executable} -m syncline run {script} | head -1"
+    done = subprocess.run(shell, shell=True, cwd=commands.folder, capture_output=True, text=True, timeout=40)
+    assert "Traceback" not in done.stderr
+    commands.check_nothing_left()

@@ -84,3 +84,15 @@ def test_an_evaluation_in_between_is_in_no_weight_and_rests_nobody() -> None:
     means = [torch.arange(1.0, 5.0).mean(), torch.arange(5.0, 9.0).mean(), torch.arange(9.0, 12.0).mean()]
     expected = -sum(mean.item() for mean in means)
     torch.testing.assert_close(torch.tensor(results), torch.tensor([expected, expected]))
+
+
+def test_a_loader_made_anew_for_every_epoch_is_told_of_once() -> None:
+    """Its order would be that of epoch 0 every time."""
+    with local_job(workers=1) as jobs:
+        job = jobs[0]
+        once = DataLoader(DATA, batch_size=2, shuffle=True, job=job)
+        orders = [[x.tolist() for (x,) in once] for _ in range(2)]
+        assert orders[0] != orders[1] and not job._noticed
+        again = [x.tolist() for (x,) in DataLoader(DATA, batch_size=2, shuffle=True, job=job)]
+        assert again == orders[0]
+        assert [text for text in job._noticed if "make it once" in text]

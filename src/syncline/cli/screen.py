@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -77,5 +78,5 @@ class TerminalScreen:
         return " · ".join(parts)
 
     def verdict(self, text: str) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(BrokenPipeError):
             self._console.print(Text(f"syncline: {text}"))

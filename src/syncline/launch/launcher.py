@@ -55,6 +55,7 @@ class Launcher:
         self._processes: dict[str, MemberProcess] = {}
         self._ended: dict[str, int] = {}
         self._forwarders: list[threading.Thread] = []
+        self._log_failed = False
         self._signal: int | None = None
         self._endpoint: Endpoint | None = None
         self._failure: tuple[str, str, int] | None = None  # member, reason, exit code
@@ -80,13 +81,23 @@ class Launcher:
             self._forwarders.append(thread)
 
     def _forward(self, process: MemberProcess) -> None:
-        """A member's output: into its log, and onto the screen."""
-        path = self._folder / f"{process.name}.log"
-        with open(path, "ab") as log, contextlib.suppress(ValueError, OSError):
+        """A member's output: into its log, and onto the screen. Whatever fails there, the member is read on."""
+        with contextlib.suppress(ValueError, OSError):  # the pipe is closed at the end
             for raw in iter(process.output.readline, b""):
+                self._keep(process.name, raw)
+                try:
+                    self._screen.line(process.name, raw.decode("utf-8", "replace").rstrip("\n"))
+                except BrokenPipeError:
+                    self._signal = self._signal or signal.SIGPIPE  # nobody reads us any more
+
+    def _keep(self, name: str, raw: bytes) -> None:
+        try:
+            with open(self._folder / f"{name}.log", "ab") as log:
                 log.write(raw)
-                log.flush()
-                self._screen.line(process.name, raw.decode("utf-8", "replace").rstrip("\n"))
+        except OSError as error:
+            if not self._log_failed:
+                self._log_failed = True
+                self._screen.verdict(f"logs cannot be kept in {self._folder}: {error.strerror or error}")
 
     # -- while it runs ------------------------------------------------------------------------------------
 

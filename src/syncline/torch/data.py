@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from syncline.client.job import current_job
+from syncline.client.job import Job, current_job
 from syncline.core.splits import Order, Share
 from syncline.errors import ConfigError
 
@@ -108,6 +108,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         alone = not self._is_being_read()
         batches = super().__iter__() if alone else self._get_iterator()
         if torch.is_grad_enabled():
+            self._mind_the_order(job, epoch)
             job.begin_epoch(epoch, share.num_batches)
             handed_out = _counted(batches, share, job, job.step)
         else:
@@ -115,6 +116,18 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if self.persistent_workers and alone:
             self._reader = weakref.ref(handed_out)
         return handed_out
+
+    def _mind_the_order(self, job: TakesSamples, epoch: int) -> None:
+        """A loader made anew for every epoch begins with the order of epoch 0 every time: told once."""
+        if epoch or not self._shuffle or not isinstance(job, Job):
+            return
+        kind = (id(self.dataset), self.batch_size, self._seed)
+        if kind in job.loaders_begun:
+            job.notice(
+                "a new DataLoader over the same data begins with the same order again: make it once, before the "
+                "loop over the epochs, and every pass has an order of its own"
+            )
+        job.loaders_begun.add(kind)
 
     def _is_being_read(self) -> bool:
         reader = self._reader() if self._reader is not None else None
