@@ -179,6 +179,7 @@ def test_the_last_words_of_the_other_side_are_heard(linked: Any) -> None:
     with pytest.raises(ConnectionLost):
         while True:
             send(one, UPLOAD, [memoryview(bytes(100_000))], 100_000)
+    assert at_one.ends.empty()
     go.set()
     assert [at_one.next()[1], at_one.next()[1]] == [Leave(), verdict]
     at_one.end()

@@ -43,9 +43,10 @@ class Service:
         self._handle = handle
         self.requests: queue.Queue[Request] = queue.Queue()
         self.ends: queue.Queue[str] = queue.Queue()
-        self.room = 1 << 20
+        self.room, self.num_landed = 1 << 20, 0
 
     def landing(self, peer: Peer, message: Any, payload_bytes: int) -> list[memoryview]:
+        self.num_landed += 1
         if payload_bytes > self.room:
             raise ProtocolError(f"no room for {payload_bytes} bytes")
         return [memoryview(bytearray(payload_bytes))]
@@ -174,6 +175,27 @@ def test_a_lost_connection_fails_every_open_call_and_every_later_one(link: Make)
     assert at_server.end() == "killed"
 
 
+@pytest.mark.parametrize("link", ["tcp", "unix"], indirect=True)
+def test_a_call_that_fails_does_not_drown_the_verdict(link: Make) -> None:
+    """The coordinator says why the job is over and closes; a worker that asks something just then must hear why,
+    not that the connection broke while it was asking."""
+    reading, go = threading.Event(), threading.Event()
+    at_worker = Service(lambda request: (reading.set(), go.wait(SECONDS)))
+    worker, server = link(at_worker)
+    worker.peer = Peer("coordinator", "server-0", 7)
+    server.tell(Over(False, "", "first"))
+    assert reading.wait(SECONDS)
+    server.tell(Over(True, "worker-1", "worker-1 raised ValueError"))
+    server.close()
+    with pytest.raises(ConnectionLost):
+        while True:
+            worker.call(Leave())
+    assert at_worker.ends.empty(), "the end is told after the last words"
+    go.set()
+    assert [at_worker.next().message.reason for _ in range(2)] == ["first", "worker-1 raised ValueError"]
+    at_worker.end()
+
+
 def test_an_answer_to_one_who_is_gone_is_no_error(link: Make) -> None:
     at_server = Service(lambda request: None)
     worker, _ = link(None, at_server)
@@ -226,7 +248,7 @@ def test_a_role_that_says_what_it_may_not_is_cut_off(link: Make, message: Any, r
     assert reason in at_server.end()
     with pytest.raises(ConnectionLost):
         call.wait(SECONDS)
-    assert at_server.requests.empty()
+    assert at_server.requests.empty() and at_server.num_landed == 0
 
 
 @pytest.mark.parametrize(
@@ -248,7 +270,7 @@ def test_a_frame_of_another_job_or_incarnation_is_refused(
     assert reason in at_server.end()
     with pytest.raises(ConnectionLost):
         call.wait(SECONDS)
-    assert at_server.requests.empty()
+    assert at_server.requests.empty() and at_server.num_landed == 0
 
 
 @pytest.mark.parametrize("payload", [b"", b"12345"])

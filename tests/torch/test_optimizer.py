@@ -363,37 +363,3 @@ def test_sparse_gradients_are_refused() -> None:
         model(torch.tensor([1])).sum().backward()
         with pytest.raises(LayoutError, match="'weight' has a sparse gradient; not supported yet"):
             optimizer.step()
-
-
-def test_names_are_the_models_or_the_optimizers_or_by_position() -> None:
-    """And without a model it is said that buffers are not synchronised."""
-    model = copy.deepcopy(LINEAR)
-    cases: list[tuple[Any, torch.nn.Module | None, list[str]]] = [
-        (model.parameters(), model, ["bias", "weight"]),
-        (model.parameters(), None, ["group0.0", "group0.1"]),
-        ([("mine", model.weight), ("yours", model.bias)], None, ["mine", "yours"]),
-    ]
-    for parameters, given, names in cases:
-        with local_job(workers=1) as jobs:
-            DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model=given, job=jobs[0])
-            assert sorted(jobs[0].kv.layout.where) == names
-            assert any("buffers are not synchronised" in text for text in jobs[0]._noticed) == (given is None)
-
-
-def test_clipping_by_hand_is_told_once_in_sync_with_several_workers() -> None:
-    """It clips this worker's own gradient; the round's mean is something else."""
-
-    def train(job: Job) -> int:
-        model = copy.deepcopy(LINEAR)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-        for _ in range(3):
-            optimizer.zero_grad()
-            backward(model)
-            if clips:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-        return sum("clip_grad_norm_ clips this worker's own" in text for text in job._noticed)
-
-    for clips, workers, expected in ((True, 2, [1, 0]), (False, 2, [0, 0]), (True, 1, [0])):
-        with local_job(workers=workers) as jobs:
-            assert jobs.run(train) == expected

@@ -115,6 +115,7 @@ class Job:
         self._closed = threading.Event()
         self._device: str | None = None
         self._noticed: set[str] = set()
+        self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
         self.loaders_begun: set[object] = set()  # for DataLoader: what was iterated over from epoch 0 on
         if not embedded:
             threading.Thread(target=self._report_regularly, name="report", daemon=True).start()

@@ -14,9 +14,9 @@ from syncline.torch.parameters import FlatMemory, as_tensor, buffers_of, on_cpu
 class Buffers:
     """Buffers live on the servers under the rule `Assign`."""
 
-    def __init__(self, job: Job, model: torch.nn.Module, mode: str) -> None:
-        self._job, self._model = job, model
-        self._tracked = buffers_of(model)
+    def __init__(self, job: Job, model: torch.nn.Module, mode: str, prefix: str = "") -> None:
+        self._job, self._model, self._prefix = job, model, prefix
+        self._tracked = buffers_of(model, prefix)
         self._pushes = job.is_chief or mode == "mean"
         # What the chief pushes is what everyone gets: its own copy is as new as any.
         self._takes = not job.is_chief or mode == "mean"
@@ -44,7 +44,7 @@ class Buffers:
         where = self._job.exchange.layout.where
         for item in self._tracked:
             # A module may have put another tensor in its buffer's place.
-            item.tensor = current.get(item.name, item.tensor)
+            item.tensor = current.get(item.name.removeprefix(self._prefix), item.tensor)
             offset = self._segment.offsets[where[item.name][1]]
             as_tensor(arena, offset, item.tensor.shape, item.tensor.dtype).copy_(item.tensor.detach())
         return self._pushed

@@ -21,7 +21,7 @@ from syncline.torch.buffers import Buffers
 from syncline.torch.gradients import Gradients
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
-from syncline.torch.parameters import FlatMemory, Tracked, name_parameters, on_cpu, others
+from syncline.torch.parameters import FlatMemory, Tracked, free_prefix, name_parameters, on_cpu, others
 from syncline.torch.rules import group_options, group_rule, rule_name
 from syncline.torch.state import load_state, read_state
 
@@ -54,7 +54,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._job = job or current_job()
         self._in_rounds = policy_of(self._job.config).in_rounds
         self._tickets: collections.deque[Ticket] = collections.deque()
-        self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model))
+        self._prefix = free_prefix(self._job.names_taken, list(name_parameters(self.param_groups, model)))
+        self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model, self._prefix))
         self._segments: list[tuple[int, int]] = []  # (segment, first group): groups that are registered together
         self._gradients: list[Gradients] = []
         self._notices = Notices(self._job, self._in_rounds)
@@ -62,7 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rule = "Add" if self._local else rule_name(opt)
         self._notices.at_start(model)
         self._register_groups(0)
-        self._buffers = Buffers(self._job, model, buffers) if model is not None else None
+        self._buffers = Buffers(self._job, model, buffers, self._prefix) if model is not None else None
         self._register_others()
         self._make_sink()
         self._registered = True
@@ -105,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _register_others(self) -> None:
         """Parameters that no optimizer updates: everyone takes the chief's values once."""
-        rest = others(self._model, self._tracked) if self._model is not None else []
+        rest = others(self._model, self._tracked, self._prefix) if self._model is not None else []
         if rest:
             _take(rest, self._job.kv.register([(i.name, on_cpu(i.tensor)) for i in rest], Rule("Assign")))
 
@@ -129,7 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         first = len(self.param_groups)
         self._opt.add_param_group(param_group)
         self._share_state()
-        fresh = [i for i in name_parameters(self.param_groups, self._model) if i.group >= first]
+        fresh = [i for i in name_parameters(self.param_groups, self._model, self._prefix) if i.group >= first]
         self._tracked += fresh
         self._register_groups(first)
         self._make_sink()

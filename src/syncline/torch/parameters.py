@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ class Tracked:
     is_view: bool = False  # the tensor itself lies in the flat memory
 
 
-def name_parameters(groups: Sequence[dict[str, Any]], model: torch.nn.Module | None) -> Iterator[Tracked]:
+def name_parameters(
+    groups: Sequence[dict[str, Any]], model: torch.nn.Module | None, prefix: str = ""
+) -> Iterator[Tracked]:
     """The optimizer's parameters under the model's names; tied weights are one parameter."""
     known = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
     names: dict[str, int] = {}
@@ -35,17 +38,38 @@ def name_parameters(groups: Sequence[dict[str, Any]], model: torch.nn.Module | N
             name = known.get(id(parameter), name)
             if names.setdefault(name, id(parameter)) != id(parameter):
                 raise LayoutError(f"two parameters are named {name!r}; names must differ")
-            yield Tracked(name, parameter, index)
+            yield Tracked(prefix + name, parameter, index)
 
 
-def others(model: torch.nn.Module, tracked: Sequence[Tracked]) -> list[Tracked]:
+def free_prefix(taken: dict[str, Any], items: Sequence[Tracked]) -> str:
+    """What to put before these names, so that another model of this job with the same names stays another one.
+
+    `taken` has a weak reference to the tensor of every name in use; these items are added to it.
+    """
+    count = 0
+    while any(_is_anothers(taken, _prefix(count) + item.name, item.tensor) for item in items):
+        count += 1
+    taken.update({_prefix(count) + item.name: weakref.ref(item.tensor) for item in items})
+    return _prefix(count)
+
+
+def _is_anothers(taken: dict[str, Any], name: str, tensor: torch.Tensor) -> bool:
+    known = taken[name]() if name in taken else None
+    return known is not None and known is not tensor
+
+
+def _prefix(count: int) -> str:
+    return f"model{count + 1}." if count else ""
+
+
+def others(model: torch.nn.Module, tracked: Sequence[Tracked], prefix: str) -> list[Tracked]:
     """Parameters of the model that the optimizer does not have: the chief's values count, once."""
     have = {id(item.tensor) for item in tracked}
-    return [Tracked(name, p, -1) for name, p in model.named_parameters() if id(p) not in have]
+    return [Tracked(prefix + name, p, -1) for name, p in model.named_parameters() if id(p) not in have]
 
 
-def buffers_of(model: torch.nn.Module) -> list[Tracked]:
-    return [Tracked(name, buffer, -1) for name, buffer in model.named_buffers() if buffer.numel()]
+def buffers_of(model: torch.nn.Module, prefix: str) -> list[Tracked]:
+    return [Tracked(prefix + name, buffer, -1) for name, buffer in model.named_buffers() if buffer.numel()]
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
