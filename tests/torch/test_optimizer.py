@@ -140,7 +140,7 @@ def test_tied_frozen_and_unused_parameters() -> None:
 
     with local_job(workers=2) as jobs:
         (model, names), (other, _) = jobs.run(train)
-    assert names == ["frozen", "one.weight", "unused"]
+    assert names == ["fixed.frozen", "one.weight", "unused"]
     for each in (model, other):
         assert each.frozen.tolist() == [1.0, 1.0] and each.unused.tolist() == [1.0, 1.0]
         assert each.one.weight is each.two.weight and not torch.equal(each.one.weight, torch.ones(4, 4))

@@ -67,6 +67,10 @@ def writable_bytes(array: Array) -> Bytes | None:
     return array.reshape(-1).view(np.uint8)
 
 
+def can_be_filled(array: Array) -> bool:
+    return is_torch(array) or bool(getattr(getattr(array, "flags", None), "writeable", False))
+
+
 def fill(array: Array, data: Bytes) -> None:
     """Copies bytes in C order into an array that may have any strides."""
     source = from_bytes(data, dtype_of(array), tuple(array.shape), as_torch=is_torch(array))

@@ -108,7 +108,7 @@ class Job:
         self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped)
         self.step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
-        self._taken, self._own_samples = 0, 0
+        self.samples_taken = 0  #: handed out to this worker's training so far
         self._first_sample, self._sample_seconds = 0.0, 0.0
         self._progress = (0, 0, 0)
         self._before_rest: list[Callable[[], None]] = []
@@ -184,15 +184,9 @@ class Job:
         now = time.monotonic()
         self._first_sample = self._first_sample or now
         self._sample_seconds = now - self._first_sample
-        self._taken += num_samples
-        self._own_samples += num_samples
+        self.samples_taken += num_samples
         epoch, step, steps = self._progress
         self._progress = (epoch, step + 1, steps)
-
-    def take_weight(self) -> float:
-        """The samples handed out since this was asked last; 1 when there were none. It is a step's weight."""
-        taken, self._taken = self._taken, 0
-        return float(taken or 1)
 
     def before_rest(self, action: Callable[[], None]) -> None:
         """Something that must be sent before this worker rests or leaves."""
@@ -203,7 +197,6 @@ class Job:
         for action in self._before_rest:
             action()
         self.exchange.rest()
-        self._taken = 0
         self._report()
 
     # -- the others ---------------------------------------------------------------------------------------
@@ -247,7 +240,7 @@ class Job:
             seconds=seconds,
             samples=answer.samples,
             samples_per_second=answer.samples / busy if busy else 0.0,
-            own_samples=self._own_samples,
+            own_samples=self.samples_taken,
             staleness_mean=stale / pushes if pushes else 0.0,
             staleness_max=max((server.staleness_max for server in servers), default=0),
             lag_max=max((server.lag_max for server in servers), default=0),
@@ -259,7 +252,7 @@ class Job:
     def _report(self) -> None:
         epoch, step, steps = self._progress
         with contextlib.suppress(SynclineError):
-            self._coordinator.tell(Report(self.step, self._own_samples, self._sample_seconds, epoch, step, steps))
+            self._coordinator.tell(Report(self.step, self.samples_taken, self._sample_seconds, epoch, step, steps))
 
     def _report_regularly(self) -> None:
         last = -1
@@ -312,7 +305,7 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
             self.abandon()

@@ -70,7 +70,8 @@ class KeyValue:
         named = list(params.items() if isinstance(params, Mapping) else params)
         rules, parameters = self._describe(named, rule)
         for name, array in named:
-            arrays.check_finite(name, array, self._who)
+            if (rule[name] if isinstance(rule, Mapping) else rule).name != "Assign":  # a mask may hold -inf
+                arrays.check_finite(name, array, self._who)
         message = Register(self._ordinal, parameters, [r.spec for r in rules], reduce)
         answer = self._ask(message)
         self._ordinal += 1
@@ -93,9 +94,11 @@ class KeyValue:
             chosen = rule.get(name) if isinstance(rule, Mapping) else rule
             if not isinstance(chosen, Rule):
                 raise RuleError(f'{name!r} has no rule; give e.g. syncline.Rule("SGD", lr=0.1)')
-            if chosen not in rules:
+            # By identity: two groups that begin with equal numbers may part later.
+            if not any(known is chosen for known in rules):
                 rules.append(chosen)
-            parameters.append(arrays.describe(name, array, rules.index(chosen)))
+            group = next(number for number, known in enumerate(rules) if known is chosen)
+            parameters.append(arrays.describe(name, array, group))
         return rules, parameters
 
     @staticmethod
@@ -203,8 +206,11 @@ class KeyValue:
             parameter = segment.parameters[index]
             if out is not None and name in out:
                 given = arrays.describe(name, out[name])
-                if given.shape != parameter.shape or given.num_bytes != parameter.num_bytes:
+                same = given.dtype == parameter.dtype or (given.dtype, parameter.dtype) == ("uint16", "bfloat16")
+                if given.shape != parameter.shape or not same:
                     raise LayoutError(f"out[{name!r}] is {given.describe()}, the job has {parameter.describe()}")
+                if not arrays.can_be_filled(out[name]):
+                    raise LayoutError(f"out[{name!r}] is read-only; give an array that can be written")
                 result[name] = out[name]
                 own = arrays.writable_bytes(out[name])
                 targets[name] = own if own is not None else np.empty(parameter.num_bytes, np.uint8)

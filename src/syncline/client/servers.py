@@ -54,6 +54,7 @@ class ServersTicket:
         if not self._landed:
             self._exchange.finish(self._flow, self._sink, timeout_seconds)
             self._landed = True
+            self._exchange.forget(self)
 
 
 class ServersExchange:
@@ -256,14 +257,17 @@ class ServersExchange:
             raise self._explain(error) from None
         finally:
             self.wait_seconds += time.monotonic() - began
-        while self._open and self._open[0].done():
-            self._open.popleft()
         if sink is not None:
             try:
                 for server, lane in zip(sorted(self._endpoints), flow.lanes, strict=True):
                     self._land(server, flow.clock % self._num_slots, lane, sink)
             except ConnectionLost as error:
                 raise self._explain(error) from None
+
+    def forget(self, ticket: ServersTicket) -> None:
+        """This ticket has landed: its slot may be used again."""
+        if ticket in self._open:
+            self._open.remove(ticket)
 
     def _land(self, server: str, slot: int, lane: Lane, sink: Sink) -> None:
         reader = self._readers[server]

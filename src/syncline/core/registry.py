@@ -51,6 +51,7 @@ class Registry:
         if self.layout.knows_all(parameters):
             self.layout.check_same(parameters, who)
             self._check_complete(who, ordinal, parameters)
+            self._check_rules(who, parameters, rules, reduce)
             if not self._are_ready(parameters):
                 return Decision("wait", "the chief's values are on their way")
             return Decision("known", "registered already")
@@ -77,6 +78,17 @@ class Registry:
         for known in self.layout.segments:
             if known.ordinal == ordinal:
                 self.layout.check_complete(known, parameters, who)
+
+    def _check_rules(self, who: str, parameters: Sequence[Parameter], rules: Sequence[RuleSpec], reduce: str) -> None:
+        """The numbers of a rule may differ, the rule may not: what is pushed would mean something else."""
+        for parameter in parameters:
+            segment, index = self.layout.where[parameter.name]
+            known, given = segment.rule_of(segment.parameters[index]).name, rules[parameter.group].name
+            if (known, segment.reduce) != (given, reduce):
+                raise LayoutError(
+                    f"{who} registered {parameter.name!r} with {given} and reduce={reduce!r}, the job has {known} and "
+                    f"reduce={segment.reduce!r}; a parameter has one rule in a job"
+                )
 
     def _are_ready(self, parameters: Sequence[Parameter]) -> bool:
         return all(self.layout.where[p.name][0].index in self.ready for p in parameters)

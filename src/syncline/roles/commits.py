@@ -7,8 +7,10 @@ import math
 import threading
 from collections.abc import Sequence
 
+from syncline.core.layout import Segment
 from syncline.core.messages import AskClip, CommitStaged, Done, GiveClip, Rest, Stage
 from syncline.core.rounds import Commit, Rounds, Verdict, by_name
+from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer
@@ -33,6 +35,7 @@ class Commits:
     ) -> None:
         self._rounds, self._slices, self._pool, self._pulls = rounds, slices, pool, pulls
         self._num_servers = num_servers
+        self.segments: dict[int, Segment] = {}
         self._chief = min(rounds.standings, key=by_name)
         self.order = threading.RLock()
         self.staging = Staging()
@@ -59,9 +62,19 @@ class Commits:
             raise ProtocolError(f"{peer} pushes with weight {message.weight}; it must be a number from 0 on")
         if not 0 <= message.slot < 1 << 10:
             raise ProtocolError(f"{peer} names slot {message.slot}")
+        for segment, group, options in message.overrides:
+            self._check_override(peer, segment, group, options)
         if message.rows is not None:
             raise ProtocolError(f"{peer} pushes rows; sparse gradients are not supported yet")
         self._rounds.standing(peer.name, peer.incarnation)
+
+    def _check_override(self, peer: Peer, segment: int, group: int, options: dict[str, Option]) -> None:
+        """Hyperparameters that travel with a commit are held to the same rules as registered ones."""
+        known = self.segments.get(segment)
+        if known is not None:
+            if not 0 <= group < len(known.rules):
+                raise ProtocolError(f"{peer} names rule {group} of segment {segment}")
+            check_rule(RuleSpec(known.rules[group].name, options))
 
     def stage(self, request: Request, message: Stage) -> None:
         """Bytes are here. They wait for the commit, or bring it along."""
@@ -73,6 +86,7 @@ class Commits:
                 key, (Contribution(peer.incarnation, message.stretch, message.slot), set())
             )
             have.update(message.slices)
+            contribution.stretch = message.stretch  # a rest may lie between bytes sent early and the commit
             contribution.pushed, contribution.weight = message.pushed, message.weight
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
@@ -121,30 +135,30 @@ class Commits:
         """Under `order`: every slice gets its rounds in the order in which they became whole."""
         works = []
         for commits in verdict.apply:
-            work = Work(commits, len(self._slices), self._chief, self._finished)
+            slots = tuple(self._slices.values())
+            work = Work(commits, slots, self._chief, self._rounds.policy.in_rounds, self._finished)
             works.append(work)
             if not self._clips(work):
-                for slot in self._slices.values():
+                for slot in slots:
                     slot.queue.append(work)
         return works
 
     def _clips(self, work: Work) -> bool:
-        return work.clip_norm is not None and not work.skip and bool(self._slices or self._num_servers > 1)
+        return work.clip_norm is not None and not work.skip and bool(work.slots or self._num_servers > 1)
 
     def _run(self, works: list[Work]) -> None:
         for work in works:
-            if not self._slices and not self._clips(work):
-                self._finished(work)
-            elif self._clips(work):
+            if self._clips(work):
                 self._measure_norms(work)
-        if any(not self._clips(work) for work in works):
-            self._drain_all()
+            elif work.slots:
+                self._drain_all(work)
+            else:
+                self._finished(work)
         self._release()
 
-    def _drain_all(self) -> None:
-        for slot in list(self._slices.values()):  # a copy: a registration may add slices meanwhile
-            if slot.queue:
-                self._pool.submit(functools.partial(self.drain, slot))
+    def _drain_all(self, work: Work) -> None:
+        for slot in work.slots:
+            self._pool.submit(functools.partial(self.drain, slot))
 
     def drain(self, slot: HostedSlice) -> None:
         for work in slot.drain():
@@ -165,9 +179,17 @@ class Commits:
         self._release()
 
     def _fail(self, work: Work, error: Exception) -> None:
-        for commit in work.commits:
-            if commit.item.request is not None:
-                commit.item.request.refuse(RuleError(f"the update could not be applied: {error}"))
+        """Everyone hears of it, once; who asks later hears it then."""
+        with self.order:
+            if work.failed is not None:
+                return
+            work.failed = RuleError(f"the update could not be applied: {error}")
+            requests = [commit.item.request for commit in work.commits]
+            for commit in work.commits:
+                commit.item.request = None
+        for request in requests:
+            if request is not None:
+                request.refuse(work.failed)
 
     def _release(self) -> None:
         """Answers whatever the policy no longer holds back."""
@@ -191,18 +213,18 @@ class Commits:
     # -- clipping by the norm over all servers ------------------------------------------------------------
 
     def _measure_norms(self, work: Work) -> None:
-        if not self._slices:
+        if not work.slots:
             self._norms_known(work)
-        for number, slot in list(self._slices.items()):
-            self._pool.submit(functools.partial(self._measure_norm, work, number, slot))
+        for slot in work.slots:
+            self._pool.submit(functools.partial(self._measure_norm, work, slot))
 
-    def _measure_norm(self, work: Work, number: int, slot: HostedSlice) -> None:
+    def _measure_norm(self, work: Work, slot: HostedSlice) -> None:
         try:
             share = slot.norm(work)
         except Exception as error:  # whoever waits must hear of it, whatever it is
             self._fail(work, error)
             return
-        if work.norm_done(number, share):
+        if work.norm_done(slot.part.id, share):
             self._norms_known(work)
 
     def _norms_known(self, work: Work) -> None:
@@ -225,6 +247,8 @@ class Commits:
             work = self._clipping.get((request.peer.name, message.clock))
             if work is None:
                 raise ProtocolError(f"{request.peer} gives a norm for clock {message.clock}, which asks for none")
+            if work.failed is not None:
+                raise work.failed
             commit = next(c for c in work.commits if c.worker == request.peer.name)
             commit.item.request, commit.item.pull = request, message.pull
             applied, scaled = work.applied, work.scaled
@@ -243,11 +267,11 @@ class Commits:
         if math.isnan(squared_norm):
             work.scale = math.nan
         with self.order:
-            for slot in self._slices.values():
+            for slot in work.slots:
                 slot.queue.append(work)
-        if not self._slices:
+        if not work.slots:
             self._finished(work)
-        self._drain_all()
+        self._drain_all(work)
 
     # -- comings and goings -------------------------------------------------------------------------------
 
@@ -268,6 +292,10 @@ class Commits:
     def slowest(self) -> int:
         with self.order:
             return self._rounds.slowest()
+
+    def check_chief(self, peer: Peer, doing: str) -> None:
+        if peer.name != self._chief:
+            raise ProtocolError(f"{peer} {doing}; only the chief's count")
 
     def clocks(self) -> dict[tuple[str, int], int]:
         """Where every worker stands; under `order`, what a slice that is hosted from now on begins with."""

@@ -14,6 +14,7 @@ from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
 from syncline.core.rounds import Commit
 from syncline.core.rule import Option
 from syncline.core.slices import SliceState
+from syncline.errors import RuleError
 from syncline.net.rpc import Request
 from syncline.net.transport import buffer_of
 from syncline.roles.rules import SliceRules, Source
@@ -47,8 +48,15 @@ Round = tuple[Commit[Contribution], ...]
 class Work:
     """A round on its way through all slices of a server. The last slice to finish reports it."""
 
-    def __init__(self, commits: Round, num_slices: int, chief: str, finished: Callable[[Work], None]) -> None:
-        self.commits = commits
+    def __init__(
+        self,
+        commits: Round,
+        slots: Sequence[HostedSlice],
+        chief: str,
+        in_rounds: bool,
+        finished: Callable[[Work], None],
+    ) -> None:
+        self.commits, self.slots, self.in_rounds = commits, slots, in_rounds
         self.skip = any(commit.item.skip for commit in commits)
         self.weight = sum(commit.item.weight for commit in commits)
         leading = next((c for c in commits if c.worker == chief), commits[0])
@@ -57,9 +65,10 @@ class Work:
         self.scale = 1.0
         self.squared_norms: dict[int, float] = {}
         self.applied = False
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # raised while it was applied
+        self.failed: RuleError | None = None  # what everyone is answered then
         self.scaled = False  # whether the norm over all servers is known
-        self._left = num_slices
+        self._left = len(slots)
         self._lock = threading.Lock()
         self._finished = finished
 
@@ -74,7 +83,7 @@ class Work:
         """Whether this was the last slice whose share of the norm was missing."""
         with self._lock:
             self.squared_norms[slice_id] = squared_norm
-            return len(self.squared_norms) == self._left
+            return len(self.squared_norms) == len(self.slots)
 
     def overrides_for(self, segment: int) -> dict[int, dict[str, Option]]:
         return {group: options for index, group, options in self.overrides if index == segment}
@@ -113,14 +122,18 @@ class HostedSlice:
         commits = [c for c in work.commits if state.admit((c.worker, c.item.incarnation), c.clock) == "new"]
         changed = False
         if not work.skip and commits:
-            gradients = self.gradients(commits, work.weight)
+            gradients = self.gradients(commits, work)
             if any(gradient is not None for gradient in gradients):
-                state.writing = True
-                changed = self.rules.apply(gradients, work.overrides_for(self.part.segment), work.scale)
+                state.writing = changed = True
                 for commit in commits:
                     self._measure(state.staleness(commit.worker))
-        state.applied([((c.worker, c.item.incarnation), c.clock) for c in commits], changed)
-        state.writing = False
+                try:
+                    self.rules.apply(gradients, work.overrides_for(self.part.segment), work.scale)
+                finally:
+                    # Whatever a rule that raised has left behind is another version too.
+                    state.applied([], changed)
+                    state.writing = False
+        state.applied([((c.worker, c.item.incarnation), c.clock) for c in commits], False)
         self.num_updates += changed
 
     def _measure(self, staleness: int) -> None:
@@ -128,18 +141,18 @@ class HostedSlice:
         self.staleness_count += 1
         self.staleness_max = max(self.staleness_max, staleness)
 
-    def gradients(self, commits: Sequence[Commit[Contribution]], weight: float) -> list[torch.Tensor | None]:
-        """The round's gradient for each piece of this slice."""
+    def gradients(self, commits: Sequence[Commit[Contribution]], work: Work) -> list[torch.Tensor | None]:
+        """The round's gradient for each piece of this slice. Outside of rounds weights do not count."""
         sources: list[Source] = []
         for commit in commits:
             has = self._has(commit.item.pushed)
-            if any(has) and commit.item.weight > 0:
+            if any(has) and (commit.item.weight > 0 or not work.in_rounds):
                 array = commit.item.arrays(self.part)
                 assert array is not None, "pushed, and not staged"
                 sources.append((array, commit.item.weight, has))
         if not sources:
             return [None] * len(self.rules.pieces)
-        return self.rules.reduced(sources, weight)
+        return self.rules.reduced(sources, work.weight)
 
     def _has(self, pushed: Ranges) -> Sequence[bool]:
         if self._ids and covers(pushed, self._ids[0], self._ids[-1] + 1):
@@ -151,7 +164,7 @@ class HostedSlice:
 
     def norm(self, work: Work) -> float:
         """This slice's share of the squared norm of a round."""
-        return self.rules.squared_norm(self.gradients(work.commits, work.weight))
+        return self.rules.squared_norm(self.gradients(work.commits, work))
 
     def copy_into(self, target: memoryview) -> int:
         """A whole, untorn copy; returns its version."""

@@ -149,6 +149,7 @@ class Server:
         elif isinstance(message, AskState):
             self._states.give(request, message)
         elif isinstance(message, LoadState):
+            self.commits.check_chief(request.peer, "loads state")
             self._states.load(request, message)
         elif isinstance(message, AskServerStats):
             request.reply(GivenServerStats(self.stats()))
@@ -185,6 +186,7 @@ class Server:
             for slot in made.values():
                 slot.state.clocks.update(self.commits.clocks())
             self._segments[segment.index], self._memories[segment.index] = segment, memory
+            self.commits.segments[segment.index] = segment
             self._slices.update(made)
 
     def _reserve(self, size: int) -> Memory:
@@ -198,6 +200,7 @@ class Server:
             return HeapMemory(size)
 
     def _upload_slots(self, peer: Peer, message: Upload) -> list[HostedSlice]:
+        self.commits.check_chief(peer, "uploads values")
         slots = [self._slice(number, message.segment) for number in message.slices]
         if any(slot.uploaded for slot in slots):
             raise ProtocolError(f"{peer} uploads values that the job has already")

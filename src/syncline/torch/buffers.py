@@ -17,6 +17,9 @@ class Buffers:
     def __init__(self, job: Job, model: torch.nn.Module, mode: str, prefix: str = "") -> None:
         self._job, self._model, self._prefix = job, model, prefix
         self._tracked = buffers_of(model, prefix)
+        left_out = sum(bool(buffer.numel()) for _, buffer in model.named_buffers()) - len(self._tracked)
+        if left_out:
+            job.notice(f"{left_out} buffers of a type that servers cannot host are not synchronised")
         self._pushes = job.is_chief or mode == "mean"
         # What the chief pushes is what everyone gets: its own copy is as new as any.
         self._takes = not job.is_chief or mode == "mean"
@@ -40,11 +43,9 @@ class Buffers:
         if not self._tracked or not self._pushes:
             return ()
         arena = self._job.exchange.arena(self._segment.index)
-        current = dict(self._model.named_buffers())
         where = self._job.exchange.layout.where
+        self._look_again()
         for item in self._tracked:
-            # A module may have put another tensor in its buffer's place.
-            item.tensor = current.get(item.name.removeprefix(self._prefix), item.tensor)
             offset = self._segment.offsets[where[item.name][1]]
             as_tensor(arena, offset, item.tensor.shape, item.tensor.dtype).copy_(item.tensor.detach())
         return self._pushed
@@ -52,4 +53,11 @@ class Buffers:
     def spread(self) -> None:
         """What has landed goes into the model."""
         if self._flat is not None and self._takes:
+            self._look_again()
             self._flat.spread()
+
+    def _look_again(self) -> None:
+        """A module may have put another tensor in its buffer's place."""
+        current = dict(self._model.named_buffers())
+        for item in self._tracked:
+            item.tensor = current.get(item.name.removeprefix(self._prefix), item.tensor)

@@ -53,6 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._share_state()
         self._job = job or current_job()
         self._in_rounds = policy_of(self._job.config).in_rounds
+        self._taken = self._job.samples_taken  # at the last step
         self._tickets: collections.deque[Ticket] = collections.deque()
         self._prefix = free_prefix(self._job.names_taken, list(name_parameters(self.param_groups, model)))
         self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model, self._prefix))
@@ -127,6 +128,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._settle()
+        if self._local is not None:
+            self._local.flush()
         first = len(self.param_groups)
         self._opt.add_param_group(param_group)
         self._share_state()
@@ -149,7 +152,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        weight = self._job.take_weight() if weight is None else float(weight)
+        taken, self._taken = self._job.samples_taken - self._taken, self._job.samples_taken
+        weight = float(max(taken, 0) or 1) if weight is None else float(weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
         scale, overflow = self._scaling()
@@ -250,6 +254,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def pull(self) -> None:
         """Brings the newest parameters into the model: after training, or by a worker that has rested."""
         self._settle()
+        if self._local is not None:
+            self._local.flush()
         exchange = self._job.exchange
         exchange.pull([part for part in exchange.layout.slices() if self._sink.wants(part)], self._sink, None)
         self._flat.spread()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from syncline.client.arrays import Bytes
-from syncline.core.layout import Layout
+from syncline.core.layout import ITEM_BYTES, Layout
 from syncline.errors import LayoutError
 
 
@@ -44,7 +44,8 @@ def name_parameters(
 def free_prefix(taken: dict[str, Any], items: Sequence[Tracked]) -> str:
     """What to put before these names, so that another model of this job with the same names stays another one.
 
-    `taken` has a weak reference to the tensor of every name in use; these items are added to it.
+    `taken` has a weak reference to the tensor of every name; these items are added to it. A name is never given
+    back, also when its model is gone: its values on the servers are that model's.
     """
     count = 0
     while any(_is_anothers(taken, _prefix(count) + item.name, item.tensor) for item in items):
@@ -54,8 +55,7 @@ def free_prefix(taken: dict[str, Any], items: Sequence[Tracked]) -> str:
 
 
 def _is_anothers(taken: dict[str, Any], name: str, tensor: torch.Tensor) -> bool:
-    known = taken[name]() if name in taken else None
-    return known is not None and known is not tensor
+    return name in taken and taken[name]() is not tensor
 
 
 def _prefix(count: int) -> str:
@@ -63,13 +63,22 @@ def _prefix(count: int) -> str:
 
 
 def others(model: torch.nn.Module, tracked: Sequence[Tracked], prefix: str) -> list[Tracked]:
-    """Parameters of the model that the optimizer does not have: the chief's values count, once."""
+    """Parameters of the model that this optimizer does not have: the chief's values count, once.
+
+    Under names of their own: another optimizer may bring them under theirs.
+    """
     have = {id(item.tensor) for item in tracked}
-    return [Tracked(prefix + name, p, -1) for name, p in model.named_parameters() if id(p) not in have]
+    found = [(name, p) for name, p in model.named_parameters() if id(p) not in have]
+    return [Tracked(f"fixed.{prefix}{name}", p, -1) for name, p in found]
 
 
 def buffers_of(model: torch.nn.Module, prefix: str) -> list[Tracked]:
-    return [Tracked(prefix + name, buffer, -1) for name, buffer in model.named_buffers() if buffer.numel()]
+    """The buffers that a server can host, and that have anything in them."""
+    return [
+        Tracked(prefix + name, buffer, -1)
+        for name, buffer in model.named_buffers()
+        if buffer.numel() and str(buffer.dtype).removeprefix("torch.") in ITEM_BYTES
+    ]
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +111,8 @@ class FlatMemory:
     def spread(self) -> None:
         """What has landed in the flat memory goes into the tensors that do not lie in it."""
         for item, view in self._views:
-            if not item.is_view:
+            # Somebody may have put other memory in its place: model.to(), an exchange of weights.
+            if not item.is_view or item.tensor.data_ptr() != view.data_ptr():
                 item.tensor.copy_(view)
 
 
