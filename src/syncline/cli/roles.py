@@ -51,6 +51,8 @@ def coordinator(
     }  # fmt: skip
     launch = {key: value for key, value in said.items() if value is not None}
     given, config = settle_here(launch, Script(path=job.stem))
+    if config.bind.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::") or config.bind in ("0.0.0.0", "::"):
+        raise ConfigError(f"--bind {config.bind}: members must know where to connect; give an address of this host")
     sock = listen(config)
     file = jobfile.new(str(sock.getsockname()[0]), sock.getsockname()[1], given)
     jobfile.write(job, file)

@@ -97,10 +97,8 @@ class ServerReader:
             found = self.copy(shared, answer.versions, sink, settled=False)
             versions.update(zip((part.id for part in shared), found, strict=True))
         if remote:
-            message = Pull([part.id for part in remote], min_version, True)
-            answer = self._endpoint.call(message, into=self.landing(remote, sink, None)).wait(self._wait_seconds)
-            assert isinstance(answer, Pulled)
-            versions.update(zip((part.id for part in remote), answer.versions, strict=True))
+            found = self._pull_bytes(remote, sink, min_version)
+            versions.update(zip((part.id for part in remote), found, strict=True))
         return [versions[part.id] for part in parts]
 
     # -- over the socket ----------------------------------------------------------------------------------
@@ -112,6 +110,17 @@ class ServerReader:
         if slot is None:
             return [buffer_of(view) for part in parts for view in sink.views(part)]
         return [buffer_of(self._landing_buffer(slot, part)) for part in parts]
+
+    def _pull_bytes(self, parts: Sequence[Slice], sink: Sink, min_version: int | None) -> list[int]:
+        message = Pull([part.id for part in parts], min_version, True)
+        # A pull that may be given up must not write into the caller's arrays later: it lands beside them.
+        beside = [np.empty(part.num_bytes, np.uint8) for part in parts] if min_version is not None else []
+        into = [buffer_of(array) for array in beside] or self.landing(parts, sink, None)
+        answer = self._endpoint.call(message, into=into).wait(self._wait_seconds)
+        assert isinstance(answer, Pulled)
+        for part, array in zip(parts, beside, strict=False):
+            scatter(array, sink.views(part))
+        return answer.versions
 
     def _landing_buffer(self, slot: int, part: Slice) -> Bytes:
         key = (slot, part.id)

@@ -86,8 +86,8 @@ class Registry:
             known, given = segment.rule_of(segment.parameters[index]).name, rules[parameter.group].name
             if (known, segment.reduce) != (given, reduce):
                 raise LayoutError(
-                    f"{who} registered {parameter.name!r} with {given} and reduce={reduce!r}, the job has {known} and "
-                    f"reduce={segment.reduce!r}; a parameter has one rule in a job"
+                    f"{who} registered {parameter.name!r} with {given} and reduce={reduce!r}, the job has {known} "
+                    f"and reduce={segment.reduce!r}; a parameter has one rule in a job"
                 )
 
     def _are_ready(self, parameters: Sequence[Parameter]) -> bool:

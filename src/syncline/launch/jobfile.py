@@ -40,9 +40,10 @@ def new(host: str, port: int, given: dict[str, Any]) -> JobFile:
 
 def write(path: pathlib.Path, file: JobFile) -> None:
     """Writes the file for its owner's eyes only, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # Nobody may have put a file or a link of that name there before.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as out:
             out.write(msgspec.json.format(msgspec.json.encode(file), indent=2))
         os.replace(temporary, path)
@@ -53,10 +54,14 @@ def write(path: pathlib.Path, file: JobFile) -> None:
 def read(path: pathlib.Path) -> JobFile:
     """Reads a job file; one that others can read, or that is not one, is refused."""
     try:
-        mode = path.stat().st_mode & 0o777
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(1 << 20)
     except OSError as error:
         raise ConfigError(f"the job file {path} cannot be read: {error.strerror or error}") from None
+    mode = status.st_mode & 0o777
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"the job file {path} belongs to another user (id {status.st_uid})")
     if mode & 0o077:
         raise ConfigError(f"the job file {path} can be read by others (mode {mode:o}); run chmod 600 {path}")
     return parse(data, str(path))

@@ -201,10 +201,13 @@ class Launcher:
             process.kill()
         for process in self._processes.values():
             process.close_lifeline()
+        deadline = time.monotonic() + 1.0
         for thread in self._forwarders:
-            thread.join(timeout=2.0)
-        for process in self._processes.values():
-            process.output.close()
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        for process, thread in zip(self._processes.values(), self._forwarders, strict=False):
+            # Something that a script has left behind may hold the pipe open: its reader is let go with us.
+            if not thread.is_alive():
+                process.output.close()
         if self._endpoint is not None:
             self._endpoint.close()
 

@@ -19,16 +19,23 @@ from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
 
 
-def main() -> int:
-    """Entry point of `python -m syncline.launch.member NAME`."""
+def main() -> tuple[str, int]:
+    """Entry point of `python -m syncline.launch.member NAME`: the role that was played, and the exit code."""
     plan = _read_plan()
     _hold_lifeline()
     if plan.role == "worker":
         _die_with_parent()
     if plan.folder and os.path.isdir(plan.folder):
         os.chdir(plan.folder)
-    configuration.add_to_environment(plan.environment)
-    return play(plan)
+    configuration.add_to_environment({**_threads(plan.num_local_workers), **plan.environment})
+    return plan.role, play(plan)
+
+
+def _threads(num_workers: int) -> dict[str, str]:
+    """Workers on one host share its cores, unless the user has said how many threads each may have."""
+    if not num_workers or configuration.environment_names(("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, configuration.num_cores() // num_workers))}
 
 
 def play(plan: Plan) -> int:
@@ -147,8 +154,10 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    role, code = main()
+    if role == "worker":
+        sys.exit(code)  # as any script ends: its threads are waited for, its exit handlers run
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of ours or of libraries may be in C code; a member's end is not held up by them.
+    # The pool's threads may be in C code; the end of a server is not held up by them.
     os._exit(code)

@@ -35,6 +35,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     arguments: list[str] = []
     folder: str = ""  #: working folder
     environment: dict[str, str] = {}
+    num_local_workers: int = 0  #: on this host: they share its cores
     listen_fd: int | None = None  #: coordinator: the socket that is bound already
 
 

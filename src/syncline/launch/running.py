@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from syncline import config as configuration
-from syncline.config import JobConfig, num_cores
+from syncline.config import JobConfig
 from syncline.core.policy import policy_of
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.hosts import assign, parse_hosts
 from syncline.launch.launcher import Launcher, Screen
-from syncline.launch.processes import Plan
+from syncline.launch.processes import LOCAL_HOSTS, Plan
 from syncline.net import tcp
 
 
@@ -87,7 +87,7 @@ def listen(config: JobConfig) -> socket.socket:
             raise ConfigError(f"--bind {config.bind!r}: give an address or address:port, e.g. 10.0.0.1:7000")
         port = int(number)
         host = host.strip("[]")
-    elif config.hosts and not all(name in ("local", "localhost") for name, _ in parse_hosts(config.hosts)):
+    elif config.hosts and not all(name in LOCAL_HOSTS for name, _ in parse_hosts(config.hosts)):
         host = _address_towards(parse_hosts(config.hosts))
     sock = tcp.bind(host, port)
     sock.listen(128)
@@ -101,9 +101,12 @@ def _has_port(text: str) -> bool:
 def _address_towards(hosts: list[tuple[str, int]]) -> str:
     """The address of this host as the first other host sees it."""
     for host, _ in hosts:
+        if host in LOCAL_HOSTS:
+            continue
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))  # sends nothing; asks the routing table
+            family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing; asks the routing table
                 return str(probe.getsockname()[0])
         except OSError:
             continue
@@ -128,13 +131,13 @@ def make_plans(file: jobfile.JobFile, config: JobConfig, script: Script, listen_
     local_ranks: dict[str, int] = {}
     for name, host in where.items():
         role = name.partition("-")[0]
-        environment = {}
+        environment: dict[str, str] = {}
+        count = 0
         if role == "worker":
             local = local_ranks[host] = local_ranks.get(host, -1) + 1
             count = sum(h == host for n, h in where.items() if n.startswith("worker-"))
-            environment = _threads(count)
             if config.env == "torchrun":
-                environment |= {
+                environment = {
                     "RANK": name.rpartition("-")[2],
                     "WORLD_SIZE": str(config.workers),
                     "LOCAL_RANK": str(local),
@@ -153,16 +156,10 @@ def make_plans(file: jobfile.JobFile, config: JobConfig, script: Script, listen_
                 arguments=script.arguments,
                 folder=folder,
                 environment=environment,
+                num_local_workers=count,
             )
         )
     return plans
-
-
-def _threads(num_workers: int) -> dict[str, str]:
-    """Workers on one host share its cores, unless the user has said how many threads each may have."""
-    if configuration.environment_names(("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, num_cores() // num_workers))}
 
 
 def _free_port(host: str) -> int:

@@ -15,7 +15,7 @@ def connecting(sock: socket.socket, side: handshake.Connecting) -> Peer:
     """Proves the token to the side that listens, and has it proved by it."""
     parts = _Parts(sock, 2 * handshake.MAX_BYTES, time.monotonic() + handshake.SECONDS)
     sock.sendall(side.hello())
-    proof, peer = side.answer(parts.read())
+    proof, peer = side.answer(parts.read_first())
     sock.sendall(proof)
     side.finish(parts.read())
     return peer
@@ -48,6 +48,16 @@ class _Parts:
 
     def __init__(self, sock: socket.socket, most_bytes: int, until: float) -> None:
         self._sock, self._most, self._left, self._until = sock, most_bytes, most_bytes, until
+        self._is_silent = False  # nothing came in time
+
+    def read_first(self) -> bytes:
+        """As `read`; silence is no refusal: the other side may listen already, and not be awake yet."""
+        try:
+            return self.read()
+        except FrameError as error:
+            if self._is_silent:
+                raise ConnectionLost(str(error)) from None
+            raise
 
     def read(self) -> bytes:
         return self._exactly(handshake.body_bytes(self._exactly(handshake.PREFIX_BYTES)))
@@ -62,6 +72,7 @@ class _Parts:
                 self._sock.settimeout(max(0.001, self._until - time.monotonic()))
                 chunk = self._sock.recv(count - len(data))
             except TimeoutError:
+                self._is_silent = True
                 raise FrameError(f"no handshake within {handshake.SECONDS:g} s") from None
             except OSError as error:
                 raise ConnectionLost(f"the connection broke during the handshake: {error}") from None

@@ -64,6 +64,9 @@ class Commits:
             raise ProtocolError(f"{peer} names slot {message.slot}")
         for segment, group, options in message.overrides:
             self._check_override(peer, segment, group, options)
+        edges = [edge for pair in message.pushed for edge in pair]
+        if edges != sorted(edges) or any(start >= stop for start, stop in message.pushed):
+            raise ProtocolError(f"{peer} pushes ranges that are empty or out of order")
         if message.rows is not None:
             raise ProtocolError(f"{peer} pushes rows; sparse gradients are not supported yet")
         self._rounds.standing(peer.name, peer.incarnation)

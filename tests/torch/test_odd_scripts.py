@@ -1,0 +1,151 @@
+"""Scripts that are not as simple as the README's: several optimizers, tensors that are replaced, odd buffers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from syncline.client.job import Job
+from syncline.errors import LayoutError
+from syncline.testing import local_job
+from syncline.torch import DataLoader, DistributedOptimizer
+
+torch.manual_seed(0)
+NET = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+BATCH = torch.randn(8, 4)
+
+
+def backward(model: torch.nn.Module) -> None:
+    model(BATCH).square().mean().backward()
+
+
+def test_two_optimizers_on_one_model_each_update_their_own() -> None:
+    """What the first does not have must not be taken for something that is assigned."""
+
+    def train(job: Job | None) -> torch.nn.Module:
+        model = copy.deepcopy(NET)
+        opts: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(model[0].parameters(), lr=0.1),
+            torch.optim.Adam(model[1].parameters(), lr=0.01),
+        ]
+        if job is not None:
+            opts = [DistributedOptimizer(opt, model=model, job=job) for opt in opts]
+        for _ in range(3):
+            model.zero_grad()
+            backward(model)
+            for opt in opts:
+                opt.step()
+        return model
+
+    expected = train(None)
+    with local_job(workers=2) as jobs:
+        for model in jobs.run(train):
+            for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_each_of_two_optimizers_weighs_its_step_by_the_samples() -> None:
+    """The second step of a batch weighs as much as the first."""
+    data = torch.utils.data.TensorDataset(torch.tensor([[1.0], [1.0], [4.0]]))
+
+    def train(job: Job) -> list[float]:
+        models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+        opts = []
+        for model in models:
+            torch.nn.init.zeros_(model.weight)
+            opts.append(DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model))
+        for (x,) in DataLoader(data, batch_size=2):
+            for model, opt in zip(models, opts, strict=True):
+                model(x).mean().backward()
+                opt.step()
+        return [model.weight.item() for model in models]
+
+    with local_job(workers=2) as jobs:
+        for weights in jobs.run(train):
+            torch.testing.assert_close(torch.tensor(weights), torch.tensor([-2.0, -2.0]))
+
+
+def test_groups_that_begin_equal_may_part_later() -> None:
+    def train(job: Job) -> torch.nn.Module:
+        model = copy.deepcopy(NET)
+        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+        opt = DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), model=model)
+        opt.param_groups[1]["lr"] = 0.0
+        backward(model)
+        opt.step()
+        return model
+
+    with local_job(workers=1) as jobs:
+        (model,) = jobs.run(train)
+    assert not torch.equal(model[0].weight, NET[0].weight) and torch.equal(model[1].weight, NET[1].weight)
+
+
+def test_models_made_one_after_the_other_do_not_inherit() -> None:
+    """Cross-validation in one job: a new model has its own values, whatever has become of the old one."""
+    with local_job(workers=1) as jobs:
+        for fold in range(4):
+            model = torch.nn.Linear(2, 2)
+            torch.nn.init.constant_(model.weight, float(fold))
+            opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0])
+            assert (model.weight == fold).all()
+            model(torch.ones(1, 2)).sum().backward()
+            opt.step()
+            del model, opt
+
+
+def test_a_model_whose_tensors_were_replaced_still_gets_the_updates() -> None:
+    """model.to(), an exchange of weights, a buffer that is assigned anew."""
+
+    def train(job: Job) -> tuple[float, float, float]:
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.BatchNorm1d(1, affine=False))
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        torch.nn.init.zeros_(model[0].weight)
+        model[0].weight.data = model[0].weight.data.clone()
+        model[1].running_mean = torch.full((1,), 5.0 + job.rank)
+        model[0].weight.grad = torch.ones(1, 1)
+        opt.step()
+        on_server = job.kv.pull(["0.weight"])["0.weight"].item()
+        return model[0].weight.item(), on_server, model[1].running_mean.item()
+
+    with local_job(workers=2) as jobs:
+        results = jobs.run(train)
+    assert results[0] == results[1] and results[0][0] == results[0][1] and results[0][2] == 5.0
+
+
+def test_a_mask_of_minus_infinity_and_a_complex_buffer_are_no_obstacle() -> None:
+    with local_job(workers=1) as jobs:
+        model = copy.deepcopy(NET)
+        model.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+        model.register_buffer("rotary", torch.zeros(2, dtype=torch.complex64))
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0])
+        backward(model)
+        opt.step()
+        assert model.mask[0, 1] == float("-inf")
+        assert any("1 buffers of a type that servers cannot host" in text for text in jobs[0]._noticed)
+
+
+def test_a_parameter_has_one_rule_in_a_job() -> None:
+    with local_job(workers=1) as jobs:
+        model = torch.nn.Linear(2, 2)
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0])
+        with pytest.raises(LayoutError, match="registered 'weight' with Adam and reduce='mean', the job has SGD"):
+            DistributedOptimizer(torch.optim.Adam(model.parameters()), model=model, job=jobs[0])
+
+
+def test_local_steps_are_not_lost_when_parameters_are_added() -> None:
+    def train(job: Job) -> float:
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        opt = DistributedOptimizer(torch.optim.SGD([model.weight], lr=0.1))
+        for number in range(4):
+            if number == 2:
+                opt.add_param_group({"params": [model.bias]})
+            model.weight.grad = torch.ones(1, 1)
+            opt.step()
+        opt.pull()
+        return model.weight.item()
+
+    with local_job(workers=2, sync_every=4) as jobs:
+        torch.testing.assert_close(torch.tensor(jobs.run(train)), torch.tensor([-0.4, -0.4]))
