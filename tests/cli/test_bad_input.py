@@ -81,6 +81,14 @@ def test_a_port_in_use(
     assert f"cannot listen on {where}: Address already in use; choose another port with --bind" in error
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "0.0.0.0:7000", "[::]:7000"])
+def test_a_coordinator_by_hand_needs_an_address_that_members_can_reach(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    error = refused(capsys, monkeypatch, tmp_path, "coordinator", "--job", "job.json", "--bind", address)
+    assert f"--bind {address}: members must know where to connect; give an address of this host" in error
+
+
 def test_syncline_toml(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from typing import Any
 
@@ -69,3 +71,49 @@ def test_a_name_that_is_taken_or_not_expected(commands: Any) -> None:
     assert "no worker worker-7 is expected: the job has 1 workers and 1 servers" in unknown.output
     server = commands.start("server", "--job", "job.json")
     assert [result.code for result in end(commands, worker, server, coordinator)] == [0, 0, 0]
+
+
+def test_a_script_ends_under_the_launcher_as_it_does_alone(commands: Any) -> None:
+    """Exit handlers run, threads are waited for, sys.exit(0) inside `with` is no failure; and something that the
+    script has started and that outlives it, with the script's output still open, holds up nobody."""
+    script = commands.script("""
+        import atexit, subprocess, sys, threading, time
+        import syncline
+        atexit.register(lambda: open("handler", "w").write("ran"))
+        outlives = subprocess.Popen(["sleep", "25"], start_new_session=True)
+        open("pid", "w").write(str(outlives.pid))
+        def save():
+            time.sleep(0.5)
+            open("saved", "w").write("whole")
+        with syncline.init() as job:
+            threading.Thread(target=save).start()
+            sys.exit(0)
+    """)
+    result = commands.run("run", script, seconds=20)
+    os.kill(int((commands.folder / "pid").read_text()), signal.SIGKILL)
+    assert result.code == 0, result.output
+    assert (commands.folder / "handler").read_text() == "ran"
+    assert (commands.folder / "saved").read_text() == "whole"
+
+
+def test_bytes_sent_early_before_a_rest_count_after_it(commands: Any) -> None:
+    """Over TCP: three batches and a step every two. The third backward is sent before the rest, and counts after."""
+    script = commands.script("""
+        import torch, syncline
+        from syncline.torch import DataLoader, DistributedOptimizer
+        job = syncline.init()
+        model = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        number = 0
+        loader = DataLoader(torch.ones(3, 3), batch_size=1)
+        for _ in range(2):
+            for x in loader:
+                model(x).sum().backward()
+                number += 1
+                if number % 2 == 0:
+                    opt.step(); opt.zero_grad()
+        print("WEIGHT", model.weight.tolist(), job.step)
+    """)
+    result = commands.run("run", "--transport", "tcp", script)
+    assert "WEIGHT [[-6.0, -6.0, -6.0]] 3" in result.output, result.output
