@@ -6,6 +6,7 @@ over the defaults below.
 
 from __future__ import annotations
 
+import difflib
 import os
 import pathlib
 import tomllib
@@ -64,8 +65,9 @@ def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     checked = {}
     for key, value in values.items():
         if key not in _FIELDS:
-            known = ", ".join(sorted(_FIELDS))
-            raise ConfigError(f"{source}: unknown setting {key!r}; there are: {known}")
+            known, near = ", ".join(sorted(_FIELDS)), difflib.get_close_matches(key, _FIELDS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{source}: unknown setting {key!r}; there are: {known}{hint}")
         try:
             checked[key] = msgspec.convert(value, _FIELDS[key], strict=True)
         except msgspec.ValidationError as error:

@@ -41,7 +41,8 @@ def test_the_mean_of_the_deltas_is_weighted_and_state_stays_local() -> None:
         for x in inputs_of(job.rank)[:4]:
             optimizer.zero_grad()
             model(x).square().mean().backward()
-            optimizer.step(weight=1.0 + 2.0 * job.rank)
+            # What counts is the sum over the steps: 3 for the chief, 9 for the other. The last alone is 1 to 1.
+            optimizer.step(weight=((1.0, 1.0, 1.0, 1.0), (4.0, 4.0, 1.0, 1.0))[job.rank][len(seen)])
             seen.append(model.weight.detach().clone())
         assert len(optimizer.state_dict()["state"]) == 2
         return seen, job.step

@@ -16,6 +16,7 @@ from syncline.torch import DistributedOptimizer
 BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 torch.manual_seed(0)
 LINEAR = torch.nn.Linear(4, 3)
+WIDE = torch.nn.Linear(4, 50)  # several slices of 64 bytes
 BATCH_NORM = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
 
 
@@ -222,14 +223,14 @@ def test_state_dict_is_torchs_own_and_comes_back(name: str) -> None:
             optimizer.step()
 
     def first_half(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
-        model = copy.deepcopy(LINEAR)
+        model = copy.deepcopy(WIDE)
         optimizer = DistributedOptimizer(make(model.parameters()), model=model)
         steps(model, optimizer, 3)
         saved = copy.deepcopy(optimizer.state_dict()) if job.rank == 1 else {}
         steps(model, optimizer, 2)
         return saved, copy.deepcopy(model.state_dict())
 
-    expected = copy.deepcopy(LINEAR)
+    expected = copy.deepcopy(WIDE)
     plain = make(expected.parameters())
     steps(expected, plain, 3)
     middle = copy.deepcopy(expected.state_dict())
@@ -246,7 +247,7 @@ def test_state_dict_is_torchs_own_and_comes_back(name: str) -> None:
     torch.testing.assert_close(final["weight"], expected.weight.detach())
 
     def second_half(job: Job) -> torch.nn.Module:
-        model = copy.deepcopy(LINEAR)
+        model = copy.deepcopy(WIDE)
         model.load_state_dict(middle)
         optimizer = DistributedOptimizer(make(model.parameters()), model=model)
         optimizer.load_state_dict(saved)

@@ -39,7 +39,9 @@ def coordinator(
     ] = None,
     start_seconds: Annotated[float | None, typer.Option(help="Deadline for all members to be there.")] = None,
 ) -> None:
-    """Starts a job's coordinator and writes its job file, for the other roles to be started with.
+    """Starts a job's coordinator by hand.
+
+    Writes the job file that the other roles are started with.
 
     Example:  syncline coordinator --job job.json -w 2 -s 1
     """
@@ -74,7 +76,9 @@ def server(
     """
     from syncline.launch.serving import run_server
 
-    raise typer.Exit(run_server(_read(job), name, host or socket.gethostname()))
+    file = _read(job)
+    sys.stderr.write(f"syncline: {name or 'server'}: joins the job at {file.host}:{file.port}\n")
+    raise typer.Exit(run_server(file, name, host or socket.gethostname()))
 
 
 def worker(
@@ -85,7 +89,9 @@ def worker(
     name: Annotated[str, typer.Option(help="e.g. worker-0. [default: the next free one]")] = "",
     host: HostOption = "",
 ) -> None:
-    """Starts one worker of a job: the script, whose init() joins the job.
+    """Starts one worker of a job.
+
+    Runs the script, whose init() joins the job.
 
     Example:  syncline worker --job job.json train.py --epochs 3
     """

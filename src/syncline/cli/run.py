@@ -14,7 +14,7 @@ from syncline.launch.running import Script, check_script, run_job, settle_here
 
 _FLAGS = (
     "--workers", "--servers", "--policy", "--sync-every", "--window", "--transport", "--hosts", "--remote",
-    "--env", "--device", "--name", "--bind", "--start-seconds", "--wait-seconds", "--help",
+    "--env", "--device", "--name", "--bind", "--runs", "--start-seconds", "--wait-seconds", "--help",
 )  # fmt: skip
 
 
@@ -50,17 +50,24 @@ def run(
     bind: Annotated[
         str | None, typer.Option(metavar="ADDRESS[:PORT]", help="Where the coordinator listens. [default: loopback]")
     ] = None,
-    start_seconds: Annotated[float | None, typer.Option(help="Deadline for all members to be there.")] = None,
-    wait_seconds: Annotated[float | None, typer.Option(help="Deadline of every other wait.")] = None,
+    runs: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for jobs' folders. [default: runs]")] = None,
+    start_seconds: Annotated[
+        float | None, typer.Option(help="Deadline for all members to be there. [default: 120]")
+    ] = None,
+    wait_seconds: Annotated[float | None, typer.Option(help="Deadline of every other wait. [default: 600]")] = None,
 ) -> None:
-    """Starts a job: one coordinator, servers and workers; shows their output; exits with the job's verdict.
+    """Runs a whole job.
+
+    Starts a coordinator, servers and workers, shows their output, and exits with the job's verdict. Lines of
+    worker-0 are shown as they are, those of others behind their names; all of it, output and errors alike, goes to
+    standard output and into runs/NAME/.
 
     Example:  syncline run -w 4 -s 2 --policy bounded:2 train.py --epochs 3
     """
     said: dict[str, Any] = {
         "workers": workers, "servers": servers, "policy": policy, "sync_every": sync_every, "window": window,
         "transport": transport, "hosts": hosts, "remote": remote, "env": env, "device": device, "name": name,
-        "bind": bind, "start_seconds": start_seconds, "wait_seconds": wait_seconds,
+        "bind": bind, "runs": runs, "start_seconds": start_seconds, "wait_seconds": wait_seconds,
     }  # fmt: skip
     launch = {key: value for key, value in said.items() if value is not None}
     target = chosen_script(script, module, arguments or [])
@@ -89,6 +96,8 @@ def chosen_script(script: str | None, module: str | None, arguments: list[str]) 
         return Script(path=module, is_module=True, arguments=[*([script] if script else []), *arguments])
     if script is None:
         raise ConfigError("no script was given, e.g. syncline run -w 2 train.py")
+    if script == "-":
+        raise ConfigError("a script from standard input cannot be given to several workers; write it to a file")
     if script.startswith("-"):
         near = difflib.get_close_matches(script, _FLAGS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "; see syncline run --help"

@@ -29,6 +29,7 @@ from syncline.core.messages import (
     Passed,
     Report,
 )
+from syncline.core.policy import policy_of
 from syncline.core.rounds import by_name
 from syncline.errors import ConfigError, ConnectionLost, JobFailed, ProtocolError, SynclineError, WaitTimeout
 from syncline.net.rpc import Endpoint, Request
@@ -103,7 +104,7 @@ class Job:
         self._coordinator, self._hearing, self._say = coordinator, hearing, say
         self._on_close, self._embedded = on_close, embedded
         servers = {m.name: dial(m) for m in joined.members if m.role == "server"}
-        self.exchange = ServersExchange(self.config, servers, explain=self._explain, say=say)
+        self.exchange = ServersExchange(self.config, servers, explain=self.explain, say=say)
         hearing.on_failure = self._break_off
         self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped)
         self.step = 0  #: steps that this worker has made
@@ -156,9 +157,11 @@ class Job:
         return torch.device(self._device) if torch is not None else self._device
 
     def _choose_device(self) -> str:
-        if self.config.device != "auto":
-            return self.config.device
         torch = sys.modules.get("torch")
+        if self.config.device != "auto":
+            if self.config.device.startswith("cuda") and torch is not None and not torch.cuda.is_available():
+                raise ConfigError(f"--device {self.config.device}: torch sees no GPU here; leave it out, or say cpu")
+            return self.config.device
         num_local = sum(member.host == self._me.host for member in self._workers())
         num_gpus = torch.cuda.device_count() if torch is not None else 0
         return f"cuda:{self.local_rank}" if num_gpus >= num_local else "cpu"
@@ -216,7 +219,7 @@ class Job:
             what = type(message).__name__.lower()
             raise WaitTimeout(f"{self.name}: {what} has waited {seconds:g} s: {self._why()}") from None
         except ConnectionLost as error:
-            raise self._explain(error) from None
+            raise self.explain(error) from None
 
     def _why(self) -> str:
         try:
@@ -263,7 +266,7 @@ class Job:
 
     # -- how it ends --------------------------------------------------------------------------------------
 
-    def _explain(self, error: SynclineError) -> SynclineError:
+    def explain(self, error: SynclineError) -> SynclineError:
         """Why a connection broke, by the coordinator's word if it comes soon."""
         self._hearing.heard.wait(VERDICT_SECONDS)
         over = self._hearing.over
@@ -284,10 +287,20 @@ class Job:
                 action()
             self.exchange.settle()
             self._report()
+            self._tell_staleness()
             self.exchange.leave()
             self._ask(Leave())
         finally:
             self.abandon()
+
+    def _tell_staleness(self) -> None:
+        """What the policy has cost so far, at the chief's end of a job in which nobody waits for everybody."""
+        if self.is_chief and self.step and not policy_of(self.config).in_rounds:
+            stats = self.stats()
+            self._say(
+                f"{self.config.policy}: staleness {stats.staleness_mean:.2f} updates in the mean, "
+                f"{stats.staleness_max} at most"
+            )
 
     def abandon(self) -> None:
         """Lets go of everything without a word: the job will take it for a death."""

@@ -85,6 +85,8 @@ class Launcher:
         with contextlib.suppress(ValueError, OSError):  # the pipe is closed at the end
             for raw in iter(process.output.readline, b""):
                 self._keep(process.name, raw)
+                if b"JobFailed: " in raw:
+                    continue  # it says what our own verdict will say
                 try:
                     self._screen.line(process.name, raw.decode("utf-8", "replace").rstrip("\n"))
                 except BrokenPipeError:

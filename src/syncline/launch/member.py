@@ -13,7 +13,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.client.job import current_job, has_current_job
-from syncline.errors import JobFailed, SynclineError
+from syncline.errors import ConnectionLost, JobFailed, SynclineError
 from syncline.launch.processes import Plan
 from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
@@ -71,7 +71,10 @@ def run_worker(plan: Plan) -> int:
         code = 0
     except SystemExit as stop:
         code = _exit_code(stop)
-    except BaseException as error:
+    except BaseException as caught:
+        error: BaseException = caught
+        if isinstance(caught, ConnectionLost) and has_current_job():
+            error = current_job().explain(caught)
         if isinstance(error, JobFailed):
             sys.stderr.write(describe(error))
         else:

@@ -47,7 +47,8 @@ def connect(file: JobFile, identity: tcp.Identity) -> tcp.SocketConnection:
         except (OSError, ConnectionLost) as error:
             if time.monotonic() > deadline:
                 raise ConnectionLost(
-                    f"no coordinator at {file.host}:{file.port} within {CONNECT_SECONDS:g} s: {error}"
+                    f"no coordinator at {file.host}:{file.port} within {CONNECT_SECONDS:g} s: {error}; is its job "
+                    "still running? if not, start a new one: syncline coordinator --job FILE"
                 ) from None
             time.sleep(0.05)
 

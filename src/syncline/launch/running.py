@@ -74,7 +74,9 @@ def _make_folder(config: JobConfig) -> pathlib.Path:
         for old in folder.glob("*.log"):
             old.unlink()
     except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be used: {error.strerror or error}") from None
+        raise ConfigError(
+            f"the folder {folder} cannot be used: {error.strerror or error}; say another with --runs DIR"
+        ) from None
     return folder
 
 

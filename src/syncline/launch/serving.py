@@ -52,6 +52,8 @@ def run_server(file: JobFile, name: str, host: str) -> int:
     address = Address(listener.address.unix, here, listener.address.port)
     join(endpoint, "server", name, host, address, {}, seconds, joined)
     over = ends.get()
+    if over.failed:
+        log(f"JobFailed: the job has ended: {over.reason}")
     listener.close()
     server.close()
     return 1 if over.failed else 0

@@ -45,6 +45,7 @@ def init(**defaults: Any) -> Job:
     if _invitation is not None:
         from syncline.launch.membership import join_as_worker
 
+        _join_once()
         job = join_as_worker(_invitation.file, _invitation.name, _invitation.host, known)
     else:
         from syncline.launch.embedded import start_embedded
@@ -54,6 +55,16 @@ def init(**defaults: Any) -> Job:
         job = start_embedded(known)
         atexit.register(_close, job)
     return make_current(job)
+
+
+_has_joined = False
+
+
+def _join_once() -> None:
+    global _has_joined
+    if _has_joined:
+        raise ConfigError("this worker has closed its job; under syncline run a process joins it once")
+    _has_joined = True
 
 
 def _close(job: Job) -> None:

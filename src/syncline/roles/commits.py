@@ -20,6 +20,8 @@ from syncline.roles.pulls import Pulls
 from syncline.roles.staging import Staging
 
 Held = Commit[Contribution]
+#: A round of at most this many bytes is applied by the thread that completes it.
+INLINE_BYTES = 1 << 18
 
 
 class Commits:
@@ -160,8 +162,13 @@ class Commits:
         self._release()
 
     def _drain_all(self, work: Work) -> None:
+        """Spreads a round over the pool; a small one is done by the time another thread would have woken up."""
+        small = sum(slot.part.num_bytes for slot in work.slots) <= INLINE_BYTES
         for slot in work.slots:
-            self._pool.submit(functools.partial(self.drain, slot))
+            if small:
+                self.drain(slot)
+            else:
+                self._pool.submit(functools.partial(self.drain, slot))
 
     def drain(self, slot: HostedSlice) -> None:
         for work in slot.drain():

@@ -332,7 +332,7 @@ class Coordinator:
             self._ended_at = time.monotonic()
             endpoints, joining = list(self._endpoints.values()), list(self._joining.values())
         if outcome.failed:
-            self._log(f"the job has failed: {outcome.reason}")
+            self._log(f"JobFailed: the job has ended: {outcome.reason}")
         for request in joining:
             request.refuse(JobFailed(outcome.reason))
         for endpoint in endpoints:
