@@ -148,7 +148,7 @@ class Launcher:
             if self._endpoint is None:
                 stamp = Stamp(self._file.job)
                 self._endpoint = connect_service(self._file, Peer("launcher", "launcher", 0), stamp, None)
-            answer = self._endpoint.call(Watch()).wait(2.0)
+            answer = self._endpoint.call(Watch()).wait(1.0)
             return answer if isinstance(answer, Standings) else None
         except SynclineError:
             return None
