@@ -25,8 +25,14 @@ def is_torch(array: Array) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+_names: dict[Any, str] = {}  # a dtype's name takes longer to make than a small array to copy
+
+
 def dtype_of(array: Array) -> str:
-    return str(array.dtype).removeprefix("torch.")
+    name = _names.get(array.dtype)
+    if name is None:
+        name = _names[array.dtype] = str(array.dtype).removeprefix("torch.")
+    return name
 
 
 def describe(name: str, array: Array, group: int = 0) -> Parameter:

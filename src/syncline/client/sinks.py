@@ -47,7 +47,7 @@ class ArraySink:
         found = []
         for segment in self._layout.segments:
             for part in segment.slices:
-                ids = (segment.first_parameter + piece.parameter for piece in segment.pieces(part))
+                ids = (segment.first_parameter + piece.parameter for piece in self._layout.pieces(part))
                 if not wanted.isdisjoint(ids):
                     found.append(part)
         return found
@@ -59,7 +59,7 @@ class ArraySink:
         segment = self._layout.segments[part.segment]
         found: list[Bytes] = []
         end = 0
-        for piece in segment.pieces(part):
+        for piece in self._layout.pieces(part):
             parameter = segment.parameters[piece.parameter]
             size = ITEM_BYTES[parameter.dtype]
             if piece.offset > end:

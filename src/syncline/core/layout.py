@@ -176,6 +176,7 @@ class Layout:
         self.where: dict[str, tuple[Segment, int]] = {}
         self.num_parameters = 0
         self.num_slices = 0
+        self._pieces: dict[int, list[Piece]] = {}
         for segment in segments:
             self.add(segment)
 
@@ -190,6 +191,7 @@ class Layout:
     def drop_last(self) -> Segment:
         """Takes back the newest segment: it could not be hosted."""
         segment = self.segments.pop()
+        self._pieces.clear()
         for parameter in segment.parameters:
             del self.where[parameter.name]
         self.num_parameters -= len(segment.parameters)
@@ -231,6 +233,12 @@ class Layout:
                     f"{who} registered {parameter.name!r} together with {segment.parameters[0].name!r}, the job by "
                     f"itself; start {who} with the same model as the rest of the job"
                 )
+
+    def pieces(self, part: Slice) -> list[Piece]:
+        """As the segment's `pieces`, worked out once per slice."""
+        if part.id not in self._pieces:
+            self._pieces[part.id] = self.segments[part.segment].pieces(part)
+        return self._pieces[part.id]
 
     def slices(self) -> Iterator[Slice]:
         for segment in self.segments:

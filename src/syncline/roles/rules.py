@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,7 @@ class SliceRules:
         self._assigns = [spec.name == "Assign" for spec in self._specs]
         self._parameters = [self._parameter(index) for index in range(len(self.pieces))]
         self._optimizers = self._make_optimizers()
+        self._bare_steps = {group: bare_step(optimizer) for group, optimizer in self._optimizers.items()}
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One piece of a slice-shaped tensor."""
@@ -156,10 +158,12 @@ class SliceRules:
         settings.update(registered)
         settings.update(override)
         try:
-            optimizer.step()
+            with torch.no_grad():
+                self._bare_steps[group](optimizer)
         finally:
             # A gradient may lie in a worker's arena: it is let go as soon as it is used.
-            optimizer.zero_grad(set_to_none=True)
+            for parameter in settings["params"]:
+                parameter.grad = None
 
     # -- state --------------------------------------------------------------------------------------------
 
@@ -208,6 +212,12 @@ def make_optimizer(spec: RuleSpec, parameters: list[torch.Tensor]) -> torch.opti
     except (TypeError, ValueError) as error:
         raise RuleError(f"rule {spec.name}: {error}") from None
     return made
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
+    """`step` without torch's hooks and profiling around it, which take longer than a small update itself."""
+    step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(optimizer).step)
+    return step
 
 
 _local = threading.local()
