@@ -102,7 +102,7 @@ class Job:
         self.folder = folder  #: where the job's files go
         self._members, self._me = joined.members, me
         self._coordinator, self._hearing, self._say = coordinator, hearing, say
-        self._on_close, self._embedded = on_close, embedded
+        self._on_close = on_close
         servers = {m.name: dial(m) for m in joined.members if m.role == "server"}
         self.exchange = ServersExchange(self.config, servers, explain=self.explain, say=say)
         hearing.on_failure = self._break_off
