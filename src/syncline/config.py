@@ -164,3 +164,9 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def num_threads() -> int:
+    """How many threads this process may compute with: what the user or the launcher said, else one per core."""
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(said) if said.isdecimal() and int(said) > 0 else num_cores()

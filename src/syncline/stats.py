@@ -22,6 +22,16 @@ class WireStats(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the seconds of one worker's steps went."""
+
+    num_steps: int = 0
+    compute: float = 0.0  #: the script's own work: forward, backward, data
+    stage: float = 0.0  #: gradients into the arena and on their way
+    wait: float = 0.0  #: for the servers to answer; they apply in it
+    pull: float = 0.0  #: new parameters into their place
+
+
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one server has done so far."""
 
@@ -51,6 +61,6 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float
     staleness_max: int
     lag_max: int
-    wait_seconds: float  #: that this worker spent waiting for replies
+    times: StepTimes  #: where the seconds of this worker's steps went
     servers: tuple[ServerStats, ...]
     wire: WireStats  #: of this worker

@@ -58,6 +58,13 @@ class Bytes:
     """A stream that holds some bytes and then ends."""
 
     carries_fds = False
+    is_drained = True
+
+    def take_fd(self) -> None:
+        return None
+
+    def wait(self, seconds: float) -> bool:
+        return True
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -65,7 +72,7 @@ class Bytes:
     def write(self, buffers: list[memoryview], fd: int | None = None) -> None:
         pass
 
-    def read(self, view: memoryview, fds: list[int] | None = None) -> None:
+    def read(self, view: memoryview) -> None:
         if len(view) > len(self._data):
             raise ConnectionLost("the end of the input")
         view[:] = self._data[: len(view)]
@@ -96,8 +103,9 @@ class Service:
 class Unread(SocketConnection):
     """A connection whose frames are read by the test, in its own thread."""
 
-    def start(self, receiver: object) -> None:
+    def start(self, receiver: object, *, waiter_reads: bool = False) -> bool:
         self._receiver = receiver  # type: ignore[assignment]
+        return True
 
 
 def read_frames(data: bytes) -> None:

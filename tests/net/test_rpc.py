@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,10 +225,13 @@ def test_several_waits_share_one_deadline_and_name_all_of_it(link: Make) -> None
     with pytest.raises(WaitTimeout, match=r"Leave to server-0: no answer within 0\.1 s"):
         wait_all(calls, 0.1)
     assert time.monotonic() - began < SECONDS
-    done = Call("done", ())
+    done = Call(worker, Leave, ())
     done.finish(Done(), None, None)
     with pytest.raises(WaitTimeout, match=r"no answer within 0 s"):
         wait_all([done, calls[0]], 0)
+
+
+NOBODY: Any = types.SimpleNamespace(waiter_reads=False, peer="nobody")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +340,7 @@ def test_an_action_runs_once_whoever_comes_first() -> None:
     """The answer comes in one thread while another says what to do then. Run twice, a commit over two servers
     would count one server's answer for both."""
     for _ in range(300):
-        call, runs = Call("x", ()), []
+        call, runs = Call(NOBODY, Leave, ()), []
         start = threading.Barrier(2)
 
         def bring(call: Call = call, start: threading.Barrier = start) -> None:
@@ -353,16 +357,17 @@ def test_an_action_runs_once_whoever_comes_first() -> None:
 
 def test_an_action_runs_once_in_the_narrowest_gap() -> None:
     """The same race made certain: the answer comes between the two steps of `when_done`."""
-    call, runs = Call("x", ()), []
-    is_set = call._event.is_set
+    call, runs = Call(NOBODY, Leave, ()), []
+    latch = call._latch
 
     class Gap:
-        def is_set(self) -> bool:
-            call._event = event
+        @property
+        def is_open(self) -> bool:
+            call._latch = latch
             call.finish(Done(), None, None)
-            return is_set()
+            return latch.is_open
 
-    event, call._event = call._event, Gap()
+    call._latch = Gap()
     call.when_done(lambda: runs.append(1))
     assert runs == [1]
 

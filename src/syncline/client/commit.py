@@ -8,35 +8,41 @@ bring them: nobody has to wait for a commit to go on.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Protocol
 
-from syncline.core.messages import AskClip, CommitStaged, Committed, GiveClip, Message
+from syncline.core.messages import AskClip, Committed, Message
 from syncline.errors import ProtocolError, SynclineError, WaitTimeout
-from syncline.net.rpc import Call
+from syncline.net.rpc import Call, Latch
+
+_MOMENT = 0.002
 
 
-class Lane:
+class Lane(Protocol):
     """One server's part in a commit: how to ask it, and what it answered."""
 
-    def __init__(
-        self,
-        stage: Callable[[], Call],
-        ask: Callable[[Message], Call],
-        pull: list[int],
-        earlier: Sequence[Call] = (),
-    ) -> None:
-        self.stage, self.ask, self.pull, self.earlier = stage, ask, pull, earlier
-        self.call: Call | None = None
-        self.versions: list[int] = []
+    call: Call | None
+    earlier: Sequence[Call]
+
+    def stage(self) -> Call:
+        """Sends what is staged; with one server, it is committed by this."""
+
+    def commit(self, clock: int) -> Call:
+        """What is staged counts."""
+
+    def clip(self, clock: int, squared_norm: float) -> Call:
+        """The norm over all servers."""
+
+    answer: Committed | None
 
 
 class CommitFlow:
-    """The state machine of one commit over all servers. `ended` is called once, with the error if any."""
+    """The state machine of one commit over all servers."""
 
     def __init__(self, clock: int, lanes: Sequence[Lane]) -> None:
         self.clock, self.lanes = clock, lanes
-        self._event = threading.Event()
+        self._latch = Latch()
         self._lock = threading.Lock()
         self._left = 0
         self._next: Callable[[], None] = self._staged
@@ -44,13 +50,13 @@ class CommitFlow:
 
     def start(self) -> None:
         self._next = self._answered if len(self.lanes) == 1 else self._staged
-        self._ask_all([lane.stage for lane in self.lanes])
+        self._ask_all(lambda lane: lane.stage())
 
-    def _ask_all(self, asks: Sequence[Callable[[], Call]]) -> None:
+    def _ask_all(self, ask: Callable[[Lane], Call]) -> None:
         self._left = len(self.lanes)
         try:
-            for lane, ask in zip(self.lanes, asks, strict=True):
-                lane.call = ask()
+            for lane in self.lanes:
+                lane.call = ask(lane)
             for lane in self.lanes:
                 assert lane.call is not None
                 lane.call.when_done(self._one_done)
@@ -79,7 +85,7 @@ class CommitFlow:
     def _staged(self) -> None:
         self._answers()
         self._next = self._answered
-        self._ask_all([partial(lane.ask, CommitStaged(self.clock, lane.pull)) for lane in self.lanes])
+        self._ask_all(lambda lane: lane.commit(self.clock))
 
     def _answered(self) -> None:
         answers = self._answers()
@@ -87,23 +93,46 @@ class CommitFlow:
         if len(shares) == len(answers):
             # In the order of the servers: every worker comes to the same sum.
             norm = sum(shares)
-            self._ask_all([partial(lane.ask, GiveClip(self.clock, norm, lane.pull)) for lane in self.lanes])
+            self._ask_all(lambda lane: lane.clip(self.clock, norm))
             return
         for lane, answer in zip(self.lanes, answers, strict=True):
             if not isinstance(answer, Committed):
                 raise ProtocolError(f"a commit was answered with {type(answer).__name__}")
-            lane.versions = answer.versions
+            lane.answer = answer
         self._end(None)
 
     def _end(self, error: SynclineError | None) -> None:
         self.error = error
-        self._event.set()
+        self._latch.open()
+
+    @property
+    def is_over(self) -> bool:
+        return self._latch.is_open
 
     def done(self) -> bool:
-        return self._event.is_set()
+        """Whether it is over; looks at what has come where nobody else reads it."""
+        if not self._latch.is_open:
+            for lane in self.lanes:
+                if lane.call is not None:
+                    lane.call.done()
+        return self._latch.is_open
 
     def wait(self, timeout_seconds: float) -> None:
-        if not self._event.wait(timeout_seconds):
-            raise WaitTimeout(f"no answer within {timeout_seconds:g} s")
+        until = time.monotonic() + timeout_seconds
+        while not self._latch.is_open:
+            if not self.go_on(until - time.monotonic()):
+                raise WaitTimeout(f"no answer within {timeout_seconds:g} s")
         if self.error is not None:
             raise self.error
+
+    def go_on(self, seconds: float) -> bool:
+        """Waits for something to happen, and reads it where the waiter reads; False when nothing did in time."""
+        if seconds < 0:
+            return False
+        for lane in self.lanes:
+            call = lane.call
+            if call is not None and call.is_read_by_waiter and not call.is_done:
+                return call.read(seconds)
+        # What other threads read, they bring; or they are about to, between an answer and what follows from it.
+        mixed = any(lane.call is not None and lane.call.is_read_by_waiter for lane in self.lanes)
+        return self._latch.wait(min(seconds, _MOMENT) if mixed else seconds) or mixed

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from syncline.client.arrays import Bytes
 from syncline.client.sinks import Sink
+from syncline.client.times import StepClock
 from syncline.core.layout import Layout, Ranges, Segment, Slice
 from syncline.core.messages import StateEntry
 from syncline.core.rule import Option
@@ -34,12 +35,26 @@ class Ticket(Protocol):
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Returns when the push is applied (and what was to be pulled is there). Raises WaitTimeout."""
 
+    def wait_for(self, slices: Collection[int]) -> None:
+        """Returns when these slices are in the sink; others may still be under way."""
+
 
 class Exchange(Protocol):
     """The verbs of an exchange. One thread uses it at a time."""
 
     layout: Layout
     clock: int
+    times: StepClock
+
+    @property
+    def slot(self) -> int:
+        """Which of its arenas the next commit takes: with a window there are several."""
+
+    def make_room(self) -> None:
+        """Waits until the next commit's arena is free to be written."""
+
+    def mapped(self) -> list[Bytes]:
+        """The servers' parameters, as far as they are mapped into this process."""
 
     def add(self, segments: Sequence[Segment]) -> None:
         """The job's layout has grown."""

@@ -247,7 +247,7 @@ class Job:
             staleness_mean=stale / pushes if pushes else 0.0,
             staleness_max=max((server.staleness_max for server in servers), default=0),
             lag_max=max((server.lag_max for server in servers), default=0),
-            wait_seconds=self.exchange.wait_seconds,
+            times=self.exchange.times.times(),
             servers=servers,
             wire=self.exchange.stats() + self._coordinator.stats(),
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from syncline.client import arrays
 from syncline.client.arrays import Array, Bytes
-from syncline.client.exchange import Exchange, Push, Ticket
+from syncline.client.exchange import Exchange, Ticket
+from syncline.client.plans import PullPlan, PushPlan
 from syncline.client.sinks import ArraySink
 from syncline.core.layout import Layout, Parameter, Segment, Slice, to_ranges
 from syncline.core.messages import Message, Register, Registered, Uploaded
@@ -55,6 +58,8 @@ class KeyValue:
         self._exchange, self._ask, self._who, self._stepped = exchange, ask, who, stepped
         self._ordinal = 0
         self._as_torch: dict[str, bool] = {}
+        self._push_plans: dict[int, tuple[int, PushPlan]] = {}  # by slot, with the number of segments
+        self._last_pull: tuple[int, PullPlan] | None = None
 
     @property
     def layout(self) -> Layout:
@@ -133,7 +138,15 @@ class KeyValue:
                 raise LayoutError(f"no parameter is named {name!r}; there are: {known or 'none yet'}")
         return wanted
 
-    def _fill(self, grads: Mapping[str, Array]) -> Push:
+    def _push_plan(self, grads: Mapping[str, Array]) -> PushPlan:
+        slot, size = self._exchange.slot, len(self.layout.segments)
+        known = self._push_plans.get(slot)
+        if known is None or known[0] != size or not known[1].fits(grads):
+            known = self._push_plans[slot] = (size, self._plan_push(grads))
+        return known[1]
+
+    def _plan_push(self, grads: Mapping[str, Array]) -> PushPlan:
+        targets = []
         for name in self._known(grads):
             segment, index = self.layout.where[name]
             given = arrays.describe(name, grads[name])
@@ -143,40 +156,41 @@ class KeyValue:
                 raise LayoutError(
                     f"{self._who} pushes {name!r} as {given.describe()}, the job has {known.describe()}"
                 )
-            target = self._in_arena(name)
-            if known.num_items and arrays.address_of(grads[name]) != arrays.address_of(target):
-                data = self._exchange.arena(segment.index)
+            if known.num_items and arrays.address_of(grads[name]) != arrays.address_of(self._in_arena(name)):
                 offset = segment.offsets[index]
-                data[offset : offset + known.num_bytes] = arrays.to_bytes(grads[name])
-        return Push(pushed=to_ranges(self.layout.parameter_id(name) for name in grads))
+                targets.append((name, self._exchange.arena(segment.index)[offset : offset + known.num_bytes]))
+        pushed = to_ranges(self.layout.parameter_id(name) for name in grads)
+        return PushPlan(grads, pushed, targets)
 
     def push(self, grads: Mapping[str, Array], weight: float = 1.0) -> KvTicket:
         """Sends gradients (any subset of names) and commits one clock."""
-        push = self._weighed(self._fill(grads), weight)
-        ticket = self._exchange.commit(push, None)
-        self._stepped()
-        return KvTicket(ticket, lambda: None)
+        return KvTicket(self._commit(grads, weight, None), lambda: None)
 
     def push_pull(
         self, grads: Mapping[str, Array], out: Mapping[str, Array] | None = None, weight: float = 1.0
     ) -> KvTicket:
         """Sends gradients, commits, and brings back new parameters: those of `out`, or of the pushed names."""
-        push = self._weighed(self._fill(grads), weight)
-        result, targets, late = self._targets(list(grads) if out is None else list(out), out)
-        ticket = self._exchange.commit(push, ArraySink(self.layout, targets))
+        plan = self._pull_plan(list(grads) if out is None else list(out), out)
+        return KvTicket(self._commit(grads, weight, plan.sink), functools.partial(self._finish, plan))
+
+    def _commit(self, grads: Mapping[str, Array], weight: float, sink: ArraySink | None) -> Ticket:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise LayoutError(f"weight = {weight}: it must be a number from 0 on")
+        self._exchange.times.lap("compute")
+        self._exchange.make_room()
+        plan = self._push_plan(grads)
+        plan.fill(grads)
+        ticket = self._exchange.commit(plan.push(float(weight)), sink)
         self._stepped()
-
-        def finish() -> Pulled:
-            self._fill_late(result, late)
-            return result
-
-        return KvTicket(ticket, finish)
+        return ticket
 
     @staticmethod
-    def _weighed(push: Push, weight: float) -> Push:
-        if not (np.isfinite(weight) and weight >= 0):
-            raise LayoutError(f"weight = {weight}: it must be a number from 0 on")
-        return Push(pushed=push.pushed, weight=float(weight))
+    def _finish(plan: PullPlan) -> Pulled:
+        for name, data in plan.late.items():
+            arrays.fill(plan.result[name], data)
+        result = Pulled()
+        result.update(plan.result)
+        return result
 
     # -- pulling ------------------------------------------------------------------------------------------
 
@@ -188,19 +202,24 @@ class KeyValue:
     ) -> Pulled:
         """Parameters now, or as soon as they have seen `min_version` updates; into `out` where it is given."""
         wanted = self._known(out if names is None and out is not None else names)
-        result, targets, late = self._targets(wanted, out)
-        sink = ArraySink(self.layout, targets)
-        slices = sink.slices()
-        versions = self._exchange.pull(slices, sink, min_version)
-        self._fill_late(result, late)
+        plan = self._plan_pull(wanted, out)
+        slices = plan.sink.slices()
+        versions = self._exchange.pull(slices, plan.sink, min_version)
+        result = self._finish(plan)
         result.versions = self._versions(wanted, slices, versions)
         return result
 
-    def _targets(
-        self, names: Sequence[str], out: Mapping[str, Array] | None
-    ) -> tuple[Pulled, dict[str, Bytes], dict[str, Bytes]]:
+    def _pull_plan(self, names: Sequence[str], out: Mapping[str, Array] | None) -> PullPlan:
+        size = len(self.layout.segments)
+        if self._last_pull is not None and self._last_pull[0] == size and self._last_pull[1].fits(out):
+            return self._last_pull[1]
+        plan = self._plan_pull(names, out)
+        self._last_pull = (size, plan) if out is not None else None
+        return plan
+
+    def _plan_pull(self, names: Sequence[str], out: Mapping[str, Array] | None) -> PullPlan:
         """Result arrays, the bytes to fill, and those bytes that must be copied on into strided arrays."""
-        result, targets, late = Pulled(), dict[str, Bytes](), dict[str, Bytes]()
+        result, targets, late = dict[str, Array](), dict[str, Bytes](), dict[str, Bytes]()
         for name in self._known(names):
             segment, index = self.layout.where[name]
             parameter = segment.parameters[index]
@@ -220,12 +239,7 @@ class KeyValue:
                 data = targets[name] = np.empty(parameter.num_bytes, np.uint8)
                 as_torch = self._as_torch.get(name, False)
                 result[name] = arrays.from_bytes(data, parameter.dtype, parameter.shape, as_torch=as_torch)
-        return result, targets, late
-
-    @staticmethod
-    def _fill_late(result: Pulled, late: Mapping[str, Bytes]) -> None:
-        for name, data in late.items():
-            arrays.fill(result[name], data)
+        return PullPlan(out, result, late, ArraySink(self.layout, targets))
 
     def _versions(self, names: Sequence[str], slices: Sequence[Slice], found: Sequence[int]) -> dict[str, int]:
         """A parameter's version is that of its oldest slice."""

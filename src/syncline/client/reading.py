@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from syncline.client.arrays import Bytes
-from syncline.client.sinks import Sink, scatter
+from syncline.client.copying import copy
+from syncline.client.sinks import Sink, scattered
 from syncline.core.layout import Segment, Slice
 from syncline.core.messages import Map, Pin, Pull, Pulled, Unpin, Verified, Verify
 from syncline.errors import ProtocolError
@@ -45,25 +46,31 @@ class ServerReader:
     def maps(self, part: Slice) -> bool:
         return part.segment in self._mapped
 
-    def _source(self, part: Slice) -> Bytes:
+    def source(self, part: Slice) -> Bytes:
+        """The slice in the server's own memory."""
         array: Bytes = self._mapped[part.segment].array
         return array[part.host_offset : part.host_offset + part.num_bytes]
 
+    def mapped(self) -> list[Bytes]:
+        """All of the server's memory that is mapped here."""
+        return [memory.array for memory in self._mapped.values()]
+
     # -- shared memory ------------------------------------------------------------------------------------
 
-    def copy(self, parts: Sequence[Slice], versions: Sequence[int], sink: Sink, *, settled: bool) -> list[int]:
-        """Copies slices that had these versions. Settled: nobody may write them until we commit again."""
-        for part in parts:
-            scatter(self._source(part), sink.views(part))
-        if settled or not parts:
-            return list(versions)
+    def _copy(self, parts: Sequence[Slice], sink: Sink) -> None:
+        copy([pair for part in parts for pair in scattered(self.source(part), sink.views(part))])
+
+    def copy_verified(self, parts: Sequence[Slice], versions: Sequence[int], sink: Sink) -> list[int]:
+        """Copies slices that had these versions, while others may write them; what was torn is copied again."""
+        if not parts:
+            return []
+        self._copy(parts, sink)
         known = dict(zip((part.id for part in parts), versions, strict=True))
         by_id = {part.id: part for part in parts}
         stale = list(by_id)
         for attempt in range(OPTIMISTIC_COPIES):
             if attempt:
-                for number in stale:
-                    scatter(self._source(by_id[number]), sink.views(by_id[number]))
+                self._copy([by_id[number] for number in stale], sink)
             answer = self._ask(Verify(stale, [known[number] for number in stale]))
             assert isinstance(answer, Verified)
             stale = answer.stale
@@ -72,12 +79,13 @@ class ServerReader:
                 break
         for number in stale:
             known[number] = self._copy_pinned(by_id[number], sink)
+        sink.filled(parts)
         return [known[part.id] for part in parts]
 
     def _copy_pinned(self, part: Slice, sink: Sink) -> int:
         answer = self._ask(Pin([part.id]))
         assert isinstance(answer, Pulled)
-        scatter(self._source(part), sink.views(part))
+        self._copy([part], sink)
         self._ask(Unpin([part.id]))
         return answer.versions[0]
 
@@ -94,7 +102,7 @@ class ServerReader:
         if shared:
             answer = self._ask(Pull([part.id for part in shared], min_version, False))
             assert isinstance(answer, Pulled)
-            found = self.copy(shared, answer.versions, sink, settled=False)
+            found = self.copy_verified(shared, answer.versions, sink)
             versions.update(zip((part.id for part in shared), found, strict=True))
         if remote:
             found = self._pull_bytes(remote, sink, min_version)
@@ -103,35 +111,24 @@ class ServerReader:
 
     # -- over the socket ----------------------------------------------------------------------------------
 
-    def landing(self, parts: Sequence[Slice], sink: Sink | None, slot: int | None) -> list[memoryview]:
-        """Where slices land: in the sink itself, or (while the model computes on) in a buffer of this slot."""
-        if sink is None:
-            return []
-        if slot is None:
-            return [buffer_of(view) for part in parts for view in sink.views(part)]
-        return [buffer_of(self._landing_buffer(slot, part)) for part in parts]
-
     def _pull_bytes(self, parts: Sequence[Slice], sink: Sink, min_version: int | None) -> list[int]:
         message = Pull([part.id for part in parts], min_version, True)
         # A pull that may be given up must not write into the caller's arrays later: it lands beside them.
         beside = [np.empty(part.num_bytes, np.uint8) for part in parts] if min_version is not None else []
-        into = [buffer_of(array) for array in beside] or self.landing(parts, sink, None)
+        into = [buffer_of(a) for a in beside] or [buffer_of(view) for part in parts for view in sink.views(part)]
         answer = self._endpoint.call(message, into=into).wait(self._wait_seconds)
         assert isinstance(answer, Pulled)
         for part, array in zip(parts, beside, strict=False):
-            scatter(array, sink.views(part))
+            copy(scattered(array, sink.views(part)))
+        sink.filled(parts)
         return answer.versions
 
-    def _landing_buffer(self, slot: int, part: Slice) -> Bytes:
+    def buffer(self, slot: int, part: Slice) -> Bytes:
+        """Where a slice lands over the socket while the model computes on."""
         key = (slot, part.id)
         if key not in self._landing:
             self._landing[key] = np.empty(part.num_bytes, np.uint8)
         return self._landing[key]
-
-    def unload(self, parts: Sequence[Slice], sink: Sink, slot: int) -> None:
-        """Moves what has landed for this slot into the sink."""
-        for part in parts:
-            scatter(self._landing_buffer(slot, part), sink.views(part))
 
     def close(self) -> None:
         for memory in self._mapped.values():

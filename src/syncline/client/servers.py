@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import collections
-import functools
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from syncline.client.arena import Arenas
 from syncline.client.arrays import Bytes
-from syncline.client.commit import CommitFlow, Lane
+from syncline.client.commit import CommitFlow
 from syncline.client.exchange import Push
+from syncline.client.landing import Landing
+from syncline.client.lane import ServerLane
 from syncline.client.reading import ServerReader
-from syncline.client.sinks import Sink
+from syncline.client.sinks import Sink, Wanted
+from syncline.client.states import read_state, write_state
+from syncline.client.times import StepClock
 from syncline.config import JobConfig
-from syncline.core.layout import Layout, Segment, Slice
+from syncline.core.layout import Layout, Ranges, Segment, Slice
 from syncline.core.messages import (
     AskPlace,
-    AskState,
     AskWhy,
     GivenPlace,
-    GivenState,
     GivenWhy,
     Leave,
-    LoadState,
     Message,
     Rest,
     Stage,
@@ -34,17 +31,20 @@ from syncline.core.messages import (
     Upload,
 )
 from syncline.core.policy import policy_of
-from syncline.errors import ConnectionLost, ProtocolError, SynclineError, WaitTimeout
+from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 from syncline.net.rpc import Call, Endpoint, wait_all
 from syncline.net.transport import buffer_of
 from syncline.stats import WireStats
+
+_MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
+_LOOK_SECONDS = 0.05
 
 
 class ServersTicket:
     """A push to the servers. `wait` may be called again after a WaitTimeout."""
 
-    def __init__(self, exchange: ServersExchange, flow: CommitFlow, sink: Sink | None) -> None:
-        self._exchange, self._flow, self._sink = exchange, flow, sink
+    def __init__(self, exchange: ServersExchange, flow: CommitFlow, lanes: Sequence[ServerLane]) -> None:
+        self._exchange, self._flow, self._lanes = exchange, flow, lanes
         self._landed = False
 
     def done(self) -> bool:
@@ -52,9 +52,14 @@ class ServersTicket:
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if not self._landed:
-            self._exchange.finish(self._flow, self._sink, timeout_seconds)
+            self._exchange.finish(self._flow, self._lanes, timeout_seconds)
             self._landed = True
             self._exchange.forget(self)
+
+    def wait_for(self, slices: Collection[int]) -> None:
+        """Returns when these slices are in the sink; others may still be under way."""
+        if not self._landed and not self._exchange.wait_for(self._flow, self._lanes, slices):
+            self.wait()
 
 
 class ServersExchange:
@@ -79,11 +84,13 @@ class ServersExchange:
         self._back_at: int | None = None
         self._arenas = Arenas(self._endpoints, self._num_slots, config, say)
         self._readers = {name: ServerReader(endpoint, config.wait_seconds) for name, endpoint in endpoints.items()}
+        self._names = sorted(self._endpoints)
         self._hosted: dict[str, list[Slice]] = {name: [] for name in endpoints}
         self._open: collections.deque[ServersTicket] = collections.deque()
         self._early: dict[str, list[Call]] = {name: [] for name in endpoints}
         self._sent: set[int] = set()
-        self.wait_seconds = 0.0
+        self.times = StepClock()
+        self._unshared: dict[tuple[str, Ranges, int], list[Slice]] = {}
 
     @property
     def _wait_seconds(self) -> float:
@@ -92,6 +99,8 @@ class ServersExchange:
     # -- layout -------------------------------------------------------------------------------------------
 
     def add(self, segments: Sequence[Segment]) -> None:
+        self._unshared.clear()
+        self.times.pause()
         for segment in segments[len(self.layout.segments) :]:
             self.layout.add(segment)
             for part in segment.slices:
@@ -127,14 +136,14 @@ class ServersExchange:
     # -- pushing ------------------------------------------------------------------------------------------
 
     @property
-    def _slot(self) -> int:
+    def slot(self) -> int:
         return (self.clock + 1) % self._num_slots
 
     def arena(self, segment: int) -> Bytes:
-        self._make_room()
-        return self._arenas.array(self.layout.segments[segment], self._slot)
+        self.make_room()
+        return self._arenas.array(self.layout.segments[segment], self.slot)
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """One open clock at a time, and `window` more: the slot of the next commit is free after this."""
         while len(self._open) > self._config.window:
             self._open[0].wait()
@@ -149,8 +158,10 @@ class ServersExchange:
         for server, endpoint in self._endpoints.items():
             parts = [p for p in slices if p.server == server and not self._is_shared(server, p)]
             if parts:
-                message = self._stage_message(Push(pushed=()), parts, commit=False, pull=[])
-                self._early[server].append(self._send_stage(endpoint, message, parts, ()))
+                message = self._stage_message(Push(pushed=()), parts, None)
+                buffers = [self._arenas.view(part, message.slot) for part in parts]
+                call = endpoint.call(message, buffers=buffers, payload_bytes=sum(map(len, buffers)))
+                self._early[server].append(call)
                 self._sent.update(part.id for part in parts)
 
     def restage(self, part: Slice) -> None:
@@ -158,13 +169,15 @@ class ServersExchange:
         self._sent.discard(part.id)
 
     def _is_shared(self, server: str, part: Slice) -> bool:
-        return self._arenas.is_shared(server, part.segment, self._slot)
+        return self._arenas.is_shared(server, part.segment, self.slot)
 
-    def _stage_message(self, push: Push, parts: Sequence[Slice], *, commit: bool, pull: list[int]) -> Stage:
+    def _stage_message(
+        self, push: Push, parts: Sequence[Slice], landing: Landing | None, commit: bool = False
+    ) -> Stage:
         return Stage(
             clock=self.clock + 1,
             stretch=self._stretch + self._rested,
-            slot=self._slot,
+            slot=self.slot,
             pushed=push.pushed,
             weight=push.weight,
             skip=push.skip,
@@ -173,29 +186,26 @@ class ServersExchange:
             back_at=self._back_at,
             slices=[part.id for part in parts],
             commit=commit,
-            pull=pull,
+            pull=landing.pull if commit and landing is not None else [],
+            parts=commit and landing is not None and landing.in_parts,
         )
 
-    def _send_stage(
-        self, endpoint: Endpoint, message: Stage, parts: Sequence[Slice], into: Sequence[memoryview]
-    ) -> Call:
-        buffers = [self._arenas.view(part, message.slot) for part in parts]
-        return endpoint.call(message, buffers=buffers, payload_bytes=sum(len(b) for b in buffers), into=into)
-
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
-        self._make_room()
+        self.make_room()
         self._come_back()
-        touched = self._touched(push)
-        lanes = [self._lane(server, push, touched, sink) for server in sorted(self._endpoints)]
+        lanes = [self._lane(server, push, sink) for server in self._names]
         flow = CommitFlow(self.clock + 1, lanes)
-        ticket = ServersTicket(self, flow, sink)
+        ticket = ServersTicket(self, flow, lanes)
         flow.start()
         self._open.append(ticket)
         self.clock += 1
         self._stretch, self._rested = self._stretch + self._rested, False
-        self._early = {name: [] for name in self._endpoints}
-        self._sent.clear()
+        if self._sent:
+            self._early = {name: [] for name in self._endpoints}
+            self._sent.clear()
         self._is_active, self._back_at = True, None
+        self.times.num_steps += 1
+        self.times.lap("stage")
         return ticket
 
     def _come_back(self) -> None:
@@ -221,68 +231,82 @@ class ServersExchange:
                     )
         return found
 
-    def _lane(self, server: str, push: Push, touched: set[int], sink: Sink | None) -> Lane:
-        endpoint, slot = self._endpoints[server], self._slot
-        parts = [
-            part
-            for part in self._hosted[server]
-            if part.id in touched and part.id not in self._sent and not self._is_shared(server, part)
-        ]
-        for segment in {part.segment for part in self._hosted[server] if part.id in touched}:
-            self._arenas.array(self.layout.segments[segment], slot)
-        reader = self._readers[server]
-        wanted = [
-            part for part in self._hosted[server] if sink is not None and sink.wants(part) and not reader.maps(part)
-        ]
-        into = reader.landing(wanted, sink, slot if self._config.window else None)
-        pull = [part.id for part in wanted]
-        single = len(self._endpoints) == 1
-        message = self._stage_message(push, parts, commit=single, pull=pull if single else [])
-        return Lane(
-            functools.partial(self._send_stage, endpoint, message, parts, into),
-            functools.partial(endpoint.call, into=into),
-            pull,
-            self._early[server],
-        )
+    def _lane(self, server: str, push: Push, sink: Sink | None) -> ServerLane:
+        parts = [part for part in self._parts_to_send(server, push) if part.id not in self._sent]
+        landing = self._landing(server, sink) if sink is not None else None
+        message = self._stage_message(push, parts, landing, commit=len(self._names) == 1)
+        buffers = [self._arenas.view(part, message.slot) for part in parts]
+        return ServerLane(self._endpoints[server], message, buffers, landing, self._early[server])
 
-    def finish(self, flow: CommitFlow, sink: Sink | None, timeout_seconds: float | None) -> None:
+    def _parts_to_send(self, server: str, push: Push) -> list[Slice]:
+        """The slices whose bytes this server cannot read in place; the arena is there after this."""
+        slot = self.slot
+        key = (server, push.pushed, slot)
+        if key not in self._unshared:
+            touched = self._touched(push)
+            hosted = [part for part in self._hosted[server] if part.id in touched]
+            for segment in {part.segment for part in hosted}:
+                self._arenas.array(self.layout.segments[segment], slot)
+            if len(self._unshared) >= _MOST_PLANS:
+                self._unshared.clear()
+            self._unshared[key] = [part for part in hosted if not self._is_shared(server, part)]
+        return self._unshared[key]
+
+    def _landing(self, server: str, sink: Sink) -> Landing:
+        reader, hosted = self._readers[server], self._hosted[server]
+        wanted = sink.wanted.get(server)
+        if wanted is None or wanted.num_hosted != len(hosted):
+            wanted = sink.wanted[server] = Wanted(hosted, sink, reader.maps)
+        slot = self.slot if self._config.window else None
+        return Landing(reader, wanted, sink, settled=self._in_rounds, slot=slot)
+
+    def finish(self, flow: CommitFlow, lanes: Sequence[ServerLane], timeout_seconds: float | None) -> None:
         """Waits for a commit and lands its parameters."""
+        self.times.lap("compute")
         began = time.monotonic()
         try:
             flow.wait(self._wait_seconds if timeout_seconds is None else timeout_seconds)
+            self.times.lap("wait")
+            for lane in lanes:
+                lane.finish()
         except WaitTimeout:
-            seconds = time.monotonic() - began
-            raise WaitTimeout(f"step {flow.clock} has waited {seconds:.1f} s: {self.why()}") from None
+            raise self._has_waited(flow, began) from None
+        except ConnectionLost as error:
+            raise self._explain(error) from None
+        self.times.lap("pull")
+
+    def wait_for(self, flow: CommitFlow, lanes: Sequence[ServerLane], slices: Collection[int]) -> bool:
+        """Waits until these slices have landed; False when the whole commit is answered before that."""
+        self.times.lap("compute")
+        began = time.monotonic()
+        wanted = [(lane, lane.landing, lane.landing.wants(slices)) for lane in lanes if lane.landing is not None]
+        try:
+            while not flow.is_over:
+                missing = next(((lane, way) for lane, way, mine in wanted if not way.has(mine)), None)
+                if missing is None:
+                    return True
+                left = began + self._wait_seconds - time.monotonic()
+                if left < 0:
+                    raise WaitTimeout
+                if missing[0].is_read_by_waiter:
+                    flow.go_on(left)
+                else:
+                    missing[1].wait(min(left, _LOOK_SECONDS))
+        except WaitTimeout:
+            raise self._has_waited(flow, began) from None
         except ConnectionLost as error:
             raise self._explain(error) from None
         finally:
-            self.wait_seconds += time.monotonic() - began
-        if sink is not None:
-            try:
-                for server, lane in zip(sorted(self._endpoints), flow.lanes, strict=True):
-                    self._land(server, flow.clock % self._num_slots, lane, sink)
-            except ConnectionLost as error:
-                raise self._explain(error) from None
+            self.times.lap("wait")
+        return False
+
+    def _has_waited(self, flow: CommitFlow, began: float) -> WaitTimeout:
+        return WaitTimeout(f"step {flow.clock} has waited {time.monotonic() - began:.1f} s: {self.why()}")
 
     def forget(self, ticket: ServersTicket) -> None:
         """This ticket has landed: its slot may be used again."""
         if ticket in self._open:
             self._open.remove(ticket)
-
-    def _land(self, server: str, slot: int, lane: Lane, sink: Sink) -> None:
-        reader = self._readers[server]
-        if lane.pull and self._config.window:
-            reader.unload([p for p in self._hosted[server] if p.id in set(lane.pull)], sink, slot)
-        mapped = [
-            (part, version)
-            for part, version in zip(self._hosted[server], lane.versions or itertools.repeat(0), strict=False)
-            if reader.maps(part) and sink.wants(part)
-        ]
-        parts = [part for part, _ in mapped]
-        if not lane.pull:
-            reader.copy(parts, [version for _, version in mapped], sink, settled=self._in_rounds)
-        elif parts:  # some segments come by socket, some by shared memory: ask for the versions of these
-            reader.pull(parts, sink, None)
 
     def why(self) -> str:
         """For whom this worker waits, by the servers' own words."""
@@ -312,45 +336,26 @@ class ServersExchange:
             raise self._explain(error) from None
         return [versions[part.id] for part in slices]
 
+    def mapped(self) -> list[Bytes]:
+        return [array for reader in self._readers.values() for array in reader.mapped()]
+
     def read_state(self, slices: Sequence[Slice]) -> list[tuple[StateEntry, Bytes]]:
-        found: list[tuple[StateEntry, Bytes]] = []
-        for server, endpoint in self._endpoints.items():
-            numbers = [part.id for part in slices if part.server == server]
-            for number in numbers:
-                found += self._read_state(endpoint, number)
-        return found
-
-    def _read_state(self, endpoint: Endpoint, number: int) -> list[tuple[StateEntry, Bytes]]:
-        landed: list[Bytes] = []
-
-        def landing(answer: Message) -> list[memoryview]:
-            if isinstance(answer, GivenState):
-                landed.extend(np.empty(entry.num_bytes, np.uint8) for entry in answer.entries)
-            return [buffer_of(array) for array in landed]
-
         try:
-            answer = endpoint.call(AskState([number]), into=landing).wait(self._wait_seconds)
+            return read_state(self._endpoints, slices, self._wait_seconds)
         except ConnectionLost as error:
             raise self._explain(error) from None
-        if not isinstance(answer, GivenState):
-            raise ProtocolError(f"state was answered with {type(answer).__name__}")
-        return list(zip(answer.entries, landed, strict=True)) if landed else []
 
     def write_state(self, slices: Sequence[Slice], entries: Sequence[tuple[StateEntry, Bytes]]) -> None:
-        calls = []
-        for server, endpoint in self._endpoints.items():
-            numbers = [part.id for part in slices if part.server == server]
-            mine = [(entry, data) for entry, data in entries if entry.slice in set(numbers)]
-            if numbers:
-                message = LoadState(numbers, [entry for entry, _ in mine])
-                buffers = [buffer_of(data) for _, data in mine]
-                calls.append(self._ask(endpoint, message, buffers, sum(map(len, buffers))))
-        self._wait_all(calls)
+        try:
+            write_state(self._endpoints, slices, entries, self._wait_seconds)
+        except ConnectionLost as error:
+            raise self._explain(error) from None
 
     # -- comings and goings -------------------------------------------------------------------------------
 
     def rest(self) -> None:
         self.settle()
+        self.times.pause()
         self._stretch += self._rested
         self._rested, self._is_active = True, False
         self._wait_all([self._ask(e, Rest(self._stretch, False)) for e in self._endpoints.values()])
@@ -358,6 +363,7 @@ class ServersExchange:
     def step_aside(self) -> int:
         """No round waits for this worker until its next push; the stretch it was in."""
         self.settle()
+        self.times.pause()
         self._is_active = False
         self._wait_all([self._ask(e, Rest(self._stretch, True)) for e in self._endpoints.values()])
         return self._stretch + self._rested

@@ -226,6 +226,7 @@ class Stage(Message, frozen=True):
     back_at: int | None  # the position at which a worker comes back from a rest; the same at every server
     commit: bool  # with one server the commit rides on the last bucket
     pull: list[int]  # slices whose bytes go back over a socket with the answer
+    parts: bool = False  # say which slices are applied while others are not yet
     rows: list[int] | None = None  # room for row-sparse gradients; refused today
 
 
@@ -234,13 +235,18 @@ class CommitStaged(Message, frozen=True):
 
     clock: int
     pull: list[int]
+    parts: bool = False
 
 
 class Committed(Message, frozen=True):
-    """The commit is applied. Versions of all slices of this server, in the order of their ids."""
+    """The commit is applied: versions of all slices of this server, in the order of their ids.
+
+    With `slices`, and in a part that comes before the end: versions of these; over a socket their bytes follow.
+    """
 
     clock: int
     versions: list[int]
+    slices: list[int] = []
 
 
 class AskClip(Message, frozen=True):
@@ -256,6 +262,7 @@ class GiveClip(Message, frozen=True):
     clock: int
     squared_norm: float
     pull: list[int]
+    parts: bool = False
 
 
 class Rest(Message, frozen=True):

@@ -13,7 +13,7 @@ from syncline.client.job import FromCoordinator, Job
 from syncline.core.membership import Member
 from syncline.core.messages import Join, Joined, Over
 from syncline.launch import jobfile
-from syncline.launch.membership import join, myself, reach, say
+from syncline.launch.membership import join, myself, reach, say, waiter_reads
 from syncline.net import memory, tcp
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
@@ -156,7 +156,7 @@ def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Ma
             me,
             endpoint,
             hearing,
-            lambda member: Endpoint(reach(member, proven, joined.config), stamp),
+            lambda member: Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined)),
             folder=folder,
             say=say(me.name),
             embedded=True,

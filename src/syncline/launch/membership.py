@@ -111,10 +111,19 @@ def join_as_worker(file: JobFile, name: str, host: str, defaults: Mapping[str, A
     proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
 
     def dial(member: Member) -> Endpoint:
-        return Endpoint(reach(member, proven, joined.config), stamp)
+        return Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined))
 
     folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
     return Job(joined, me, endpoint, hearing, dial, folder=folder, say=say(me.name), embedded=False)
+
+
+def waiter_reads(joined: Joined) -> bool:
+    """Whether a worker's answers may stay in the socket until it waits for them.
+
+    Not with several servers and a window: what a commit does next follows from their answers, while the script
+    computes.
+    """
+    return joined.config.window == 0 or sum(member.role == "server" for member in joined.members) == 1
 
 
 def reach(member: Member, identity: tcp.Identity, config: JobConfig) -> tcp.SocketConnection:

@@ -4,7 +4,7 @@
 |---|---|---|
 | 4 | magic | `SYNC` |
 | 1 | version | of the protocol |
-| 1 | flags | 1: an answer, 2: shared memory comes with it |
+| 1 | flags | 1: an answer, 2: shared memory comes with it, 4: a part of an answer, more follows |
 | 2 | kind | place of the message in `MESSAGES` |
 | 4 | request | number of the call, of the side that asked |
 | 8 | job | digest of the job's id |
@@ -17,9 +17,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import struct
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +28,7 @@ from syncline.errors import FrameError, VersionError
 
 HEADER = struct.Struct("<4sBBHIQQQIIQ")
 MAGIC = b"SYNC"
-ANSWER, ATTACHED = 1, 2
+ANSWER, ATTACHED, MORE = 1, 2, 4
 MAX_BODY_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 44
 
@@ -36,8 +36,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders = tuple(msgspec.msgpack.Decoder(message) for message in MESSAGES)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """The fixed part of a frame, checked."""
 
     kind: int
@@ -53,6 +52,11 @@ class Header:
     @property
     def is_answer(self) -> bool:
         return bool(self.flags & ANSWER)
+
+    @property
+    def is_part(self) -> bool:
+        """An answer that is not the last one."""
+        return bool(self.flags & MORE)
 
     def pack(self) -> bytes:
         return HEADER.pack(
@@ -75,7 +79,7 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
         raise FrameError(f"not a frame of ours: it begins with {bytes(magic)!r}")
     if version != PROTOCOL:
         raise VersionError(f"protocol {version} spoken to protocol {PROTOCOL}; use one version of syncline")
-    if flags & ~(ANSWER | ATTACHED):
+    if flags & ~(ANSWER | ATTACHED | MORE) or (flags & MORE and not flags & ANSWER):
         raise FrameError(f"unknown flags {flags:#x}")
     if kind >= len(MESSAGES):
         raise FrameError(f"unknown kind {kind}")

@@ -34,10 +34,15 @@ class MemoryConnection(Connection):
         self.other: MemoryConnection | None = None
         self._receiver: Receiver | None = None
         self._lock = threading.Lock()
-        self._stats = WireStats()
+        self._sent = [0, 0]
+        self._received = [0, 0]
 
-    def start(self, receiver: Receiver) -> None:
+    def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
         self._receiver = receiver
+        return False  # the sender's thread hands over
+
+    def read(self, seconds: float) -> bool:
+        return False
 
     def send(
         self, header: Header, body: bytes, buffers: Iterable[Buffer] = (), attachment: Memory | None = None
@@ -47,16 +52,21 @@ class MemoryConnection(Connection):
         if other is None or receiver is None:
             raise ConnectionLost("the other side closed the connection")
         num_bytes = frame.HEADER.size + len(body) + header.payload_bytes
-        self._count(WireStats(frames_sent=1, bytes_sent=num_bytes))
+        with self._lock:
+            self._sent[0] += 1
+            self._sent[1] += num_bytes
         try:
             parsed = frame.parse_header(header.pack())
             message = frame.decode(parsed.kind, body)
             payload = list(receiver.landing(parsed, message)) if parsed.payload_bytes else []
-            _copy(buffers, payload, parsed.payload_bytes)
+            if parsed.payload_bytes:
+                _copy(buffers, payload, parsed.payload_bytes)
         except SynclineError as error:
             other.close(f"refused what {other.peer} sent: {type(error).__name__}: {error}")
             return
-        other._count(WireStats(frames_received=1, bytes_received=num_bytes))
+        with other._lock:
+            other._received[0] += 1
+            other._received[1] += num_bytes
         receiver.deliver(parsed, message, payload, attachment)
 
     def create_memory(self, num_bytes: int) -> Memory:
@@ -75,11 +85,12 @@ class MemoryConnection(Connection):
             other.close("the other side closed the connection" if reason == "closed" else reason)
 
     def stats(self) -> WireStats:
-        return self._stats
-
-    def _count(self, more: WireStats) -> None:
-        with self._lock:
-            self._stats += more
+        return WireStats(
+            frames_sent=self._sent[0],
+            bytes_sent=self._sent[1],
+            frames_received=self._received[0],
+            bytes_received=self._received[1],
+        )
 
 
 def _copy(buffers: Iterable[Buffer], landing: list[Buffer], num_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,39 +22,81 @@ from syncline.errors import (
     to_wire,
 )
 from syncline.net import frame
-from syncline.net.frame import ANSWER, ATTACHED, Header
+from syncline.net.frame import ANSWER, ATTACHED, MORE, Header
 from syncline.net.transport import Buffer, Connection, Memory, Peer
 from syncline.stats import WireStats
 
 #: Where an answer's payload goes: buffers, or what makes them once the answer's message is known.
 Landing = Sequence[Buffer] | Callable[[Message], Sequence[Buffer]]
+#: Hears of the parts of an answer that come before its end; in the thread that brings them.
+OnPart = Callable[[Message], None]
+
+
+class Latch:
+    """Opens once. An Event can close again, which makes it several times as dear."""
+
+    __slots__ = ("_lock", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        self.is_open = True
+        with contextlib.suppress(RuntimeError):  # open already
+            self._lock.release()
+
+    def wait(self, seconds: float | None) -> bool:
+        if not self.is_open and self._lock.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
+            self._lock.release()
+        return self.is_open
 
 
 class Call:
     """A question under way. `wait` returns the answer, or raises what the other side raised."""
 
-    __slots__ = ("_actions", "_error", "_event", "answer", "attachment", "into", "what")
+    __slots__ = ("_actions", "_endpoint", "_error", "_kind", "_latch", "answer", "attachment", "into", "on_part")
 
-    def __init__(self, what: str, into: Landing) -> None:
-        self.what, self.into = what, into
+    def __init__(self, endpoint: Endpoint, kind: type[Message], into: Landing, on_part: OnPart | None = None) -> None:
+        self._endpoint, self._kind, self.into, self.on_part = endpoint, kind, into, on_part
         self.answer: Message | None = None
         self.attachment: Memory | None = None
         self._error: Exception | None = None
-        self._event = threading.Event()
+        self._latch = Latch()
         self._actions: list[Callable[[], None]] = []
 
+    @property
+    def what(self) -> str:
+        return f"{self._kind.__name__} to {self._endpoint.peer}"
+
+    @property
+    def is_done(self) -> bool:
+        return self._latch.is_open
+
+    @property
+    def is_read_by_waiter(self) -> bool:
+        return self._endpoint.waiter_reads
+
+    def read(self, seconds: float) -> bool:
+        """Where the waiter reads: one frame, whatever it answers; False when none came in time."""
+        return self._endpoint.read(seconds)
+
     def done(self) -> bool:
-        return self._event.is_set()
+        """Whether the answer is here; where the waiter reads, this looks for it."""
+        if not self._latch.is_open and self._endpoint.waiter_reads:
+            self._endpoint.read(0.0)
+        return self._latch.is_open
 
     def finish(self, answer: Message | None, attachment: Memory | None, error: Exception | None) -> None:
         self.answer, self.attachment, self._error = answer, attachment, error
-        self._event.set()
+        self._latch.open()
         self._act()
 
     def when_done(self, action: Callable[[], None]) -> None:
         """Runs the action, once, when the answer is here, in the thread that brings it; must be quick."""
         self._actions.append(action)
-        if self._event.is_set():
+        if self._latch.is_open:
             self._act()
 
     def _act(self) -> None:
@@ -66,12 +109,23 @@ class Call:
             action()
 
     def wait(self, timeout_seconds: float | None) -> Message:
-        if not self._event.wait(timeout_seconds):
+        if not self.arrives(timeout_seconds):
             raise WaitTimeout(f"{self.what}: no answer within {timeout_seconds:g} s")
         if self._error is not None:
             raise self._error
         assert self.answer is not None
         return self.answer
+
+    def arrives(self, timeout_seconds: float | None) -> bool:
+        """Waits; whether the answer, of whatever kind, came in time."""
+        if not self._endpoint.waiter_reads:
+            return self._latch.wait(timeout_seconds)
+        until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self._latch.is_open:
+            left = until - time.monotonic()
+            if not self._endpoint.read(max(0.0, left)) and left <= 0:
+                break
+        return self._latch.is_open
 
 
 class Request:
@@ -112,6 +166,11 @@ class Request:
             with contextlib.suppress(ConnectionLost):  # whoever reads the connection sees it too
                 self._endpoint.send(self._number, ANSWER, answer, buffers, payload_bytes, attachment)
 
+    def reply_part(self, answer: Message, buffers: Iterable[Buffer] = (), payload_bytes: int = 0) -> None:
+        """Sends a part of the answer; the end is a `reply` or a `refuse`."""
+        with contextlib.suppress(ConnectionLost):
+            self._endpoint.send(self._number, ANSWER | MORE, answer, buffers, payload_bytes, None)
+
     def refuse(self, error: BaseException) -> None:
         self.reply(Refused(*to_wire(error)))
 
@@ -151,9 +210,15 @@ class Stamp:
 
 
 class Endpoint:
-    """One side of a connection. It answers by its service and asks by `call`."""
+    """One side of a connection. It answers by its service and asks by `call`.
 
-    def __init__(self, connection: Connection, stamp: Stamp, service: Service | None = None) -> None:
+    `waiter_reads`: on a connection of this host whoever waits for an answer reads it from the socket, and saves the
+    hand-over from a reader's thread. Nothing is read while nobody waits: for a side that is never asked anything.
+    """
+
+    def __init__(
+        self, connection: Connection, stamp: Stamp, service: Service | None = None, *, waiter_reads: bool = False
+    ) -> None:
         self._connection, self._stamp = connection, stamp
         self._service: Service = service or NoService()
         self.peer = connection.peer
@@ -164,7 +229,8 @@ class Endpoint:
         self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
         self._lost: str | None = None
-        connection.start(self)
+        self.read = connection.read
+        self.waiter_reads = connection.start(self, waiter_reads=waiter_reads)
 
     def call(
         self,
@@ -174,10 +240,11 @@ class Endpoint:
         payload_bytes: int = 0,
         into: Landing = (),
         attachment: Memory | None = None,
+        on_part: OnPart | None = None,
     ) -> Call:
         """Asks; the answer's payload goes straight into the given buffers."""
         number = next(self._numbers) % 0xFFFFFFFF + 1  # 32 bits, and never 0
-        call = Call(f"{type(message).__name__} to {self.peer}", into)
+        call = Call(self, type(message), into, on_part)
         with self._lock:
             if self._lost is not None:
                 raise ConnectionLost(f"{self.peer} is gone: {self._lost}")
@@ -251,9 +318,14 @@ class Endpoint:
 
     def _deliver_answer(self, header: Header, message: Message, attachment: Memory | None) -> None:
         with self._lock:
-            call = self._calls.pop(header.request, None)
+            call = self._calls.get(header.request) if header.is_part else self._calls.pop(header.request, None)
         if call is None:
             self.close(f"{self.peer} answered a question that was not asked")
+        elif header.is_part:
+            if call.on_part is None:
+                self.close(f"{self.peer} answered in parts what was not asked so")
+            else:
+                call.on_part(message)
         elif isinstance(message, Refused):
             call.finish(None, None, from_wire(message.error, message.reason))
         else:

@@ -7,6 +7,7 @@ Plain sockets block: `sendmsg` and `recv_into` go straight from and into final b
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
 import os
 import select
@@ -18,19 +19,32 @@ from typing import Protocol
 
 from syncline.errors import ConnectionLost
 
+#: A frame without payload is smaller than this, nearly always.
+AHEAD_BYTES = 1 << 13
+_MOST_SECONDS = 86_400.0  # that a poll takes
 _FD_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class Stream(Protocol):
-    """Bytes in both directions. One thread reads; any thread writes, one at a time."""
+    """Bytes in both directions. One thread reads at a time; any thread writes, one at a time."""
 
     carries_fds: bool
 
     def write(self, buffers: list[memoryview], fd: int | None = None) -> None:
         """Sends all of these bytes."""
 
-    def read(self, view: memoryview, fds: list[int] | None = None) -> None:
+    def read(self, view: memoryview) -> None:
         """Fills the view; raises ConnectionLost at the end of the stream."""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there is something to read within this time (or the end of the stream)."""
+
+    def take_fd(self) -> int | None:
+        """The oldest file descriptor that came with what was read, and was not taken yet."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing was read beyond what was asked for."""
 
     def shut(self) -> None:
         """Ends both directions and wakes whoever waits; safe to call again."""
@@ -40,13 +54,20 @@ class Stream(Protocol):
 
 
 class PlainStream:
-    """A TCP or Unix socket."""
+    """A TCP or Unix socket. It reads a little ahead, so that a small frame comes in one call."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.carries_fds = sock.family == getattr(socket, "AF_UNIX", None)
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._start = self._end = 0
+        self._fds: collections.deque[int] = collections.deque()
+        self._poll: select.poll | None = None
 
     def write(self, buffers: list[memoryview], fd: int | None = None) -> None:
+        if len(buffers) == 1 and fd is None:
+            self._write_one(buffers[0])
+            return
         pending = [view for view in buffers if len(view)]
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
         try:
@@ -58,33 +79,75 @@ class PlainStream:
                 if sent:
                     pending[0] = pending[0][sent:]
         except (OSError, ValueError) as error:
-            raise ConnectionLost(f"the connection broke while sending: {error}") from None
+            raise ConnectionLost(f"the connection broke: {error}") from None
 
-    def read(self, view: memoryview, fds: list[int] | None = None) -> None:
+    def _write_one(self, view: memoryview) -> None:
         try:
-            while len(view):
-                if fds is not None and self.carries_fds:
-                    count, ancillary, _, _ = self._sock.recvmsg_into([view], _FD_SPACE)
-                    _collect_fds(ancillary, fds)
-                else:
-                    count = self._sock.recv_into(view)
-                if not count:
-                    raise ConnectionLost("the other side closed the connection")
+            self._sock.sendall(view)
+        except (OSError, ValueError) as error:
+            raise ConnectionLost(f"the connection broke: {error}") from None
+
+    def read(self, view: memoryview) -> None:
+        try:
+            while size := len(view):
+                if self._start == self._end:
+                    if size >= AHEAD_BYTES:
+                        view = view[self._some(self._sock.recv_into(view)) :]
+                        continue
+                    self._read_ahead()
+                count = min(size, self._end - self._start)
+                view[:count] = self._ahead[self._start : self._start + count]
+                self._start += count
                 view = view[count:]
         except (OSError, ValueError) as error:
             if isinstance(error, ConnectionLost):
                 raise
             raise ConnectionLost(f"the connection broke: {error}") from None
 
+    def _read_ahead(self) -> None:
+        if self.carries_fds:
+            count, ancillary, _, _ = self._sock.recvmsg_into([self._ahead], _FD_SPACE)
+            if ancillary:
+                _collect_fds(ancillary, self._fds)
+        else:
+            count = self._sock.recv_into(self._ahead)
+        self._start, self._end = 0, self._some(count)
+
+    @staticmethod
+    def _some(count: int) -> int:
+        if not count:
+            raise ConnectionLost("the other side closed the connection")
+        return count
+
+    def wait(self, seconds: float) -> bool:
+        if self._start != self._end:
+            return True
+        try:
+            if self._poll is None:
+                self._poll = select.poll()
+                self._poll.register(self._sock, select.POLLIN)
+            return bool(self._poll.poll(min(seconds, _MOST_SECONDS) * 1e3))
+        except (OSError, ValueError) as error:
+            raise ConnectionLost(f"the connection is closed: {error}") from None
+
+    def take_fd(self) -> int | None:
+        return self._fds.popleft() if self._fds else None
+
+    @property
+    def is_drained(self) -> bool:
+        return self._start == self._end
+
     def shut(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popleft())
         self._sock.close()
 
 
-def _collect_fds(ancillary: Iterable[tuple[int, int, bytes]], fds: list[int]) -> None:
+def _collect_fds(ancillary: Iterable[tuple[int, int, bytes]], fds: collections.deque[int]) -> None:
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received = array.array("i")
@@ -113,7 +176,17 @@ class TlsStream:
             while len(view):
                 view = view[self._attempt(lambda chunk=view: self._sock.send(chunk[: 1 << 20]), "sending") :]
 
-    def read(self, view: memoryview, fds: list[int] | None = None) -> None:
+    def take_fd(self) -> None:
+        return None
+
+    @property
+    def is_drained(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        raise NotImplementedError("a TLS connection has a reader of its own")
+
+    def read(self, view: memoryview) -> None:
         while len(view):
             count = self._attempt(lambda target=view: self._sock.recv_into(target), "receiving")
             if not count:

@@ -63,8 +63,16 @@ class Connection(abc.ABC):
     shares_memory: bool  #: whether an attachment (shared memory) can go with a frame
 
     @abc.abstractmethod
-    def start(self, receiver: Receiver) -> None:
-        """Begins to hand frames to the receiver."""
+    def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
+        """Begins to hand frames to the receiver; whether that is left to those who wait, who call `read`.
+
+        A waiter that reads for itself need not be woken by another thread. Not every connection can leave it to
+        them: over a network, bytes must be taken in while nobody waits.
+        """
+
+    @abc.abstractmethod
+    def read(self, seconds: float) -> bool:
+        """Hands over one frame, or sees the end, in the caller's thread; False when neither came in time."""
 
     @abc.abstractmethod
     def send(

@@ -36,7 +36,7 @@ class Commits:
         num_servers: int,
     ) -> None:
         self._rounds, self._slices, self._pool, self._pulls = rounds, slices, pool, pulls
-        self._num_servers = num_servers
+        self._num_servers, self._in_rounds = num_servers, rounds.policy.in_rounds
         self.segments: dict[int, Segment] = {}
         self._chief = min(rounds.standings, key=by_name)
         self.order = threading.RLock()
@@ -66,9 +66,11 @@ class Commits:
             raise ProtocolError(f"{peer} names slot {message.slot}")
         for segment, group, options in message.overrides:
             self._check_override(peer, segment, group, options)
-        edges = [edge for pair in message.pushed for edge in pair]
-        if edges != sorted(edges) or any(start >= stop for start, stop in message.pushed):
-            raise ProtocolError(f"{peer} pushes ranges that are empty or out of order")
+        before = -1
+        for start, stop in message.pushed:
+            if not before <= start < stop:
+                raise ProtocolError(f"{peer} pushes ranges that are empty or out of order")
+            before = stop
         if message.rows is not None:
             raise ProtocolError(f"{peer} pushes rows; sparse gradients are not supported yet")
         self._rounds.standing(peer.name, peer.incarnation)
@@ -97,18 +99,16 @@ class Commits:
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
             contribution.arrays = functools.partial(self.staging.tensor, peer.name, message.slot)
         if message.commit:
-            self._commit(request, message.clock, message.pull)
+            self._commit(request, message)
         else:
             request.reply(Done())
 
     def commit(self, request: Request, message: CommitStaged) -> None:
         """What is staged counts from now on."""
-        self._commit(request, message.clock, message.pull)
+        self._commit(request, message)
 
-    def _commit(self, request: Request, clock: int, pull: list[int]) -> None:
-        peer = request.peer
-        for number in pull:
-            self._slot(number)
+    def _commit(self, request: Request, message: Stage | CommitStaged) -> None:
+        peer, clock = request.peer, message.clock
         with self.order:
             standing = self._rounds.standing(peer.name, peer.incarnation)
             staged = self._staged.pop((peer.name, clock), None)
@@ -117,7 +117,7 @@ class Commits:
                     raise ProtocolError(f"{peer} commits clock {clock}, for which nothing is staged")
                 self._check_staged(peer, *staged)
             contribution = staged[0] if staged else Contribution(peer.incarnation, standing.stretch, 0)
-            contribution.request, contribution.pull = request, pull
+            self._ask_for(contribution, request, message)
             verdict = self._rounds.commit(
                 peer.name, peer.incarnation, clock, contribution.stretch, contribution, contribution.back_at
             )
@@ -126,6 +126,18 @@ class Commits:
         if verdict.kind == "already applied":
             self._reply(Commit(peer.name, clock, contribution))
         self._run(works)
+
+    def _ask_for(
+        self, contribution: Contribution, request: Request, message: Stage | CommitStaged | GiveClip
+    ) -> None:
+        """Whom to answer, and how: in parts, where bytes are wanted or the worker wants to hear of slices early."""
+        contribution.request = request
+        if not (message.pull or message.parts):
+            return
+        peer = request.peer
+        # In rounds nobody may write before this worker's next commit; otherwise what is sent is a copy.
+        make = None if self._in_rounds else functools.partial(self.staging.buffer, peer.name, contribution.slot)
+        contribution.answer = self._pulls.answer_in_parts(request, message.clock, message.pull, make)
 
     def _check_staged(self, peer: Peer, contribution: Contribution, have: set[int]) -> None:
         for number, slot in self._slices.items():
@@ -141,7 +153,7 @@ class Commits:
         works = []
         for commits in verdict.apply:
             slots = tuple(self._slices.values())
-            work = Work(commits, slots, self._chief, self._rounds.policy.in_rounds, self._finished)
+            work = Work(commits, slots, self._chief, self._rounds.policy, self._finished)
             works.append(work)
             if not self._clips(work):
                 for slot in slots:
@@ -172,7 +184,7 @@ class Commits:
 
     def drain(self, slot: HostedSlice) -> None:
         for work in slot.drain():
-            work.slice_done()
+            work.slice_done(slot)
 
     def _finished(self, work: Work) -> None:
         """Every slice has taken the round in: who may be answered is answered."""
@@ -193,32 +205,40 @@ class Commits:
         with self.order:
             if work.failed is not None:
                 return
-            work.failed = RuleError(f"the update could not be applied: {error}")
-            requests = [commit.item.request for commit in work.commits]
+            failed = work.failed = RuleError(f"the update could not be applied: {error}")
+            asked = [(commit.item.request, commit.item.answer) for commit in work.commits]
             for commit in work.commits:
                 commit.item.request = None
-        for request in requests:
-            if request is not None:
-                request.refuse(work.failed)
+        for request, answer in asked:
+            if request is not None and answer is not None:
+                answer.finish(functools.partial(request.refuse, failed))
+            elif request is not None:
+                request.refuse(failed)
 
     def _release(self) -> None:
         """Answers whatever the policy no longer holds back."""
         if not self._parked:
             return
         with self.order:
-            ready = [c for c in self._parked if self._rounds.may_answer(c.worker, c.clock)[0]]
-            self._parked = [c for c in self._parked if c not in ready]
-            for commit in ready:
-                self.lag_max = max(self.lag_max, self._rounds.lag(commit.worker, commit.clock))
+            if self._in_rounds:  # whoever is in a round that was applied is level with the rest of it
+                ready, self._parked = self._parked, []
+            else:
+                ready = [c for c in self._parked if self._rounds.may_answer(c.worker, c.clock)[0]]
+                self._parked = [c for c in self._parked if c not in ready]
+                for commit in ready:
+                    self.lag_max = max(self.lag_max, self._rounds.lag(commit.worker, commit.clock))
         for commit in ready:
             self._reply(commit)
 
     def _reply(self, commit: Held) -> None:
-        item = commit.item
-        assert item.request is not None
-        in_place = self._rounds.policy.in_rounds
-        buffer = functools.partial(self.staging.buffer, commit.worker, item.slot)
-        self._pulls.committed(item.request, commit.clock, item.pull, None if in_place else buffer)
+        request, answer = commit.item.request, commit.item.answer
+        assert request is not None
+        if answer is None:
+            self._pulls.committed(request, commit.clock)
+            return
+        for slot in self._slices.values():
+            answer.applied(slot)  # those that it has not heard of yet
+        answer.finish()
 
     # -- clipping by the norm over all servers ------------------------------------------------------------
 
@@ -260,7 +280,7 @@ class Commits:
             if work.failed is not None:
                 raise work.failed
             commit = next(c for c in work.commits if c.worker == request.peer.name)
-            commit.item.request, commit.item.pull = request, message.pull
+            self._ask_for(commit.item, request, message)
             applied, scaled = work.applied, work.scaled
             work.scaled = True
             if applied:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
+from syncline.core.policy import Policy
 from syncline.core.rounds import Commit
 from syncline.core.rule import Option
 from syncline.core.slices import SliceState
@@ -22,11 +24,21 @@ from syncline.roles.rules import SliceRules, Source
 Bytes = npt.NDArray[np.uint8]
 
 
+class Progress(Protocol):
+    """Hears of slices as they are applied, and how it ended."""
+
+    def applied(self, slot: HostedSlice) -> None:
+        """This slice is as the commit left it."""
+
+    def finish(self, end: Callable[[], None] | None = None) -> None:
+        """The round is applied, or ends otherwise."""
+
+
 class Contribution:
     """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
 
     __slots__ = (
-        "arrays", "back_at", "clip_norm", "incarnation", "overrides", "pull", "pushed", "request", "skip", "slot",
+        "answer", "arrays", "back_at", "clip_norm", "incarnation", "overrides", "pushed", "request", "skip", "slot",
         "stretch", "weight",
     )  # fmt: skip
 
@@ -39,7 +51,7 @@ class Contribution:
         self.overrides: list[tuple[int, int, dict[str, Option]]] = []
         self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
         self.request: Request | None = None
-        self.pull: list[int] = []
+        self.answer: Progress | None = None  # where the answer goes out slice by slice
 
 
 Round = tuple[Commit[Contribution], ...]
@@ -53,10 +65,11 @@ class Work:
         commits: Round,
         slots: Sequence[HostedSlice],
         chief: str,
-        in_rounds: bool,
+        policy: Policy,
         finished: Callable[[Work], None],
     ) -> None:
-        self.commits, self.slots, self.in_rounds = commits, slots, in_rounds
+        self.commits, self.slots, self.in_rounds = commits, slots, policy.in_rounds
+        self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
         self.skip = any(commit.item.skip for commit in commits)
         self.weight = sum(commit.item.weight for commit in commits)
         leading = next((c for c in commits if c.worker == chief), commits[0])
@@ -72,7 +85,11 @@ class Work:
         self._lock = threading.Lock()
         self._finished = finished
 
-    def slice_done(self) -> None:
+    def slice_done(self, slot: HostedSlice) -> None:
+        if self._answers_early and self.error is None:
+            for commit in self.commits:
+                if commit.item.answer is not None:
+                    commit.item.answer.applied(slot)
         with self._lock:
             self._left -= 1
             last = self._left == 0

@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from syncline.core.layout import Slice
 from syncline.core.messages import Committed, Done, Pin, Pull, Pulled, Unpin
 from syncline.errors import ConnectionLost, ProtocolError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of
+from syncline.roles.answers import MakeBuffer, PartialAnswer
 from syncline.roles.hosted import HostedSlice
 from syncline.roles.pool import Pool
-
-MakeBuffer = Callable[[Slice], Buffer]
 
 
 class Pulls:
@@ -37,16 +35,27 @@ class Pulls:
             raise ProtocolError(f"slice {number} is not hosted here")
         return slot
 
-    def committed(self, request: Request, clock: int, pull: list[int], buffer: MakeBuffer | None) -> None:
-        """Answers a commit. Without a buffer the bytes go out from where they lie: nobody may write them yet."""
-        if pull:
-            self._send(request, functools.partial(self._send_committed, request, clock, pull, buffer))
-            return
-        slots = list(self._slices.values())
-        versions = [slot.state.version for slot in slots]
-        for slot, version in zip(slots, versions, strict=True):
-            slot.state.seen[request.peer.name] = version
+    def committed(self, request: Request, clock: int) -> None:
+        """Answers a commit of a worker that reads shared memory: with versions."""
+        versions = []
+        worker = request.peer.name
+        for slot in self._slices.values():
+            version = slot.state.seen[worker] = slot.state.version
+            versions.append(version)
         request.reply(Committed(clock, versions))
+
+    def answer_in_parts(
+        self, request: Request, clock: int, pull: list[int], make: MakeBuffer | None
+    ) -> PartialAnswer:
+        """An answer to a commit that goes out slice by slice."""
+        for number in pull:
+            self._slot(number)
+        submit = functools.partial(self._send, request)
+        return PartialAnswer(request, clock, pull, make, submit=submit, copied=self._copied)
+
+    def _copied(self, num_bytes: int) -> None:
+        with self._lock:
+            self.bytes_copied += num_bytes
 
     def _send(self, request: Request, send: Callable[[], None]) -> None:
         """Sends bytes from another thread; whatever goes wrong there, the asker hears of it."""
@@ -61,25 +70,6 @@ class Pulls:
             self._senders.submit(attempt)
         except RuntimeError:  # the server is closing
             request.refuse(ConnectionLost("the server is closing"))
-
-    def _send_committed(self, request: Request, clock: int, pull: list[int], buffer: MakeBuffer | None) -> None:
-        buffers, versions = self._collect(request.peer.name, pull, buffer)
-        request.reply(Committed(clock, versions), buffers, sum(map(len, buffers)))
-
-    def _collect(self, worker: str, numbers: list[int], buffer: MakeBuffer | None) -> tuple[list[Buffer], list[int]]:
-        buffers, versions = [], []
-        for number in numbers:
-            slot = self._slices[number]
-            if buffer is None:
-                target, version = buffer_of(slot.memory), slot.state.version
-            else:
-                target = buffer(slot.part)
-                version = slot.copy_into(target)
-                self.bytes_copied += len(target)
-            slot.state.seen[worker] = version
-            buffers.append(target)
-            versions.append(version)
-        return buffers, versions
 
     # -- pulls by themselves ------------------------------------------------------------------------------
 
@@ -117,8 +107,15 @@ class Pulls:
         request.reply(Pulled(versions))
 
     def _send_pulled(self, request: Request, message: Pull) -> None:
-        make: MakeBuffer = lambda part: buffer_of(np.empty(part.num_bytes, np.uint8))  # noqa: E731
-        buffers, versions = self._collect(request.peer.name, message.slices, make)
+        """Copies of the slices, each whole, with the versions that they have."""
+        buffers, versions = list[Buffer](), list[int]()
+        for number in message.slices:
+            slot = self._slices[number]
+            buffers.append(buffer_of(np.empty(slot.part.num_bytes, np.uint8)))
+            version = slot.copy_into(buffers[-1])
+            self._copied(slot.part.num_bytes)
+            slot.state.seen[request.peer.name] = version
+            versions.append(version)
         request.reply(Pulled(versions), buffers, sum(map(len, buffers)))
 
     # -- read pins ----------------------------------------------------------------------------------------
@@ -162,4 +159,4 @@ class Pulls:
 
 def _drain(slot: HostedSlice) -> None:
     for work in slot.drain():
-        work.slice_done()
+        work.slice_done(slot)

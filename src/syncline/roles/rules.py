@@ -15,6 +15,7 @@ from syncline.core.layout import INTEGERS, Segment, Slice
 from syncline.core.messages import StateEntry
 from syncline.core.rule import PLAIN, Option, RuleSpec
 from syncline.errors import ProtocolError, RuleError
+from syncline.roles.fused import FUSED, FusedKernel
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
@@ -44,8 +45,29 @@ class SliceRules:
         self._groups = [segment.parameters[piece.parameter].group for piece in self.pieces]
         self._assigns = [spec.name == "Assign" for spec in self._specs]
         self._parameters = [self._parameter(index) for index in range(len(self.pieces))]
-        self._optimizers = self._make_optimizers()
-        self._bare_steps = {group: bare_step(optimizer) for group, optimizer in self._optimizers.items()}
+        self._splits: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._begin(self._make_optimizers())
+
+    def _begin(self, optimizers: dict[int, torch.optim.Optimizer]) -> None:
+        """Steps with these optimizers from now on, by their kernels where they have one."""
+        self._optimizers = optimizers
+        self._bare_steps = {group: bare_step(optimizer) for group, optimizer in optimizers.items()}
+        self._kernels = {
+            group: FusedKernel(optimizer)
+            for group, optimizer in optimizers.items()
+            if self.segment.rules[group].name in FUSED
+        }
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A slice-shaped tensor as its pieces, shaped as the parameters are."""
+        return [self.view(flat, k).view_as(parameter) for k, parameter in enumerate(self._parameters)]
+
+    def _staged_pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The same for staged bytes, which lie where they lie as long as the job lasts: worked out once."""
+        known = self._splits.get(id(flat))
+        if known is None or known[0] is not flat:
+            known = self._splits[id(flat)] = (flat, self._split(flat))
+        return known[1]
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One piece of a slice-shaped tensor."""
@@ -80,7 +102,7 @@ class SliceRules:
         everywhere = all(all(has) for _, _, has in sources) and not any(self._assigns)
         if everywhere:
             flat = self._combine([(t, w) for t, w, _ in sources], round_weight)
-            return [self.view(flat, index) for index in range(len(self.pieces))]
+            return list(self._staged_pieces(flat) if flat is sources[0][0] else self._split(flat))
         found: list[torch.Tensor | None] = []
         for index, assigns in enumerate(self._assigns):
             here = [(self.view(t, index), w) for t, w, has in sources if has[index]]
@@ -97,23 +119,26 @@ class SliceRules:
         if len(sources) == 1 and (not averaged or sources[0][1] == total):
             return sources[0][0]
         first = sources[0][0]
+        result = _scratch(first.dtype, self.flat.numel(), start, first.numel())
         if averaged and self._is_integer:
             wide = sum((t.to(torch.float64) * w for t, w in sources), torch.zeros((), dtype=torch.float64))
-            return torch.as_tensor(wide / total).round_().to(first.dtype)
-        scratch = _scratch(self.flat, start, first.numel())
+            return result.copy_(torch.as_tensor(wide / total).round_())
+        # Halves are summed in single precision.
+        is_half = first.dtype in _HALF
+        total_of = _scratch(torch.float32, self.flat.numel(), start, first.numel()) if is_half else result
         weights = [w for _, w in sources]
         equal = not averaged or all(w == weights[0] for w in weights)
         if equal and len(sources) > 1:
-            torch.add(first, sources[1][0], out=scratch)
+            torch.add(first, sources[1][0], out=total_of)
             rest = sources[2:]
         else:
-            torch.mul(first, 1.0 if equal else weights[0], out=scratch)
+            torch.mul(first, 1.0 if equal else weights[0], out=total_of)
             rest = sources[1:]
         for tensor, weight in rest:
-            scratch.add_(tensor, alpha=1 if equal else weight)
+            total_of.add_(tensor, alpha=1 if equal else weight)
         if averaged:
-            scratch.div_(total / weights[0] if equal else total)
-        return scratch if scratch.dtype == first.dtype else scratch.to(first.dtype)
+            total_of.div_(total / weights[0] if equal else total)
+        return result.copy_(total_of) if is_half else result
 
     # -- applying -----------------------------------------------------------------------------------------
 
@@ -130,39 +155,43 @@ class SliceRules:
         gradients: Sequence[torch.Tensor | None],
         overrides: Mapping[int, Mapping[str, Option]],
         scale: float = 1.0,
-    ) -> bool:
-        """Updates the pieces that have a gradient; whether anything changed."""
-        changed = False
-        stepping: set[int] = set()
+    ) -> None:
+        """Updates the pieces that have a gradient."""
+        stepping: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter, gradient, spec, group in zip(
             self._parameters, gradients, self._specs, self._groups, strict=True
         ):
             if gradient is None:
                 continue
-            changed = True
+            if gradient.shape != parameter.shape:
+                gradient = gradient.view_as(parameter)
             if spec.name == "Add":
-                parameter.add_(gradient.view_as(parameter))
+                parameter.add_(gradient)
             elif spec.name == "Assign":
-                parameter.copy_(gradient.view_as(parameter))
+                parameter.copy_(gradient)
             else:
-                parameter.grad = (gradient * scale if scale != 1.0 else gradient).view_as(parameter)
-                stepping.add(group)
-        for group in stepping:
-            self._step(group, overrides.get(group, {}))
-        return changed
+                stepping.setdefault(group, []).append((parameter, gradient * scale if scale != 1.0 else gradient))
+        for group, pairs in stepping.items():
+            self._step(group, pairs, overrides.get(group, {}))
 
-    def _step(self, group: int, override: Mapping[str, Option]) -> None:
+    def _step(
+        self, group: int, pairs: list[tuple[torch.Tensor, torch.Tensor]], override: Mapping[str, Option]
+    ) -> None:
         optimizer = self._optimizers[group]
         settings = optimizer.param_groups[0]
-        registered = self.segment.rules[group].options
-        settings.update(registered)
+        settings.update(self.segment.rules[group].options)
         settings.update(override)
+        kernel = self._kernels.get(group) if len(pairs) == len(settings["params"]) else None
+        if kernel is not None and kernel.step([gradient for _, gradient in pairs], settings):
+            return
         try:
+            for parameter, gradient in pairs:
+                parameter.grad = gradient
             with torch.no_grad():
                 self._bare_steps[group](optimizer)
         finally:
             # A gradient may lie in a worker's arena: it is let go as soon as it is used.
-            for parameter in settings["params"]:
+            for parameter, _ in pairs:
                 parameter.grad = None
 
     # -- state --------------------------------------------------------------------------------------------
@@ -187,16 +216,12 @@ class SliceRules:
             if not 0 <= entry.piece < len(self.pieces):
                 raise ProtocolError(f"state for piece {entry.piece} of slice {self.part.id}")
             fresh.setdefault(entry.piece, {})[entry.key] = tensor.clone()
-        for optimizer in self._optimizers.values():
-            optimizer.state.clear()
+        optimizers = self._make_optimizers()
+        for group in {self._groups[index] for index in fresh}:
+            optimizers[group].state.clear()
         for index, state in fresh.items():
-            optimizer = self._optimizers[self._groups[index]]
-            optimizer.state[self._parameters[index]] = state
-        for group, optimizer in list(self._optimizers.items()):
-            if not optimizer.state:
-                spec = self.segment.rules[group]
-                members = [p for p, g in zip(self._parameters, self._groups, strict=True) if g == group]
-                self._optimizers[group] = make_optimizer(spec, members)
+            optimizers[self._groups[index]].state[self._parameters[index]] = state
+        self._begin(optimizers)
 
 
 def make_optimizer(spec: RuleSpec, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -221,12 +246,19 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
 
 
 _local = threading.local()
+_MOST_SCRATCH = 1024
 
 
-def _scratch(flat: torch.Tensor, start: int, num_items: int) -> torch.Tensor:
-    """This thread's own scratch for one slice; halves are summed in single precision."""
-    dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
-    kept: dict[torch.dtype, torch.Tensor] = _local.__dict__.setdefault("scratch", {})
-    if dtype not in kept or kept[dtype].numel() < flat.numel():
-        kept[dtype] = torch.empty(flat.numel(), dtype=dtype)
-    return kept[dtype][start : start + num_items]
+def _scratch(dtype: torch.dtype, slice_items: int, start: int, num_items: int) -> torch.Tensor:
+    """This thread's own scratch for a slice, or a part of it; the same tensor again for the same part."""
+    kept: dict[object, torch.Tensor] = _local.__dict__.setdefault("scratch", {})
+    key = (dtype, start, num_items)
+    if key not in kept:
+        if len(kept) > _MOST_SCRATCH:
+            kept.clear()
+        if dtype not in kept or kept[dtype].numel() < slice_items:
+            for old in [k for k in kept if k is dtype or (isinstance(k, tuple) and k[0] is dtype)]:
+                del kept[old]
+            kept[dtype] = torch.empty(slice_items, dtype=dtype)
+        kept[key] = kept[dtype][start : start + num_items]
+    return kept[key]

@@ -175,6 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _push(self, weight: float, scale: torch.Tensor | None, overflow: bool) -> None:
         pushed: Ranges = ()
         clip = self._clip_norm
+        self._job.exchange.times.lap("compute")
         if not overflow:
             self._notices.before_push()
             if clip is not None and not self._in_rounds:

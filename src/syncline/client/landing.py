@@ -1,0 +1,104 @@
+"""How one commit's new parameters come in from one server: slice by slice as they are applied, or all at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+
+from syncline.client.copying import copy
+from syncline.client.reading import ServerReader
+from syncline.client.sinks import Sink, Wanted, scattered
+from syncline.core.layout import Slice
+from syncline.core.messages import Committed, Message
+from syncline.errors import ProtocolError
+from syncline.net.transport import Buffer, buffer_of
+
+
+class Landing:
+    """One commit's parameters from one server.
+
+    Settled: nobody may write the server's memory before this worker's next commit. With a slot, bytes from the
+    socket wait in buffers of this slot until they are unloaded: the model computes on meanwhile.
+    """
+
+    def __init__(self, reader: ServerReader, wanted: Wanted, sink: Sink, *, settled: bool, slot: int | None) -> None:
+        self._reader, self._wanted, self._sink = reader, wanted, sink
+        self._settled, self._slot = settled, slot
+        self._landed: set[int] = set()
+        self._change = threading.Condition()
+
+    @property
+    def pull(self) -> list[int]:
+        return self._wanted.pull
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the sink takes slices one by one while the server still applies others."""
+        return self._settled and self._sink.in_parts and bool(self._wanted.mapped)
+
+    def wants(self, numbers: Collection[int]) -> set[int]:
+        """Those of these slices that come by this way."""
+        return {number for number in numbers if number in self._wanted.by_id}
+
+    def buffers(self, answer: Message) -> Sequence[Buffer]:
+        """Where the bytes behind an answer go."""
+        if not isinstance(answer, Committed):
+            raise ProtocolError(f"a commit was answered with {type(answer).__name__} and bytes")
+        parts = self._parts(answer)
+        if self._slot is not None:
+            return [buffer_of(self._reader.buffer(self._slot, part)) for part in parts]
+        return [buffer_of(view) for part in parts for view in self._sink.views(part)]
+
+    def _parts(self, answer: Committed) -> list[Slice]:
+        try:
+            return [self._wanted.by_id[number] for number in answer.slices]
+        except KeyError as error:
+            raise ProtocolError(f"slice {error} came, which was not asked for") from None
+
+    def arrived(self, answer: Message) -> None:
+        """Some slices are applied; those that come over the socket are here."""
+        assert isinstance(answer, Committed)
+        parts = [part for part in self._parts(answer) if part.id not in self._landed]
+        remote = [part for part in parts if part.id in self._wanted.remote]
+        if remote and self._slot is None:
+            self._sink.filled(remote)
+        mapped = [(part, self._reader.source(part)) for part in parts if part.id not in self._wanted.remote]
+        if mapped and self._settled:
+            self._sink.take(mapped)
+        with self._change:
+            self._landed.update(part.id for part in remote)
+            if self._settled:
+                self._landed.update(part.id for part, _ in mapped)
+            self._change.notify_all()
+
+    def has(self, numbers: Collection[int]) -> bool:
+        return self._landed.issuperset(numbers)
+
+    def wait(self, seconds: float) -> None:
+        """Until something more has landed, or this long."""
+        with self._change:
+            self._change.wait(seconds)
+
+    def finish(self, answer: Committed) -> None:
+        """The commit is whole: whatever has not landed yet lands now."""
+        if answer.slices:
+            self.arrived(answer)
+        if self._slot is not None and self.pull:
+            self._unload()
+        left = [(k, part) for k, part in self._wanted.mapped if part.id not in self._landed]
+        if not left:
+            return
+        if self._settled:
+            self._sink.take([(part, self._reader.source(part)) for _, part in left])
+        elif self.pull or len(answer.versions) < self._wanted.num_hosted:
+            # Some segments came by socket, some by shared memory: ask for the versions of these.
+            self._reader.pull([part for _, part in left], self._sink, None)
+        else:
+            self._reader.copy_verified([part for _, part in left], [answer.versions[k] for k, _ in left], self._sink)
+
+    def _unload(self) -> None:
+        assert self._slot is not None
+        parts = list(self._wanted.remote.values())
+        buffers = [(part, self._reader.buffer(self._slot, part)) for part in parts]
+        copy([pair for part, buffer in buffers for pair in scattered(buffer, self._sink.views(part))])
+        self._sink.filled(parts)

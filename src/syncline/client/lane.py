@@ -1,0 +1,62 @@
+"""One server's lane in a commit: what it is told, and where what it answers lands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.client.landing import Landing
+from syncline.core.messages import CommitStaged, Committed, GiveClip, Message, Stage
+from syncline.net.rpc import Call, Endpoint
+from syncline.net.transport import Buffer
+
+
+class ServerLane:
+    """How to ask one server in the course of a commit, and what it answered."""
+
+    __slots__ = ("_buffers", "_endpoint", "_message", "_parts", "answer", "call", "earlier", "landing")
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        message: Stage,
+        buffers: Sequence[Buffer],
+        landing: Landing | None,
+        earlier: Sequence[Call],
+    ) -> None:
+        self._endpoint, self._message, self._buffers = endpoint, message, buffers
+        self.landing, self.earlier = landing, earlier
+        self._parts = landing is not None and landing.in_parts
+        self.call: Call | None = None
+        self.answer: Committed | None = None
+
+    def stage(self) -> Call:
+        return self._ask(self._message, self._buffers)
+
+    def commit(self, clock: int) -> Call:
+        return self._ask(CommitStaged(clock, self._pull, self._parts))
+
+    def clip(self, clock: int, squared_norm: float) -> Call:
+        return self._ask(GiveClip(clock, squared_norm, self._pull, self._parts))
+
+    @property
+    def is_read_by_waiter(self) -> bool:
+        return self._endpoint.waiter_reads
+
+    @property
+    def _pull(self) -> list[int]:
+        return self.landing.pull if self.landing is not None else []
+
+    def _ask(self, message: Message, buffers: Sequence[Buffer] = ()) -> Call:
+        size = sum(map(len, buffers)) if buffers else 0
+        if self.landing is None:
+            return self._endpoint.call(message, buffers=buffers, payload_bytes=size)
+        landing = self.landing
+        return self._endpoint.call(
+            message, buffers=buffers, payload_bytes=size, into=landing.buffers, on_part=landing.arrived
+        )
+
+    def finish(self) -> None:
+        """The commit is answered everywhere: new parameters land."""
+        if self.landing is not None:
+            assert self.answer is not None
+            self.landing.finish(self.answer)

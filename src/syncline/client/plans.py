@@ -1,0 +1,77 @@
+"""What a caller gives again and again, the same arrays under the same names, is checked and described once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from syncline.client import arrays
+from syncline.client.arrays import Array, Bytes
+from syncline.client.copying import copy
+from syncline.client.exchange import Push
+from syncline.client.sinks import ArraySink
+from syncline.core.layout import Ranges
+
+
+class Given:
+    """Arrays by name, as they were given: known again by the object, its shape and where its data lie.
+
+    They are not kept alive: a caller that gives new arrays every time does not pay for the last ones.
+    """
+
+    def __init__(self, named: Mapping[str, Array]) -> None:
+        self._items = [(name, _reference(array), array.shape, _place(array)) for name, array in named.items()]
+
+    def is_again(self, named: Mapping[str, Array]) -> bool:
+        if len(named) != len(self._items):
+            return False
+        for name, reference, shape, place in self._items:
+            array = named.get(name)
+            if reference() is not array or array is None or array.shape != shape or _place(array) != place:
+                return False
+        return True
+
+
+def _reference(array: Array) -> Callable[[], Array | None]:
+    try:
+        return weakref.ref(array)
+    except TypeError:  # a NumPy scalar
+        return lambda: None
+
+
+def _place(array: Array) -> Any:
+    """NumPy cannot move the data of an array that others refer to; torch can."""
+    return array.data_ptr() if hasattr(array, "data_ptr") else None
+
+
+class PushPlan:
+    """How some arrays go into the arena of one slot: those that do not lie there already are copied."""
+
+    def __init__(self, grads: Mapping[str, Array], pushed: Ranges, targets: Sequence[tuple[str, Bytes]]) -> None:
+        self._given = Given(grads)
+        self._targets = targets
+        self._push = Push(pushed=pushed)
+
+    def fits(self, grads: Mapping[str, Array]) -> bool:
+        return self._given.is_again(grads)
+
+    def fill(self, grads: Mapping[str, Array]) -> None:
+        if self._targets:
+            copy([(target, arrays.to_bytes(grads[name])) for name, target in self._targets])
+
+    def push(self, weight: float) -> Push:
+        return self._push if weight == 1.0 else Push(pushed=self._push.pushed, weight=weight)
+
+
+class PullPlan:
+    """Where pulled parameters go: the caller's own arrays, those that are strided by a copy at the end."""
+
+    def __init__(
+        self, out: Mapping[str, Array] | None, result: Mapping[str, Array], late: Mapping[str, Bytes], sink: ArraySink
+    ) -> None:
+        self._given = Given(out) if out is not None else None
+        self.result, self.late, self.sink = result, late, sink
+
+    def fits(self, out: Mapping[str, Array] | None) -> bool:
+        return out is not None and self._given is not None and self._given.is_again(out)

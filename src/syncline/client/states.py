@@ -1,0 +1,53 @@
+"""The rules' state, fetched from the servers and given back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from syncline.client.arrays import Bytes
+from syncline.core.layout import Slice
+from syncline.core.messages import AskState, GivenState, LoadState, Message, StateEntry
+from syncline.errors import ProtocolError
+from syncline.net.rpc import Endpoint, wait_all
+from syncline.net.transport import buffer_of
+
+Entries = Sequence[tuple[StateEntry, Bytes]]
+
+
+def read_state(
+    endpoints: Mapping[str, Endpoint], slices: Sequence[Slice], seconds: float
+) -> list[tuple[StateEntry, Bytes]]:
+    """What the rules remember about these slices, one slice after the other."""
+    found: list[tuple[StateEntry, Bytes]] = []
+    for part in slices:
+        found += _read_one(endpoints[part.server], part.id, seconds)
+    return found
+
+
+def _read_one(endpoint: Endpoint, number: int, seconds: float) -> list[tuple[StateEntry, Bytes]]:
+    landed: list[Bytes] = []
+
+    def landing(answer: Message) -> list[memoryview]:
+        if isinstance(answer, GivenState):
+            landed.extend(np.empty(entry.num_bytes, np.uint8) for entry in answer.entries)
+        return [buffer_of(array) for array in landed]
+
+    answer = endpoint.call(AskState([number]), into=landing).wait(seconds)
+    if not isinstance(answer, GivenState):
+        raise ProtocolError(f"state was answered with {type(answer).__name__}")
+    return list(zip(answer.entries, landed, strict=True)) if landed else []
+
+
+def write_state(endpoints: Mapping[str, Endpoint], slices: Sequence[Slice], entries: Entries, seconds: float) -> None:
+    """Gives the rules their state on these slices."""
+    calls = []
+    for server, endpoint in endpoints.items():
+        numbers = [part.id for part in slices if part.server == server]
+        mine = [(entry, data) for entry, data in entries if entry.slice in set(numbers)]
+        if numbers:
+            message = LoadState(numbers, [entry for entry, _ in mine])
+            buffers = [buffer_of(data) for _, data in mine]
+            calls.append(endpoint.call(message, buffers=buffers, payload_bytes=sum(map(len, buffers))))
+    wait_all(calls, seconds)

@@ -1,0 +1,35 @@
+"""Where the time of a worker's steps goes: measured all the time, at the cost of a few clock readings per step."""
+
+from __future__ import annotations
+
+import time
+
+from syncline.stats import StepTimes
+
+PHASES = ("compute", "stage", "wait", "pull")
+
+
+class StepClock:
+    """Laps: the time since the last one goes to a phase. Used by the one thread that uses the exchange.
+
+    compute: the script's own work. stage: gradients into the arena and on their way. wait: for the servers to answer.
+    pull: new parameters into their place.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._last: float | None = None
+        self.num_steps = 0
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self._seconds[phase] += now - self._last
+        self._last = now
+
+    def pause(self) -> None:
+        """What comes until the next lap is no part of a step: a rest, a barrier, a registration."""
+        self._last = None
+
+    def times(self) -> StepTimes:
+        return StepTimes(num_steps=self.num_steps, **self._seconds)

@@ -1,0 +1,122 @@
+"""Answers to commits that go out slice by slice: as slices are applied, while others are not yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from syncline.core.layout import Slice
+from syncline.core.messages import Committed
+from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, buffer_of
+from syncline.roles.hosted import HostedSlice
+
+MakeBuffer = Callable[[Slice], Buffer]
+Submit = Callable[[Callable[[], None]], None]
+#: About as much goes out in one frame; less is sent by the thread that has it, and not handed over.
+FRAME_BYTES, SMALL_BYTES = 16 << 20, 1 << 16
+
+
+class PartialAnswer:
+    """One worker's answer on its way. Parts leave one after the other; the end leaves when all have left.
+
+    `pull`: slices whose bytes are sent; without, the slices are only named (shared memory). `make` gives the buffer
+    that a slice is copied into before it is sent; None: it goes out from where it lies, nobody may write it yet.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        clock: int,
+        pull: list[int],
+        make: MakeBuffer | None,
+        *,
+        submit: Submit,
+        copied: Callable[[int], None],
+    ) -> None:
+        self._request, self._clock, self._make = request, clock, make
+        self._submit, self._copied = submit, copied
+        self._wanted = set(pull) if pull else None
+        self._given: set[int] = set()
+        self._ready: list[HostedSlice] = []
+        self._waiting_bytes = 0
+        self._end: Callable[[], None] | None = None
+        self._sending = False
+        self._lock = threading.Lock()
+
+    def applied(self, slot: HostedSlice) -> None:
+        """This slice is as the commit left it."""
+        with self._lock:
+            number = slot.part.id
+            if number in self._given or (self._wanted is not None and number not in self._wanted):
+                return
+            self._given.add(number)
+            self._ready.append(slot)
+            self._waiting_bytes += slot.part.num_bytes
+            if self._sending or self._waiting_bytes <= SMALL_BYTES:  # the end is near, or goes in another frame
+                return
+            self._sending = True
+        self._submit(self._send)
+
+    def finish(self, end: Callable[[], None] | None = None) -> None:
+        """Everything is applied; or something else, a refusal, is the end of this answer."""
+        with self._lock:
+            if end is not None:
+                self._ready.clear()
+            self._end = end or self._send_end
+            if self._sending:
+                return
+            self._sending = True
+            small = self._waiting_bytes <= SMALL_BYTES
+        if small:
+            self._send()
+        else:
+            self._submit(self._send)
+
+    def _send(self) -> None:
+        while True:
+            with self._lock:
+                end = self._end
+                slots = self._take() if end is None or self._more_than_a_frame() else []
+                if end is None and not slots:
+                    self._sending = False
+                    return
+            if slots:
+                numbers, versions, buffers = self._collect(slots)
+                self._request.reply_part(Committed(self._clock, versions, numbers), buffers, sum(map(len, buffers)))
+            else:
+                assert end is not None
+                end()
+                return
+
+    def _more_than_a_frame(self) -> bool:
+        return sum(slot.part.num_bytes for slot in self._ready) > FRAME_BYTES
+
+    def _take(self) -> list[HostedSlice]:
+        """What goes into the next frame; under the lock."""
+        taken: list[HostedSlice] = []
+        num_bytes = 0
+        while self._ready and (not taken or num_bytes + self._ready[0].part.num_bytes <= FRAME_BYTES):
+            taken.append(self._ready.pop(0))
+            num_bytes += taken[-1].part.num_bytes
+        return taken
+
+    def _collect(self, slots: list[HostedSlice]) -> tuple[list[int], list[int], list[Buffer]]:
+        numbers, versions, buffers = [], [], []
+        for slot in slots:
+            version = slot.state.version
+            if self._wanted is not None:
+                target = buffer_of(slot.memory)
+                if self._make is not None:
+                    target = self._make(slot.part)
+                    version = slot.copy_into(target)
+                    self._copied(len(target))
+                buffers.append(target)
+            slot.state.seen[self._request.peer.name] = version
+            numbers.append(slot.part.id)
+            versions.append(version)
+        return numbers, versions, buffers
+
+    def _send_end(self) -> None:
+        numbers, versions, buffers = self._collect(self._ready)
+        self._request.reply(Committed(self._clock, versions, numbers), buffers, sum(map(len, buffers)))
