@@ -31,11 +31,14 @@ def test_many_steps_do_not_grow(policy: str) -> None:
 
         jobs.run(lambda job: job.kv.register({"x": np.zeros(1 << 18, np.float32)}, Rule("Adam", lr=0.1)) and None)
         jobs.run(lambda job: steps(job, 40))
-        gc.collect()
-        before = resident_bytes()
-        jobs.run(lambda job: steps(job, 200))
-        gc.collect()
-        assert resident_bytes() - before < 4 << 20
+        grown = []
+        for _ in range(3):  # what leaks grows every time; the allocator's own comings and goings do not
+            gc.collect()
+            before = resident_bytes()
+            jobs.run(lambda job: steps(job, 200))
+            gc.collect()
+            grown.append(resident_bytes() - before)
+        assert min(grown) < 4 << 20
 
 
 def test_jobs_one_after_the_other_do_not_grow() -> None:
