@@ -16,6 +16,7 @@ import pytest
 
 from syncline.core.messages import Message
 from syncline.net import tcp
+from syncline.net.connection import SocketConnection
 from syncline.net.frame import Header
 from syncline.net.transport import Connection, Memory, Peer, buffer_of
 
@@ -114,7 +115,7 @@ class Host:
 
     def connect(
         self, *, token: bytes = TOKEN, job: str = JOB, name: str = "worker-0", unix: bool = False
-    ) -> tcp.SocketConnection:
+    ) -> SocketConnection:
         identity = tcp.Identity(job, token, Peer("worker", name, 3))
         if unix:
             connection = tcp.connect_unix(self.address.unix, identity, 5.0)

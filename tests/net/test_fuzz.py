@@ -22,10 +22,10 @@ from syncline.core.messages import MESSAGES, Message
 from syncline.core.rule import Rule
 from syncline.errors import ConnectionLost, ProtocolError
 from syncline.net import frame, handshake
+from syncline.net.connection import SocketConnection
 from syncline.net.frame import Header
 from syncline.net.handshake import Connecting, Listening, Proof, Welcome, pack
 from syncline.net.rpc import Endpoint, Request, Stamp
-from syncline.net.tcp import SocketConnection
 from syncline.net.transport import Peer
 from syncline.stats import ServerStats
 

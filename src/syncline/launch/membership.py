@@ -21,6 +21,7 @@ from syncline.core.messages import Join, Joined
 from syncline.errors import ConfigError, ConnectionLost, WaitTimeout
 from syncline.launch.jobfile import JobFile
 from syncline.net import tcp
+from syncline.net.connection import SocketConnection
 from syncline.net.rpc import Endpoint, Service, Stamp
 from syncline.net.transport import Peer
 
@@ -38,7 +39,7 @@ def say(who: str) -> Callable[[str], None]:
     return line
 
 
-def connect(file: JobFile, identity: tcp.Identity) -> tcp.SocketConnection:
+def connect(file: JobFile, identity: tcp.Identity) -> SocketConnection:
     """A connection to the coordinator, tried again for a while."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
@@ -126,7 +127,7 @@ def waiter_reads(joined: Joined) -> bool:
     return joined.config.window == 0 or sum(member.role == "server" for member in joined.members) == 1
 
 
-def reach(member: Member, identity: tcp.Identity, config: JobConfig) -> tcp.SocketConnection:
+def reach(member: Member, identity: tcp.Identity, config: JobConfig) -> SocketConnection:
     """A connection to a server: shared memory where a file descriptor can be handed over, else TCP."""
     address = member.address
     assert address is not None
