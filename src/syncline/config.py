@@ -51,6 +51,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     hosts: str = ""  #: a:4,b:4 — workers per host
     remote: str = "ssh {host}"  #: command prefix that starts a process on a host
     env: str = ""  #: torchrun: also set RANK, WORLD_SIZE, … for scripts that read them
+    profile: bool = False  #: at the end, show where the time of the steps went
     runs: str = "runs"  #: folder that holds one folder per job
     slice_bytes: int = 4 << 20  #: about how large a slice is
     start_seconds: float = 120.0  #: deadline for all members to be there

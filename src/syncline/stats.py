@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -30,6 +32,11 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     stage: float = 0.0  #: gradients into the arena and on their way
     wait: float = 0.0  #: for the servers to answer; they apply in it
     pull: float = 0.0  #: new parameters into their place
+    apply: float = 0.0  #: a part of `wait`: what the servers' rules took, by their own clocks
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.stage + self.wait + self.pull
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +47,9 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     parameter_bytes: int = 0
     num_updates: int = 0  #: applied to slices, counted per slice
     num_commits: int = 0
+    apply_seconds: float = 0.0  #: of all threads, in rules on slices
+    num_rounds: int = 0  #: applied: in sync whole rounds, otherwise commits
+    round_seconds: float = 0.0  #: from a round that is whole to its last slice, added up over rounds
     bytes_copied: int = 0  #: parameters copied once more on their way to a socket
     staleness_sum: float = 0.0
     staleness_count: int = 0  #: contributions measured, per slice
@@ -64,3 +74,8 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     times: StepTimes  #: where the seconds of this worker's steps went
     servers: tuple[ServerStats, ...]
     wire: WireStats  #: of this worker
+
+
+def apply_seconds(servers: Sequence[ServerStats]) -> float:
+    """How long the servers take for one round, in the mean; they work at the same time, the slowest counts."""
+    return max((server.round_seconds / server.num_rounds for server in servers if server.num_rounds), default=0.0)

@@ -14,7 +14,7 @@ from syncline.launch.running import Script, check_script, run_job, settle_here
 
 _FLAGS = (
     "--workers", "--servers", "--policy", "--sync-every", "--window", "--transport", "--hosts", "--remote",
-    "--env", "--device", "--name", "--bind", "--runs", "--start-seconds", "--wait-seconds", "--help",
+    "--env", "--device", "--name", "--bind", "--profile", "--runs", "--start-seconds", "--wait-seconds", "--help",
 )  # fmt: skip
 
 
@@ -50,6 +50,9 @@ def run(
     bind: Annotated[
         str | None, typer.Option(metavar="ADDRESS[:PORT]", help="Where the coordinator listens. [default: loopback]")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="At the end, show where the time of the steps went.")
+    ] = False,
     runs: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for jobs' folders. [default: runs]")] = None,
     start_seconds: Annotated[
         float | None, typer.Option(help="Deadline for all members to be there. [default: 120]")
@@ -67,7 +70,8 @@ def run(
     said: dict[str, Any] = {
         "workers": workers, "servers": servers, "policy": policy, "sync_every": sync_every, "window": window,
         "transport": transport, "hosts": hosts, "remote": remote, "env": env, "device": device, "name": name,
-        "bind": bind, "runs": runs, "start_seconds": start_seconds, "wait_seconds": wait_seconds,
+        "bind": bind, "profile": profile or None, "runs": runs, "start_seconds": start_seconds,
+        "wait_seconds": wait_seconds,
     }  # fmt: skip
     launch = {key: value for key, value in said.items() if value is not None}
     target = chosen_script(script, module, arguments or [])

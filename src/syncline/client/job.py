@@ -8,9 +8,11 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
+
+import msgspec
 
 from syncline.client.kv import KeyValue
 from syncline.client.servers import ServersExchange
@@ -34,7 +36,7 @@ from syncline.core.rounds import by_name
 from syncline.errors import ConfigError, ConnectionLost, JobFailed, ProtocolError, SynclineError, WaitTimeout
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
-from syncline.stats import JobStats
+from syncline.stats import JobStats, ServerStats, StepTimes, apply_seconds
 
 REPORT_SECONDS = 0.5
 #: How long a broken connection waits for the coordinator's word on why.
@@ -247,15 +249,21 @@ class Job:
             staleness_mean=stale / pushes if pushes else 0.0,
             staleness_max=max((server.staleness_max for server in servers), default=0),
             lag_max=max((server.lag_max for server in servers), default=0),
-            times=self.exchange.times.times(),
+            times=self._times(servers),
             servers=servers,
             wire=self.exchange.stats() + self._coordinator.stats(),
         )
 
+    def _times(self, servers: Sequence[ServerStats]) -> StepTimes:
+        own = self.exchange.times.times()
+        return msgspec.structs.replace(own, apply=apply_seconds(servers) * own.num_steps)
+
     def _report(self) -> None:
         epoch, step, steps = self._progress
         with contextlib.suppress(SynclineError):
-            self._coordinator.tell(Report(self.step, self.samples_taken, self._sample_seconds, epoch, step, steps))
+            times = self.exchange.times.times()
+            taken, seconds = self.samples_taken, self._sample_seconds
+            self._coordinator.tell(Report(self.step, taken, seconds, epoch, step, steps, times))
 
     def _report_regularly(self) -> None:
         last = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Sequence
 
 from syncline.client.copying import copy
@@ -25,7 +24,6 @@ class Landing:
         self._reader, self._wanted, self._sink = reader, wanted, sink
         self._settled, self._slot = settled, slot
         self._landed: set[int] = set()
-        self._change = threading.Condition()
 
     @property
     def pull(self) -> list[int]:
@@ -65,19 +63,19 @@ class Landing:
         mapped = [(part, self._reader.source(part)) for part in parts if part.id not in self._wanted.remote]
         if mapped and self._settled:
             self._sink.take(mapped)
-        with self._change:
+        with self._reader.change:
             self._landed.update(part.id for part in remote)
             if self._settled:
                 self._landed.update(part.id for part, _ in mapped)
-            self._change.notify_all()
+            self._reader.change.notify_all()
 
     def has(self, numbers: Collection[int]) -> bool:
         return self._landed.issuperset(numbers)
 
     def wait(self, seconds: float) -> None:
         """Until something more has landed, or this long."""
-        with self._change:
-            self._change.wait(seconds)
+        with self._reader.change:
+            self._reader.change.wait(seconds)
 
     def finish(self, answer: Committed) -> None:
         """The commit is whole: whatever has not landed yet lands now."""

@@ -6,6 +6,7 @@ After two such copies of a slice have been overtaken, the slice is pinned for th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,7 @@ class ServerReader:
         self._endpoint, self._wait_seconds = endpoint, wait_seconds
         self._mapped: dict[int, Memory] = {}
         self._landing: dict[tuple[int, int], Bytes] = {}  # slot, slice
+        self.change = threading.Condition()  # a part of an answer has come
 
     def map(self, segment: Segment) -> None:
         """Maps the server's parameters of a segment, if it is on this host and can share them."""

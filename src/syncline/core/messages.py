@@ -16,7 +16,7 @@ from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS, Parameter, Ranges, 
 from syncline.core.membership import Address, Member
 from syncline.core.rule import Option, RuleSpec
 from syncline.errors import FrameError
-from syncline.stats import ServerStats
+from syncline.stats import ServerStats, StepTimes
 
 PROTOCOL = 1
 ROLES = ("coordinator", "server", "worker", "launcher")
@@ -108,6 +108,7 @@ class Report(Message, frozen=True):
     epoch: int
     epoch_step: int
     epoch_steps: int
+    times: StepTimes = StepTimes()
 
 
 class AskStats(Message, frozen=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from syncline.core.policy import Policy
 from syncline.errors import FencedError, ProtocolError
@@ -53,8 +53,7 @@ class Standing:
         return (self.stretch, self.clock - self.stretch_began)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Commit(Generic[T]):
+class Commit(NamedTuple, Generic[T]):
     """One worker's commit, with whatever the caller needs to apply and answer it."""
 
     worker: str
@@ -62,8 +61,7 @@ class Commit(Generic[T]):
     item: T
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict(Generic[T]):
+class Verdict(NamedTuple, Generic[T]):
     """What follows from an event: the rounds to apply now, in order, and why (not)."""
 
     kind: Literal["new", "already applied"]
@@ -103,7 +101,7 @@ class Rounds(Generic[T]):
         if clock != standing.clock + 1:
             raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
         self._enter_era(stretch)
-        self._enter_stretch(standing, stretch, self.slowest() if back_at is None else back_at)
+        self._enter_stretch(standing, stretch, back_at)
         standing.clock = clock
         standing.position += 1
         commit = Commit(worker, clock, item)
@@ -123,11 +121,11 @@ class Rounds(Generic[T]):
             standing.position = level
             standing.resting = standing.away = False
 
-    def _enter_stretch(self, standing: Standing, stretch: int, back_at: int) -> None:
+    def _enter_stretch(self, standing: Standing, stretch: int, back_at: int | None) -> None:
         if stretch < standing.stretch or (stretch == standing.stretch and standing.resting):
             raise ProtocolError(f"{standing.name} commits in stretch {stretch}, which it has rested from")
         if not standing.active:
-            standing.position = max(standing.position, back_at)
+            standing.position = max(standing.position, self.slowest() if back_at is None else back_at)
         if stretch > standing.stretch:
             standing.stretch, standing.stretch_began = stretch, standing.clock
         standing.resting = standing.away = False
@@ -161,7 +159,8 @@ class Rounds(Generic[T]):
                 break
             commits = self._open.pop(turn)
             # The order of names makes sums bit-equal from run to run.
-            whole.append(tuple(commits[name] for name in sorted(commits, key=by_name)))
+            names = sorted(commits, key=by_name) if len(commits) > 1 else commits
+            whole.append(tuple([commits[name] for name in names]))
         return tuple(whole)
 
     def _missing(self, turn: tuple[int, int]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import traceback
 
 import torch
@@ -16,6 +17,7 @@ from syncline.net import shm, tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.roles.pool import ThreadPool
+from syncline.roles.rules import warm_up
 from syncline.roles.server import Server
 
 
@@ -36,6 +38,7 @@ def run_server(file: JobFile, name: str, host: str) -> int:
     def accept(connection: Connection) -> None:
         server.greet(Endpoint(connection, stamp, server))
 
+    threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
     here = local_address(file)
     wants_unix = file.given.get("transport") != "tcp"
     listener = tcp.Listener(identity, accept, sock=tcp.bind(here, 0), unix=unix_name() if wants_unix else "", log=log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import time
 from collections.abc import Sequence
 
 from syncline.core.layout import Segment
@@ -21,7 +22,7 @@ from syncline.roles.staging import Staging
 
 Held = Commit[Contribution]
 #: A round of at most this many bytes is applied by the thread that completes it.
-INLINE_BYTES = 1 << 18
+INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
 
 
 class Commits:
@@ -46,6 +47,8 @@ class Commits:
         self._clipping: dict[tuple[str, int], Work] = {}
         self.num_commits = 0
         self.lag_max = 0
+        self.num_rounds = 0
+        self.round_seconds = 0.0  # from a whole round to its last slice, added up
 
     # -- staging ------------------------------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ class Commits:
 
     def _drain_all(self, work: Work) -> None:
         """Spreads a round over the pool; a small one is done by the time another thread would have woken up."""
-        small = sum(slot.part.num_bytes for slot in work.slots) <= INLINE_BYTES
+        small = len(work.slots) <= INLINE_SLICES and sum([s.part.num_bytes for s in work.slots]) <= INLINE_BYTES
         for slot in work.slots:
             if small:
                 self.drain(slot)
@@ -194,6 +197,8 @@ class Commits:
         self._pulls.advanced()
         with self.order:
             work.applied = True
+            self.num_rounds += 1
+            self.round_seconds += time.perf_counter() - work.began
             ready = [commit for commit in work.commits if commit.item.request is not None]
             if self._clips(work) and self._num_servers > 1:
                 ready = [c for c in ready if self._clipping.pop((c.worker, c.clock), None) is not None]

@@ -39,6 +39,7 @@ from syncline.core.registry import Registry
 from syncline.errors import JobFailed, ProtocolError, SynclineError
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Buffer, Peer
+from syncline.roles.profile import profile_lines
 
 #: How long the launcher has to say how a process ended, before a closed connection is the whole verdict.
 GRACE_SECONDS = 2.0
@@ -335,6 +336,23 @@ class Coordinator:
             self._log(f"JobFailed: the job has ended: {outcome.reason}")
         for request in joining:
             request.refuse(JobFailed(outcome.reason))
+
+        def measured(calls: Sequence[Call]) -> None:
+            self._profile(calls)
+            self._tell_all(outcome, endpoints)
+
+        if self.config.profile and not outcome.failed:
+            self._ask_servers(AskServerStats(), measured)
+        else:
+            self._tell_all(outcome, endpoints)
+
+    def _profile(self, calls: Sequence[Call]) -> None:
+        servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
+        times = {name: report.times for name, report in self._reports.items()}
+        for line in profile_lines(times, servers):
+            self._log(line)
+
+    def _tell_all(self, outcome: Outcome, endpoints: Sequence[Endpoint]) -> None:
         for endpoint in endpoints:
             if endpoint.is_open:
                 try:

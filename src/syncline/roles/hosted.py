@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -70,9 +71,13 @@ class Work:
     ) -> None:
         self.commits, self.slots, self.in_rounds = commits, slots, policy.in_rounds
         self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
-        self.skip = any(commit.item.skip for commit in commits)
-        self.weight = sum(commit.item.weight for commit in commits)
-        leading = next((c for c in commits if c.worker == chief), commits[0])
+        leading = commits[0]
+        if len(commits) == 1:
+            self.skip, self.weight = leading.item.skip, leading.item.weight
+        else:
+            self.skip = any(commit.item.skip for commit in commits)
+            self.weight = sum(commit.item.weight for commit in commits)
+            leading = next((c for c in commits if c.worker == chief), leading)
         self.clip_norm = leading.item.clip_norm
         self.overrides = leading.item.overrides
         self.scale = 1.0
@@ -81,6 +86,7 @@ class Work:
         self.error: Exception | None = None  # raised while it was applied
         self.failed: RuleError | None = None  # what everyone is answered then
         self.scaled = False  # whether the norm over all servers is known
+        self.began = time.perf_counter()  # when the round was whole
         self._left = len(slots)
         self._lock = threading.Lock()
         self._finished = finished
@@ -118,7 +124,7 @@ class HostedSlice:
         self.uploaded = False
         self.queue: collections.deque[Work] = collections.deque()
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
-        self.num_updates = 0
+        self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
 
     def drain(self) -> list[Work]:
@@ -135,6 +141,7 @@ class HostedSlice:
         return done
 
     def _apply(self, work: Work) -> None:
+        began = time.perf_counter()
         state = self.state
         commits = [c for c in work.commits if state.admit((c.worker, c.item.incarnation), c.clock) == "new"]
         changed = False
@@ -152,6 +159,7 @@ class HostedSlice:
                     state.writing = False
         state.applied([((c.worker, c.item.incarnation), c.clock) for c in commits], False)
         self.num_updates += changed
+        self.apply_seconds += time.perf_counter() - began
 
     def _measure(self, staleness: int) -> None:
         self.staleness_sum += staleness

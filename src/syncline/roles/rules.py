@@ -51,6 +51,7 @@ class SliceRules:
     def _begin(self, optimizers: dict[int, torch.optim.Optimizer]) -> None:
         """Steps with these optimizers from now on, by their kernels where they have one."""
         self._optimizers = optimizers
+        self._overridden: frozenset[int] = frozenset()  # groups whose settings are not the registered ones now
         self._bare_steps = {group: bare_step(optimizer) for group, optimizer in optimizers.items()}
         self._kernels = {
             group: FusedKernel(optimizer)
@@ -179,8 +180,10 @@ class SliceRules:
     ) -> None:
         optimizer = self._optimizers[group]
         settings = optimizer.param_groups[0]
-        settings.update(self.segment.rules[group].options)
-        settings.update(override)
+        if override or group in self._overridden:
+            settings.update(self.segment.rules[group].options)
+            settings.update(override)
+            self._overridden = self._overridden | {group} if override else self._overridden - {group}
         kernel = self._kernels.get(group) if len(pairs) == len(settings["params"]) else None
         if kernel is not None and kernel.step([gradient for _, gradient in pairs], settings):
             return
@@ -243,6 +246,11 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
     """`step` without torch's hooks and profiling around it, which take longer than a small update itself."""
     step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(optimizer).step)
     return step
+
+
+def warm_up() -> None:
+    """torch loads a second's worth of modules with its first optimizer: better now than when everyone waits."""
+    make_optimizer(RuleSpec("SGD", {"lr": 1.0}), [torch.zeros(1)])
 
 
 _local = threading.local()

@@ -1,0 +1,200 @@
+"""A connection over a socket: frames in both directions, read by a thread of its own or by whoever waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from syncline.errors import ConnectionLost, FrameError, ProtocolError
+from syncline.net import frame, shm
+from syncline.net.frame import Header
+from syncline.net.streams import Stream
+from syncline.net.transport import Buffer, Connection, Memory, Peer, Receiver
+from syncline.stats import WireStats
+
+
+class SocketConnection(Connection):
+    """Frames over one stream, read by a thread of its own or by whoever waits. A bad frame closes the connection."""
+
+    def __init__(self, stream: Stream, peer: Peer, label: str) -> None:
+        self.peer, self.shares_memory = peer, stream.carries_fds
+        self._stream, self._label = stream, label
+        self._send_lock = threading.Lock()
+        self._read_lock = threading.Lock()  # held by whoever is in the stream to read
+        self._closing = threading.Lock()
+        self._closed: str | None = None  # why
+        self._gone = False  # the stream is given back
+        self._receiver: Receiver | None = None
+        self._sent = [0, 0]
+        self._received = [0, 0]
+
+    def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
+        with self._closing:
+            self._receiver, closed = receiver, self._closed
+        if closed is not None:
+            receiver.lost(closed)
+            return False
+        if waiter_reads and self.shares_memory:
+            return True
+        self._read_lock.acquire()
+        threading.Thread(target=self._read_frames, name=f"read {self._label}", daemon=True).start()
+        return False
+
+    def send(
+        self, header: Header, body: bytes, buffers: Iterable[Buffer] = (), attachment: Memory | None = None
+    ) -> None:
+        fd = attachment.fd if isinstance(attachment, shm.SharedMemory) else None
+        try:
+            with self._send_lock:
+                if self._closed is not None:
+                    raise ConnectionLost(self._closed)
+                self._write(header, body, buffers, fd)
+                self._sent[0] += 1
+                self._sent[1] += frame.HEADER.size + len(body) + header.payload_bytes
+        except ConnectionLost:
+            raise  # the reader will see it too, after the other side's last words
+        except BaseException as error:
+            # Part of the frame may be on its way: what is sent next would be read as the rest of it.
+            self.close(f"a frame could not be sent whole: {type(error).__name__}: {error}")
+            raise
+
+    def _write(self, header: Header, body: bytes, buffers: Iterable[Buffer], fd: int | None) -> None:
+        first = memoryview(header.pack() + body)
+        if header.payload_bytes < 1 << 16:
+            views = list(buffers)
+            num_bytes = sum(map(len, views))
+            self._stream.write([first, *views], fd)
+        else:
+            # The buffers may be made one by one, each while the one before it is on its way.
+            self._stream.write([first], fd)
+            num_bytes = 0
+            for buffer in buffers:
+                num_bytes += len(buffer)
+                self._stream.write([buffer])
+        assert num_bytes == header.payload_bytes, f"{num_bytes} bytes sent, {header.payload_bytes} announced"
+
+    def _read_frames(self) -> None:
+        """The reader's thread: frame after frame until the end."""
+        try:
+            while self._read_or_close():
+                pass
+        finally:
+            self._read_lock.release()
+            self._give_back()
+
+    def read(self, seconds: float) -> bool:
+        """One frame, for whoever waits, if it comes in time."""
+        until = time.monotonic() + seconds
+        if not self._read_lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            return False
+        try:
+            if self._closed is None:
+                if not self._is_ready(until):
+                    return False
+                self._read_or_close()
+            return True
+        finally:
+            self._read_lock.release()
+            if self._closed is not None:
+                self._give_back()
+
+    def _is_ready(self, until: float) -> bool:
+        try:
+            return self._stream.wait(max(0.0, until - time.monotonic()))
+        except ConnectionLost as error:
+            self.close(str(error))
+            return True
+
+    def _read_or_close(self) -> bool:
+        """Reads a frame; False, and closed, when there is none to come or it is not to be had."""
+        try:
+            self._read_frame()
+            return True
+        except ConnectionLost as error:
+            reason = str(error)
+        except ProtocolError as error:
+            reason = f"refused what {self.peer} sent: {type(error).__name__}: {error}"
+        except Exception as error:  # a bug of ours must end in a verdict, not in silence
+            reason = f"{type(error).__name__}: {error}"
+        except BaseException:  # Ctrl-C in a waiter: what is left of the frame must not be read as the next one
+            self.close("interrupted within a frame")
+            raise
+        self.close(reason)
+        return False
+
+    def _give_back(self) -> None:
+        """The socket's number is somebody else's from now on: nobody may be in it, to read or to send."""
+        if self._closed is None or not self._read_lock.acquire(blocking=False):
+            return  # whoever reads sees the end, and does this after it
+        try:
+            with self._send_lock:  # a sender that was woken may still be on its way out of the socket
+                if not self._gone:
+                    self._gone = True
+                    self._stream.close()
+        finally:
+            self._read_lock.release()
+
+    def _read_frame(self) -> None:
+        assert self._receiver is not None
+        raw = bytearray(frame.HEADER.size)
+        self._stream.read(memoryview(raw))
+        header = frame.parse_header(raw)
+        body = bytearray(header.body_bytes)
+        self._stream.read(memoryview(body))
+        message = frame.decode(header.kind, body)
+        payload: Sequence[Buffer] = ()
+        if header.payload_bytes:
+            payload = self._receiver.landing(header, message)
+            if sum(len(buffer) for buffer in payload) != header.payload_bytes:
+                raise FrameError(f"a payload of {header.payload_bytes} bytes does not fit its message")
+            for buffer in payload:
+                self._stream.read(buffer)
+        attachment = self._attachment(header, message)
+        self._received[0] += 1
+        self._received[1] += frame.HEADER.size + header.body_bytes + header.payload_bytes
+        self._receiver.deliver(header, message, payload, attachment)
+
+    def _attachment(self, header: Header, message: Any) -> shm.SharedMemory | None:
+        fd = self._stream.take_fd() if header.flags & frame.ATTACHED else None
+        # What was read ahead may hold the frame that another descriptor belongs to.
+        stray = self._stream.take_fd() if self._stream.is_drained else None
+        if header.flags & frame.ATTACHED:
+            if fd is not None and stray is None and isinstance(getattr(message, "num_bytes", None), int):
+                return shm.accept(fd, message.num_bytes)
+            reason = "shared memory was announced and did not come"
+        elif stray is None:
+            return None
+        else:
+            reason = "a file descriptor that was not announced"
+        for number in (fd, stray):
+            if number is not None:
+                os.close(number)
+        raise FrameError(reason)
+
+    def create_memory(self, num_bytes: int) -> Memory:
+        return shm.create(num_bytes)
+
+    def can_carry(self, memory: Memory) -> bool:
+        return self.shares_memory and isinstance(memory, shm.SharedMemory)
+
+    def close(self, reason: str = "closed") -> None:
+        with self._closing:
+            if self._closed is not None:
+                return
+            self._closed = reason
+            receiver = self._receiver
+        self._stream.shut()
+        self._give_back()
+        if receiver is not None:
+            receiver.lost(reason)
+
+    def stats(self) -> WireStats:
+        return WireStats(
+            frames_sent=self._sent[0],
+            bytes_sent=self._sent[1],
+            frames_received=self._received[0],
+            bytes_received=self._received[1],
+        )
