@@ -88,8 +88,12 @@ class SocketConnection(Connection):
     def read(self, seconds: float) -> bool:
         """One frame, for whoever waits, if it comes in time."""
         until = time.monotonic() + seconds
-        if not self._read_lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            return False
+        if not self._read_lock.acquire(blocking=False):
+            # Somebody else reads: what it has read may be what this waiter waits for.
+            if not self._read_lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+                return False
+            self._read_lock.release()
+            return True
         try:
             if self._closed is None:
                 if not self._is_ready(until):
