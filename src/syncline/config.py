@@ -20,7 +20,9 @@ from syncline.errors import ConfigError
 TRANSPORTS = ("auto", "shm", "tcp")
 EXCHANGES = ("servers",)
 #: Said at launch or in syncline.toml only: a script cannot know on how many processes it will run.
-LAUNCH_ONLY = frozenset({"workers", "servers", "hosts", "remote", "env", "name", "bind", "runs"})
+LAUNCH_ONLY = frozenset(
+    {"workers", "servers", "hosts", "remote", "env", "name", "bind", "profile", "runs", "server_device"}
+)
 
 
 #: The least and the most of each number. A server keeps 1,024 slots per worker; a thread cannot wait for ever.
@@ -46,6 +48,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0  #: commits of its own that a worker may leave unanswered (bounded, async)
     transport: str = "auto"  #: shm: same host only; tcp: sockets even on one host; auto: the best there is
     device: str = "auto"  #: auto: cuda:LOCAL_RANK when there are enough GPUs, else cpu
+    server_device: str = "cpu"  #: where servers hold slices and run rules: cpu, cuda, cuda:0, …
     name: str = ""  #: name of the job and of its folder under runs/
     bind: str = ""  #: address[:port] on which the coordinator listens
     hosts: str = ""  #: a:4,b:4 — workers per host
@@ -97,6 +100,9 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(f"transport = {config.transport!r}: there are {', '.join(TRANSPORTS)}")
     if config.exchange not in EXCHANGES:
         raise ConfigError(f"exchange = {config.exchange!r}: there is {', '.join(EXCHANGES)}")
+    kind, colon, number = config.server_device.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and number.isdecimal() and len(number) < 4)):
+        raise ConfigError(f"server_device = {config.server_device!r}: there are cpu, cuda, cuda:0, cuda:1, …")
     if config.env not in ("", "torchrun"):
         raise ConfigError(f"env = {config.env!r}: there is torchrun")
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():

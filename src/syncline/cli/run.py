@@ -14,7 +14,8 @@ from syncline.launch.running import Script, check_script, run_job, settle_here
 
 _FLAGS = (
     "--workers", "--servers", "--policy", "--sync-every", "--window", "--transport", "--hosts", "--remote",
-    "--env", "--device", "--name", "--bind", "--profile", "--runs", "--start-seconds", "--wait-seconds", "--help",
+    "--env", "--device", "--server-device", "--name", "--bind", "--profile", "--runs",
+    "--start-seconds", "--wait-seconds", "--help",
 )  # fmt: skip
 
 
@@ -46,6 +47,9 @@ def run(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda:0, …  [default: cuda:LOCAL_RANK if there are enough GPUs, else cpu]")
     ] = None,
+    server_device: Annotated[
+        str | None, typer.Option(help="Where servers hold slices and run rules: cpu, cuda, cuda:0, …  [default: cpu]")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the job and of its folder under runs/.")] = None,
     bind: Annotated[
         str | None, typer.Option(metavar="ADDRESS[:PORT]", help="Where the coordinator listens. [default: loopback]")
@@ -69,7 +73,8 @@ def run(
     """
     said: dict[str, Any] = {
         "workers": workers, "servers": servers, "policy": policy, "sync_every": sync_every, "window": window,
-        "transport": transport, "hosts": hosts, "remote": remote, "env": env, "device": device, "name": name,
+        "transport": transport, "hosts": hosts, "remote": remote, "env": env, "device": device,
+        "server_device": server_device, "name": name,
         "bind": bind, "profile": profile or None, "runs": runs, "start_seconds": start_seconds,
         "wait_seconds": wait_seconds,
     }  # fmt: skip

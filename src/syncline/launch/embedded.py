@@ -49,10 +49,12 @@ class InProcess:
 
     def add_server(self, name: str) -> None:
         # Imported here: a worker without torch has its server in a child process.
+        from syncline.roles.homes import home_of
         from syncline.roles.pool import InlinePool
         from syncline.roles.server import Server
 
-        server = Server(name, InlinePool(), create_memory=HeapMemory, log=say(name), over=_ignore)
+        home = home_of(self.coordinator.config.server_device, say(name))
+        server = Server(name, InlinePool(), create_memory=HeapMemory, log=say(name), over=_ignore, home=home)
         self._servers[name] = server
         stamp = self.stamp()
         endpoint = self.to_coordinator("server", name, server, stamp)

@@ -16,6 +16,7 @@ from syncline.launch.membership import connect, join, local_address, say, unix_n
 from syncline.net import shm, tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
+from syncline.roles.homes import home_of
 from syncline.roles.pool import ThreadPool
 from syncline.roles.rules import warm_up
 from syncline.roles.server import Server
@@ -31,7 +32,9 @@ def run_server(file: JobFile, name: str, host: str) -> int:
         traceback.print_exception(error)
         ends.put(Over(True, name, f"{name} has a bug: {type(error).__name__}: {error}"))
 
-    server = Server(name, ThreadPool(broken), create_memory=shm.create, log=log, over=ends.put)
+    config = configuration.resolve(file.given)
+    home = home_of(config.server_device, log)
+    server = Server(name, ThreadPool(broken), create_memory=shm.create, log=log, over=ends.put, home=home)
     stamp = Stamp(file.job)
     identity = tcp.Identity(file.job, file.token_bytes, Peer("server", name or "server", 0))
 
@@ -51,9 +54,8 @@ def run_server(file: JobFile, name: str, host: str) -> int:
         listener.rename(answer.incarnation)
         server.form(answer)
 
-    seconds = configuration.resolve(file.given).start_seconds
     address = Address(listener.address.unix, here, listener.address.port)
-    join(endpoint, "server", name, host, address, {}, seconds, joined)
+    join(endpoint, "server", name, host, address, {}, config.start_seconds, joined)
     over = ends.get()
     if over.failed:
         log(f"JobFailed: the job has ended: {over.reason}")

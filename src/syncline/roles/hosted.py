@@ -20,6 +20,7 @@ from syncline.core.slices import SliceState
 from syncline.errors import RuleError
 from syncline.net.rpc import Request
 from syncline.net.transport import buffer_of
+from syncline.roles.homes import Home
 from syncline.roles.rules import SliceRules, Source
 
 Bytes = npt.NDArray[np.uint8]
@@ -115,10 +116,10 @@ class Work:
 class HostedSlice:
     """One slice at its server. All methods that change it hold its lock; nothing is sent under it."""
 
-    def __init__(self, segment: Segment, part: Slice, memory: Bytes) -> None:
+    def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
         self.part, self.segment = part, segment
-        self.memory = memory
-        self.rules = SliceRules(segment, part, memory)
+        self.memory, self._home = memory, home
+        self.rules = SliceRules(segment, part, memory, home)
         self.state = SliceState()
         self.lock = threading.Lock()
         self.uploaded = False
@@ -134,7 +135,8 @@ class HostedSlice:
             while self.queue and not self.state.pins:
                 work = self.queue.popleft()
                 try:
-                    self._apply(work)
+                    with self._home.at_work():
+                        self._apply(work)
                 except Exception as error:  # whoever waits must hear of it, whatever it is
                     work.error = work.error or error
                 done.append(work)
@@ -189,7 +191,8 @@ class HostedSlice:
 
     def norm(self, work: Work) -> float:
         """This slice's share of the squared norm of a round."""
-        return self.rules.squared_norm(self.gradients(work.commits, work))
+        with self._home.at_work():
+            return self.rules.squared_norm(self.gradients(work.commits, work))
 
     def copy_into(self, target: memoryview) -> int:
         """A whole, untorn copy; returns its version."""

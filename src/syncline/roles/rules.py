@@ -16,6 +16,7 @@ from syncline.core.messages import StateEntry
 from syncline.core.rule import PLAIN, Option, RuleSpec
 from syncline.errors import ProtocolError, RuleError
 from syncline.roles.fused import FUSED, FusedKernel
+from syncline.roles.homes import Home
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
@@ -35,10 +36,11 @@ def tensor_of(array: Bytes, dtype: str) -> torch.Tensor:
 class SliceRules:
     """The rules of one slice: a torch optimizer per group over this slice's pieces."""
 
-    def __init__(self, segment: Segment, part: Slice, memory: Bytes) -> None:
+    def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
         self.segment, self.part = segment, part
         self.pieces = segment.pieces(part)
-        self.flat = tensor_of(memory, part.dtype)
+        self._home, self._host = home, tensor_of(memory, part.dtype)
+        self.flat = home.numbers(self._host)
         self._item_bytes = self.flat.element_size()
         self._reduce, self._is_integer = segment.reduce, part.dtype in INTEGERS
         self._specs = [segment.rule_of(segment.parameters[piece.parameter]) for piece in self.pieces]
@@ -100,10 +102,12 @@ class SliceRules:
         """
         if not self.pieces:
             return []
+        sources = [(self._home.bring(t), w, has) for t, w, has in sources]
         everywhere = all(all(has) for _, _, has in sources) and not any(self._assigns)
         if everywhere:
             flat = self._combine([(t, w) for t, w, _ in sources], round_weight)
-            return list(self._staged_pieces(flat) if flat is sources[0][0] else self._split(flat))
+            stays = flat is sources[0][0] and self.flat is self._host
+            return list(self._staged_pieces(flat) if stays else self._split(flat))
         found: list[torch.Tensor | None] = []
         for index, assigns in enumerate(self._assigns):
             here = [(self.view(t, index), w) for t, w, has in sources if has[index]]
@@ -120,13 +124,13 @@ class SliceRules:
         if len(sources) == 1 and (not averaged or sources[0][1] == total):
             return sources[0][0]
         first = sources[0][0]
-        result = _scratch(first.dtype, self.flat.numel(), start, first.numel())
+        result = _scratch(first.dtype, self.flat, start, first.numel())
         if averaged and self._is_integer:
-            wide = sum((t.to(torch.float64) * w for t, w in sources), torch.zeros((), dtype=torch.float64))
-            return result.copy_(torch.as_tensor(wide / total).round_())
+            wide = sum((t.to(torch.float64) * w for t, w in sources[1:]), first.to(torch.float64) * sources[0][1])
+            return result.copy_((wide / total).round_())
         # Halves are summed in single precision.
         is_half = first.dtype in _HALF
-        total_of = _scratch(torch.float32, self.flat.numel(), start, first.numel()) if is_half else result
+        total_of = _scratch(torch.float32, self.flat, start, first.numel()) if is_half else result
         weights = [w for _, w in sources]
         equal = not averaged or all(w == weights[0] for w in weights)
         if equal and len(sources) > 1:
@@ -174,6 +178,11 @@ class SliceRules:
                 stepping.setdefault(group, []).append((parameter, gradient * scale if scale != 1.0 else gradient))
         for group, pairs in stepping.items():
             self._step(group, pairs, overrides.get(group, {}))
+        self._home.publish(self.flat, self._host)
+
+    def uploaded(self) -> None:
+        """The first values are here."""
+        self._home.load(self.flat, self._host)
 
     def _step(
         self, group: int, pairs: list[tuple[torch.Tensor, torch.Tensor]], override: Mapping[str, Option]
@@ -206,7 +215,7 @@ class SliceRules:
             optimizer = self._optimizers.get(self._groups[index])
             for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
                 if value is not None:
-                    tensor = torch.as_tensor(value).detach().contiguous()
+                    tensor = torch.as_tensor(value).detach().contiguous().cpu()
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     entry = StateEntry(self.part.id, index, key, dtype, tuple(tensor.shape))
                     found.append((entry, tensor))
@@ -218,7 +227,7 @@ class SliceRules:
         for entry, tensor in entries:
             if not 0 <= entry.piece < len(self.pieces):
                 raise ProtocolError(f"state for piece {entry.piece} of slice {self.part.id}")
-            fresh.setdefault(entry.piece, {})[entry.key] = tensor.clone()
+            fresh.setdefault(entry.piece, {})[entry.key] = tensor.to(self.flat.device, copy=True)
         optimizers = self._make_optimizers()
         for group in {self._groups[index] for index in fresh}:
             optimizers[group].state.clear()
@@ -257,16 +266,17 @@ _local = threading.local()
 _MOST_SCRATCH = 1024
 
 
-def _scratch(dtype: torch.dtype, slice_items: int, start: int, num_items: int) -> torch.Tensor:
+def _scratch(dtype: torch.dtype, flat: torch.Tensor, start: int, num_items: int) -> torch.Tensor:
     """This thread's own scratch for a slice, or a part of it; the same tensor again for the same part."""
     kept: dict[object, torch.Tensor] = _local.__dict__.setdefault("scratch", {})
-    key = (dtype, start, num_items)
+    kind = (dtype, flat.device)
+    key = (kind, start, num_items)
     if key not in kept:
         if len(kept) > _MOST_SCRATCH:
             kept.clear()
-        if dtype not in kept or kept[dtype].numel() < slice_items:
-            for old in [k for k in kept if k is dtype or (isinstance(k, tuple) and k[0] is dtype)]:
+        if kind not in kept or kept[kind].numel() < flat.numel():
+            for old in [known for known in kept if known == kind or known[0] == kind]:  # type: ignore[index]
                 del kept[old]
-            kept[dtype] = torch.empty(slice_items, dtype=dtype)
-        kept[key] = kept[dtype][start : start + num_items]
+            kept[kind] = torch.empty(flat.numel(), dtype=dtype, device=flat.device)
+        kept[key] = kept[kind][start : start + num_items]
     return kept[key]

@@ -43,6 +43,7 @@ from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
 from syncline.roles.commits import Commits
+from syncline.roles.homes import Home
 from syncline.roles.hosted import Contribution, HostedSlice
 from syncline.roles.pool import Pool
 from syncline.roles.pulls import Pulls
@@ -61,6 +62,7 @@ class Server:
         create_memory: Callable[[int], Memory],
         log: Callable[[str], None],
         over: Callable[[Over], None],
+        home: Home | None = None,
     ) -> None:
         self.name, self._pool, self._log, self._over = name, pool, log, over
         self._create_memory = create_memory
@@ -70,6 +72,7 @@ class Server:
         self._lock = threading.Lock()
         self._commits: Commits | None = None
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
+        self._home = home or Home()
         self._pulls = Pulls(self._slices, pool, self._senders)
         self._states = StateTransfer(self._slices)
         self._endpoints: set[Endpoint] = set()
@@ -134,6 +137,7 @@ class Server:
             request.reply(Done())
         elif isinstance(message, Upload):
             for slot in self._upload_slots(request.peer, message):
+                slot.rules.uploaded()
                 slot.uploaded = True
             request.reply(Done())
         elif isinstance(message, Attach):
@@ -177,10 +181,11 @@ class Server:
         parts = [part for part in segment.slices if part.server == self.name]
         size = segment.server_bytes(self.name)
         memory = self._reserve(size)
+        self._home.adopt(memory.array)
         made = {}
         for part in parts:
             view = memory.array[part.host_offset : part.host_offset + part.num_bytes]
-            made[part.id] = HostedSlice(segment, part, view)
+            made[part.id] = HostedSlice(segment, part, view, self._home)
         with self.commits.order:
             # Between two commits: the new slices begin where every worker stands now.
             for slot in made.values():
@@ -218,6 +223,7 @@ class Server:
             raise ProtocolError(f"an arena for segment {message.segment}, slot {message.slot}, which is not here")
         if request.attachment.array.nbytes < segment.num_bytes:
             raise ProtocolError(f"an arena of {request.attachment.array.nbytes} bytes; {segment.num_bytes} needed")
+        self._home.adopt(request.attachment.array)
         self.commits.attach(request.peer, message.segment, message.slot, request.attachment)
         request.reply(Done())
 
@@ -265,6 +271,7 @@ class Server:
             endpoint.close()
         self._pool.close()
         self._senders.shutdown(wait=True, cancel_futures=True)
+        self._home.close()
         if self._commits is not None:
             self._commits.staging.close()
         for memory in self._memories.values():
