@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from syncline.bench import machine, rows
+from syncline.bench import machine, moving, rows, training, words
+from syncline.bench.efficiency import efficiencies
 from syncline.bench.match import play
-from syncline.bench.row import QUICK, Effort, Outcome, Reach, Row, Samples
-from syncline.bench.sides import JobSide, ProcessSide, Task
-from syncline.cli import bench
+from syncline.bench.row import QUICK, Effort, NotMeasured, Outcome, Reach, Row, Samples, Scale
+from syncline.bench.sides import JobSide, ProcessSide
+from syncline.bench.task import Task
+from syncline.cli import bench, figures
 from syncline.cli.main import app
+from syncline.config import num_cores
 from syncline.errors import ConfigError, JobFailed, WaitTimeout
 
 AT_MOST = Reach("at most", 2.0)
@@ -30,8 +34,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def row_of(name: str, samples: Samples, reach: Reach = AT_MOST) -> Row:
-    return Row(name=name, what=f"what {name} is", reference="something bare", reach=reach, measure=lambda _: samples)
+def row_of(name: str, samples: Samples, reach: Reach = AT_MOST, **more: Any) -> Row:
+    what = f"what {name} is"
+    return Row(name=name, what=what, reference="something bare", reach=reach, measure=lambda _: samples, **more)
 
 
 def check_samples(samples: Samples, count: int) -> None:
@@ -78,8 +83,44 @@ def test_at_least_compares_speeds():
     assert not Outcome(outcome.row, Samples([1.0] * 5, [1.0] * 5)).is_reached
 
 
+def test_seconds_that_are_free_count_for_the_reach_and_not_for_the_ratio():
+    row = row_of("r", Samples((), ()), Reach("at most", 2, plus_seconds=1.5))
+    outcome = Outcome(row, Samples([3.0, 3.25, 9.0, 3.5, 3.25], [1.0] * 5))
+    assert outcome.ratio == 3.25 and outcome.is_reached
+    assert not Outcome(row, Samples([3.625] * 5, [1.0] * 5)).is_reached
+
+
+def test_a_printed_figure_has_nothing_to_come_to():
+    outcome = Outcome(row_of("r", Samples((), ()), Reach("printed")), Samples([3.0] * 5, [2.0] * 5))
+    assert outcome.ratio == 1.5 and outcome.is_reached is None
+
+
 def test_reach_in_words():
-    assert [str(Reach("at most", 1.03)), str(Reach("at least", 1.2))] == ["≤ 1.03×", "≥ 1.2×"]
+    reaches = [
+        Reach("at most", 1.03),
+        Reach("at least", 1.2),
+        Reach("at most", 2, plus_seconds=1.5),
+        Reach("printed"),
+    ]
+    assert [str(reach) for reach in reaches] == ["≤ 1.03×", "≥ 1.2×", "≤ 2× + 1.5 s", "printed"]
+
+
+def scaled(num_workers: int, ours: float, reference: float, **more: Any) -> Outcome:
+    """A row of a series, 32 samples per worker and step."""
+    row = row_of(f"scaling-{num_workers}", Samples((), ()), scale=Scale(num_workers, 32 * num_workers))
+    return Outcome(row, Samples([ours] * 5, [reference] * 5), **more)
+
+
+def test_efficiency_is_samples_per_second_over_those_of_as_many_single_workers():
+    found = efficiencies([scaled(1, 0.5, 1.0), scaled(4, 1.0, 8.0), scaled(8, 0.5, 1.0, error="failed")])
+    assert list(found) == ["scaling-1", "scaling-4"]
+    assert (found["scaling-1"].ours, found["scaling-1"].reference) == (1.0, 1.0)
+    assert (found["scaling-4"].ours, found["scaling-4"].reference) == (0.5, 0.125)
+    assert (found["scaling-4"].ours_per_second, found["scaling-4"].reference_per_second) == (128.0, 16.0)
+
+
+def test_no_efficiency_without_the_row_of_one_worker():
+    assert efficiencies([scaled(2, 0.5, 1.0), Outcome(row_of("other", Samples((), ())))]) == {}
 
 
 def test_a_median_of_four_is_refused():
@@ -105,7 +146,12 @@ def test_names_differ():
 
 def test_only_takes_names_and_patterns():
     every = rows.all_rows()
-    assert [row.name for row in rows.choose(every, ["sync-*", "shm-small"])] == ["shm-small", "sync-2", "sync-4"]
+    assert [row.name for row in rows.choose(every, ["sync-*", "shm-small"])] == [
+        "shm-small",
+        "sync-2",
+        "sync-4",
+        "sync-scaling",
+    ]
     assert rows.choose(every, []) == every
     with pytest.raises(ConfigError, match=r"--only nothing: there are shm-large, .*mlp-ddp"):
         rows.choose(every, ["nothing"])
@@ -145,13 +191,80 @@ def test_a_row_that_fails_says_why_and_leaves_the_others_alone():
     assert "bad: JobFailed: worker-0 ended with exit code 3" in result.output
 
 
+@pytest.fixture
+def odd_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of bytes, one that is printed only, one that cannot be measured here, one that wants more cores."""
+
+    def need(_: Effort) -> Samples:
+        raise NotMeasured("needs a GPU")
+
+    mib = float(1 << 20)
+    odd = [
+        row_of("bytes", Samples([210 * mib] * 5, [140 * mib] * 5), unit="bytes"),
+        row_of("printed", Samples([3.0] * 5, [2e-3] * 5), Reach("printed")),
+        Row(name="gpu", what="what gpu is", reference="r", reach=AT_MOST, measure=need),
+        row_of("cores", Samples([1.0] * 5, [1.0] * 5), num_cores=100_000),
+    ]
+    monkeypatch.setattr(bench, "all_rows", lambda: odd)
+
+
+def line_of(name: str, output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith(f" {name} "))
+
+
+@pytest.mark.usefixtures("odd_rows")
+@pytest.mark.parametrize("columns", ["200", "40"])
+def test_rows_that_cannot_be_measured_here_say_what_they_need_and_are_no_failure(columns: str):
+    """A narrow terminal cuts nothing off."""
+    result = CliRunner().invoke(app, ["bench"], env={"COLUMNS": columns})
+    assert result.exit_code == 0
+    assert line_of("gpu", result.output).rstrip().endswith("  ≤ 2×  not measured: needs a GPU")
+    assert f"not measured: needs 100000 cores, there are {num_cores()}" in line_of("cores", result.output)
+
+
+@pytest.mark.usefixtures("odd_rows")
+def test_a_row_that_wants_more_cores_is_measured_when_it_is_named():
+    result = CliRunner().invoke(app, ["bench", "--only", "core*"], env={"COLUMNS": "200"})
+    assert "1.00×" in line_of("cores", result.output) and "not measured" not in result.output
+
+
+@pytest.mark.usefixtures("odd_rows")
+def test_bytes_and_printed_figures_in_the_table():
+    result = CliRunner().invoke(app, ["bench"], env={"COLUMNS": "200"})
+    assert line_of("bytes", result.output).split()[1:5] == ["210.0", "MiB", "140.0", "MiB"]
+    assert line_of("printed", result.output).split()[-1] == "printed"
+
+
+@pytest.mark.usefixtures("odd_rows")
+def test_json_says_the_unit_and_what_is_missing():
+    result = CliRunner().invoke(app, ["bench", "--json"])
+    assert result.exit_code == 0
+    counted, printed, gpu, cores = json.loads(result.stdout)["rows"]
+    assert counted["unit"] == "bytes" and counted["ours_bytes"] == [210.0 * (1 << 20)] * 5
+    assert "ours_seconds" not in counted and counted["reached"] is True and counted["not_measured"] == ""
+    assert printed["reach"] == {"kind": "printed"} and printed["reached"] is None
+    assert gpu["not_measured"] == "needs a GPU" and gpu["error"] == "" and "ratio" not in gpu
+    assert cores["not_measured"].startswith("needs 100000 cores")
+
+
+def test_efficiency_is_shown_and_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(figures, "num_cores", lambda: 2)
+    outcomes = [scaled(1, 0.5, 1.0), scaled(4, 1.0, 8.0)]
+    figures.show_outcomes(outcomes)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" scaling-4")]
+    assert lines[-1].split() == ["scaling-4", "128/s", "16/s", "50%", "12%", "50%"]
+    first, second = figures.to_json(outcomes)["rows"]
+    assert first["efficiency"] == {"ours": 1.0, "reference": 1.0}
+    assert second["efficiency"] == {"ours": 0.5, "reference": 0.125}
+
+
 @pytest.mark.usefixtures("two_rows")
 def test_json_for_machines():
     result = CliRunner().invoke(app, ["bench", "--json"])
     found = json.loads(result.stdout)
     good, bad = found["rows"]
-    assert set(found["machine"]) == {"cores", "memory_available_bytes", "system", "python", "torch"}
-    assert good["reach"] == {"kind": "at most", "ratio": 2.0} and good["reached"] is True
+    assert set(found["machine"]) == {"cores", "memory_available_bytes", "system", "python", "torch", "gpus"}
+    assert good["reach"] == {"kind": "at most", "ratio": 2.0, "plus_seconds": 0.0} and good["reached"] is True
     assert good["ratio"] == pytest.approx(1.5) and good["ours_seconds"] == [3e-3] * 5
     assert good["others_share"] is None or 0 <= good["others_share"] <= 1
     assert good["lowest_ratio"] <= good["ratio"] <= good["highest_ratio"] and good["error"] == ""
@@ -159,9 +272,9 @@ def test_json_for_machines():
     assert result.exit_code == 1
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.0123, "12.30 ms"), (2e-5, "20.0 µs"), (1.5, "1500.00 ms")])
-def test_durations(seconds: float, words: str):
-    assert bench.duration(seconds) == words
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0123, "12.30 ms"), (2e-5, "20.0 µs"), (1.5, "1.50 s")])
+def test_durations(seconds: float, expected: str):
+    assert words.duration(seconds) == expected
 
 
 # -- real processes -----------------------------------------------------------------------------------------
@@ -178,6 +291,14 @@ def floor(kind: str, num_bytes: int = 1 << 16, side: str = "reference") -> Proce
 def test_floors_take_turns(one: str, two: str, num_bytes: int, temporary: Path):
     check_samples(play(floor(one, num_bytes, "ours"), floor(two, num_bytes), FAST), 5)
     assert not list(temporary.iterdir())
+
+
+def test_several_pairs_of_a_floor_are_there_at_once():
+    ours, reference = (
+        ProcessSide("floors", Task(kind="round trip", num_bytes=64), processes=2, side=side)
+        for side in ("ours", "reference")
+    )
+    check_samples(play(ours, reference, FAST), 5)
 
 
 def test_a_reference_that_fails_is_named_with_its_last_words(temporary: Path):
@@ -219,10 +340,16 @@ def test_a_job_that_fails_is_named_with_its_last_words(temporary: Path):
 
 
 TINY = {
-    "shared memory": rows.push_pull("a", 4096, own_arrays=True, floor="shared memory", reach=AT_MOST),
-    "tcp": rows.push_pull("b", 1 << 16, own_arrays=False, floor="stream", reach=AT_MOST, transport="tcp"),
-    "embedded": rows.embedded("c", "mlp-tiny", "a tiny MLP", reach=AT_MOST),
-    "beside DDP": rows.beside_ddp("d", "mlp-tiny", "a tiny MLP", workers=2, reach=AT_MOST),
+    "shared memory": moving.push_pull("a", 4096, own_arrays=True, floor="shared memory", reach=AT_MOST),
+    "tcp": moving.push_pull("b", 1 << 16, own_arrays=False, floor="stream", reach=AT_MOST, transport="tcp"),
+    "several servers": moving.sync_scaling("e", 1 << 14, large=(2, 2), small=(1, 1), reach=AT_MOST),
+    "crowd": moving.crowd("f", 1 << 16, workers=2, floor="stream", transport="tcp", reach=AT_MOST, num_cores=0),
+    "embedded": training.embedded("c", "mlp-tiny", "a tiny MLP", reach=AT_MOST),
+    "beside DDP": training.beside_ddp("d", "mlp-tiny", "a tiny MLP", workers=2, reach=AT_MOST),
+    "strangers": training.beside_strangers("g", "mlp-tiny", "a tiny MLP", workers=2, reach=AT_MOST),
+    "device": training.on_device(
+        "h", "gpt-tiny", "a tiny GPT", policy="async", window=1, device="cpu", reach=AT_MOST
+    ),
 }
 
 
@@ -232,5 +359,5 @@ def test_a_tiny_row_from_end_to_end(row: Row, temporary: Path):
     outcomes = bench.measure_rows([row], FAST)
     assert not outcomes[0].error
     check_samples(outcomes[0].samples, 5)
-    assert bench.to_json(outcomes)["rows"][0]["ratio"] > 0
+    assert figures.to_json(outcomes)["rows"][0]["ratio"] > 0
     assert not list(temporary.iterdir())

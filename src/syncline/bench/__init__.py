@@ -1,13 +1,23 @@
 """Figures with their references: every row is measured beside something bare, in turns, and printed as a ratio.
 
-row        what a row is, how hard to measure, what came out
-rows       the rows there are
-machine    the machine in words, and how much of it others used meanwhile
-match      two sides taking turns: pairs of figures, taken right after each other
-turns      how the bench tells a process that it is its turn, and hears how long it took
-sides      starting the processes of one side: a real job, or some plain processes
-worker     our side: the script that a job's workers run
-floors     references without a framework: shared memory, a Unix socket, TCP
-peers      references with torch: gloo, DistributedDataParallel, a fused step, the plain loop
-models     the models that both sides train
+row          what a row is, how hard to measure, what came out
+rows         the rows there are, of four kinds:
+  moving       bytes between processes
+  training     steps of a model
+  footprint    memory
+  starting     until the first step, which the script first_step makes
+efficiency   of a series of rows, by the number of workers
+words        figures in words
+machine      the machine in words, and how much of it others used meanwhile
+memory       how much memory a process has
+match        two sides taking turns: pairs of figures, taken right after each other
+turns        how the bench tells a process that it is its turn, and hears how long it took
+task         what a process does in its turns
+sides        starting the processes of one side: a real job, or some plain processes
+namespaces   two hosts on one machine, and a job that spans them
+worker       our side: the script that a job's workers run
+floors       references without a framework: shared memory, a Unix socket, TCP
+tls          another one: a TLS echo between two hosts
+peers        references with torch: gloo, DistributedDataParallel, a fused step, the plain loop
+models       the models that both sides train; the large one is in transformer
 """

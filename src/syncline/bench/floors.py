@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from syncline.bench.sides import Task, read_arguments
+from syncline.bench.task import Task, read_arguments
 from syncline.bench.turns import Operation, Seat, take_turns
 from syncline.net import shm
 from syncline.net.transport import buffer_of
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> None:
             PARTNERS[task.kind](task, sock)
         return
     with _partner(task, arguments) as sock:
-        take_turns(path, Seat(task.side, 0), FLOORS[task.kind](task, sock))
+        take_turns(path, Seat(task.side, task.number), FLOORS[task.kind](task, sock))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import pathlib
 import platform
 import resource
 from typing import Any
 
+from syncline.bench.row import NotMeasured
 from syncline.config import num_cores
 from syncline.net.shm import available_bytes
 
@@ -20,7 +22,25 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
+        "gpus": gpu_names(),
     }
+
+
+def gpu_names(folder: str = "/proc/driver/nvidia/gpus") -> list[str]:
+    """As the driver calls them."""
+    found = []
+    for path in sorted(pathlib.Path(folder).glob("*/information")):
+        lines = path.read_text(errors="replace").splitlines()
+        found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return found
+
+
+def check_gpu() -> None:
+    """Loads torch, which alone knows whether it can use one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotMeasured("needs a GPU")
 
 
 class Others:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 
 from syncline.bench.row import LEAST_PAIRS, Effort, Samples
 from syncline.bench.sides import Side
@@ -14,8 +15,13 @@ from syncline.bench.turns import Seat, Table
 FEW, MOST = 2, 20_000
 
 
-def play(ours: Side, reference: Side, effort: Effort) -> Samples:
-    """Starts both sides, lets them take turns, ends them; nothing is left behind."""
+def play(
+    ours: Side, reference: Side, effort: Effort, *, gauges: Mapping[str, Callable[[], float]] | None = None
+) -> Samples:
+    """Starts both sides, lets them take turns, ends them; nothing is left behind.
+
+    A figure is the seconds per operation of a turn, or what the side's gauge (`ours`, `reference`) shows after it.
+    """
     sides = {"ours": ours, "reference": reference}
 
     def look() -> None:
@@ -29,23 +35,33 @@ def play(ours: Side, reference: Side, effort: Effort) -> Samples:
             for side in sides.values():
                 side.start(folder, table.path)
             table.wait_for({Seat(key, k) for key, side in sides.items() for k in range(side.num_processes)})
-            return _take_pairs(table, effort)
+            return _take_turns(table, effort, gauges or {})
         finally:
             table.close()
             for side in sides.values():
                 side.stop()
 
 
-def _take_pairs(table: Table, effort: Effort) -> Samples:
+def _take_turns(table: Table, effort: Effort, gauges: Mapping[str, Callable[[], float]]) -> Samples:
     began = time.monotonic()
     counts = {side: _count(table.turn(side, FEW), effort) for side in ("ours", "reference")}
+
+    def take(side: str) -> float:
+        seconds = table.turn(side, counts[side])
+        return gauges[side]() if side in gauges else seconds
+
+    return take_pairs(take, effort, began)
+
+
+def take_pairs(take: Callable[[str], float], effort: Effort, began: float) -> Samples:
+    """One figure of each side after the other, who comes first in turn; fewer pairs when the row's time is up."""
     taken: dict[str, list[float]] = {"ours": [], "reference": []}
     for number in range(effort.num_pairs):
         if number >= LEAST_PAIRS and time.monotonic() - began > effort.row_seconds:
             break
         order = ("ours", "reference") if number % 2 == 0 else ("reference", "ours")
         for side in order:
-            taken[side].append(table.turn(side, counts[side]))
+            taken[side].append(take(side))
     return Samples(taken["ours"], taken["reference"])
 
 

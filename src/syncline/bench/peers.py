@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from syncline.bench.models import make, training_step
-from syncline.bench.sides import Task, read_arguments
+from syncline.bench.memory import return_what_is_freed
+from syncline.bench.models import Training, backward_step, make, settling, training_step
+from syncline.bench.task import Task, read_arguments
 from syncline.bench.turns import Operation, Seat, take_turns
 from syncline.config import num_cores
 
@@ -63,24 +64,37 @@ def fused_adam(task: Task, path: str) -> Operation:
 
 
 def train(task: Task, path: str) -> Operation:
-    """The plain torch loop."""
-    return training_step(*make(task.model, task.num_threads), seed=0)
+    """The plain torch loop; several processes know nothing of each other."""
+    return training_step(make(task, seed=task.number))
+
+
+def backward(task: Task, path: str) -> Operation:
+    """The plain torch loop without the optimizer's step: parameters, gradients, activations."""
+    return_what_is_freed()
+    return backward_step(make(task, seed=task.number))
 
 
 def train_ddp(task: Task, path: str) -> Operation:
-    """The same under DistributedDataParallel on gloo."""
+    """The plain loop under DistributedDataParallel on gloo."""
     _join_gloo(task, path)
-    model, optimizer, batch_size = make(task.model, task.num_threads)
-    return training_step(DistributedDataParallel(model), optimizer, batch_size, seed=task.number)
+    made = make(task, seed=task.number)
+    return training_step(Training(DistributedDataParallel(made.model), made.optimizer, made.batch))
 
 
-PEERS = {"all_reduce": all_reduce, "fused_adam": fused_adam, "train": train, "train_ddp": train_ddp}
+PEERS = {
+    "all_reduce": all_reduce,
+    "fused_adam": fused_adam,
+    "train": train,
+    "backward": backward,
+    "train_ddp": train_ddp,
+}
 
 
 def main(arguments: list[str]) -> None:
     task, path = read_arguments(arguments)
     operation = PEERS[task.kind](task, path)
-    take_turns(path, Seat(task.side, task.number), operation)
+    seat = Seat(task.side, task.number)
+    take_turns(path, seat, operation, settle=settling(task.device), num_uncounted=task.num_uncounted)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may wait for ranks that have ended already
 

@@ -4,128 +4,79 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
-from syncline.bench.match import play
-from syncline.bench.row import Effort, Reach, Row, Samples
-from syncline.bench.sides import JobSide, ProcessSide, Task
+from syncline.bench.footprint import server_memory, worker_memory
+from syncline.bench.moving import adam, crowd, push_pull, sync, sync_scaling, tls
+from syncline.bench.row import Reach, Row
+from syncline.bench.starting import start
+from syncline.bench.training import beside_ddp, beside_strangers, embedded, on_device
+from syncline.bench.words import KIB, MIB
 from syncline.errors import ConfigError
 
-MIB = 1 << 20
-LARGE, SMALL = 64 * MIB, 4 << 10
-
-
-def size_in_words(num_bytes: int) -> str:
-    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:g} KiB"
-
-
-def _against_floor(ours: Task, floor: str, settings: dict[str, Any], effort: Effort) -> Samples:
-    reference = ProcessSide("floors", Task(kind=floor, num_bytes=ours.num_bytes))
-    return play(JobSide(ours, **settings), reference, effort)
-
-
-def push_pull(
-    name: str, num_bytes: int, *, own_arrays: bool, floor: str, reach: Reach, transport: str = "shm"
-) -> Row:
-    """push_pull with one worker and one server on this host, SGD on the server, beside a bare loop."""
-    references = {
-        "shared memory": "bare two-process shared-memory loop: signal, one in-place add, one copy out",
-        "round trip": "bare Unix-socket round trip of two processes",
-        "stream": "bare TCP echo of two processes, both directions streaming in 4 MiB pieces",
-    }
-    source = "the caller's own arrays" if own_arrays else "gradients()"
-    task = Task(kind="push_pull", num_bytes=num_bytes, own_arrays=own_arrays)
-    return Row(
-        name=name,
-        what=f"{size_in_words(num_bytes)} push_pull, SGD, 1 worker 1 server, {transport}, from {source}",
-        reference=references[floor],
-        reach=reach,
-        measure=partial(_against_floor, task, floor, {"transport": transport}),
-    )
-
-
-def sync(name: str, num_bytes: int, *, workers: int, reach: Reach) -> Row:
-    """A round of several workers on one host, beside gloo."""
-
-    def measure(effort: Effort) -> Samples:
-        ours = JobSide(Task(kind="push_pull", num_bytes=num_bytes), workers=workers, transport="shm")
-        gloo = ProcessSide("peers", Task(kind="all_reduce", num_bytes=num_bytes), processes=workers)
-        return play(ours, gloo, effort)
-
-    return Row(
-        name=name,
-        what=f"{size_in_words(num_bytes)} sync, {workers} workers 1 server, from gradients()",
-        reference=f"gloo all-reduce plus local fused SGD step, {workers} ranks",
-        reach=reach,
-        measure=measure,
-    )
-
-
-def adam(name: str, num_bytes: int, *, reach: Reach) -> Row:
-    """Adam on the server, beside Adam here."""
-
-    def measure(effort: Effort) -> Samples:
-        ours = JobSide(Task(kind="push_pull", num_bytes=num_bytes, own_arrays=True, rule="Adam"), transport="shm")
-        return play(ours, ProcessSide("peers", Task(kind="fused_adam", num_bytes=num_bytes)), effort)
-
-    return Row(
-        name=name,
-        what=f"{size_in_words(num_bytes)} Adam on the server, 1 worker, from the caller's own arrays",
-        reference="one fused Adam step in the same process plus two copies",
-        reach=reach,
-        measure=measure,
-    )
-
-
-def embedded(name: str, model: str, what: str, *, reach: Reach) -> Row:
-    """One process with an embedded job, beside the same loop without us."""
-
-    def measure(effort: Effort) -> Samples:
-        task = Task(kind="train", model=model)
-        return play(ProcessSide("worker", task, side="ours"), ProcessSide("peers", task), effort)
-
-    return Row(
-        name=name,
-        what=f"{what}, one process, embedded",
-        reference="the plain torch loop",
-        reach=reach,
-        measure=measure,
-    )
-
-
-def beside_ddp(name: str, model: str, what: str, *, workers: int, reach: Reach) -> Row:
-    """Training with several workers in rounds, beside DistributedDataParallel."""
-
-    def measure(effort: Effort) -> Samples:
-        task = Task(kind="train", model=model, num_threads=1)
-        ddp = ProcessSide("peers", Task(kind="train_ddp", model=model, num_threads=1), processes=workers)
-        return play(JobSide(task, workers=workers, transport="shm"), ddp, effort)
-
-    return Row(
-        name=name,
-        what=f"{what}, {workers} workers sync, one torch thread each: samples/s",
-        reference=f"DistributedDataParallel on gloo, {workers} ranks",
-        reach=reach,
-        measure=measure,
-    )
+LARGE, SMALL = 64 * MIB, 4 * KIB
+_MEMORY = "shared memory"
+_WIDE = "MLP 784-2048-2048-10 batch 32, SGD with momentum"
 
 
 def all_rows() -> list[Row]:
-    wide, small = "MLP 784-2048-2048-10 batch 32, SGD with momentum", "MLP 784-128-10 batch 64, Adam"
-    memory = "shared memory"
+    return [*_moving_rows(), *_training_rows(), *_memory_rows(), *_start_rows(), *_gpu_rows()]
+
+
+def _moving_rows() -> list[Row]:
     return [
-        push_pull("shm-large", LARGE, own_arrays=False, floor=memory, reach=Reach("at most", 1.3)),
-        push_pull("shm-large-arrays", LARGE, own_arrays=True, floor=memory, reach=Reach("at most", 1.7)),
-        push_pull("shm-small", SMALL, own_arrays=False, floor="round trip", reach=Reach("at most", 8)),
-        push_pull("tcp-large", LARGE, own_arrays=False, floor="stream", reach=Reach("at most", 1.5), transport="tcp"),
-        sync("sync-2", LARGE, workers=2, reach=Reach("at most", 0.5)),
-        sync("sync-4", LARGE, workers=4, reach=Reach("at most", 0.4)),
-        adam("adam", LARGE, reach=Reach("at most", 1.3)),
-        embedded("lenet", "lenet", "LeNet batch 64, Adam", reach=Reach("at most", 1.03)),
-        embedded("mlp", "mlp-small", small, reach=Reach("at most", 1.15)),
-        beside_ddp("mlp-ddp", "mlp-wide", wide, workers=2, reach=Reach("at least", 1.2)),
+        push_pull("shm-large", LARGE, own_arrays=False, floor=_MEMORY, reach=_at_most(1.3)),
+        push_pull("shm-large-arrays", LARGE, own_arrays=True, floor=_MEMORY, reach=_at_most(1.7)),
+        push_pull("shm-small", SMALL, own_arrays=False, floor="round trip", reach=_at_most(8)),
+        push_pull("tcp-large", LARGE, own_arrays=False, floor="stream", reach=_at_most(1.5), transport="tcp"),
+        tls("tls-large", LARGE, reach=_at_most(1.3)),
+        sync("sync-2", LARGE, workers=2, reach=_at_most(0.5)),
+        sync("sync-4", LARGE, workers=4, reach=_at_most(0.4)),
+        sync_scaling("sync-scaling", 16 * MIB, reach=_at_most(4)),
+        crowd("async-8-shm", LARGE, workers=8, floor=_MEMORY, transport="shm", reach=_at_most(1.4), num_cores=16),
+        crowd("async-8-tcp", LARGE, workers=8, floor="stream", transport="tcp", reach=_at_most(1.4), num_cores=16),
+        adam("adam", LARGE, reach=_at_most(1.3)),
     ]
+
+
+def _training_rows() -> list[Row]:
+    small = "MLP 784-128-10 batch 64, Adam"
+    return [
+        embedded("lenet", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.03)),
+        embedded("mlp", "mlp-small", small, reach=_at_most(1.15)),
+        beside_ddp("mlp-ddp", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.2)),
+        beside_strangers("mlp-async", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 0.75)),
+        *(
+            beside_ddp(f"scaling-{n}", "mlp-wide", _WIDE, workers=n, reach=Reach("at least", 1.0), batch_size=32)
+            for n in (1, 2, 4, 8)
+        ),
+    ]
+
+
+def _memory_rows() -> list[Row]:
+    return [
+        server_memory("server-memory", LARGE, transport="shm", num_staged=0, reach=_at_most(1.3)),
+        server_memory("server-memory-tcp", LARGE, transport="tcp", num_staged=1, reach=_at_most(1.3)),
+        worker_memory("worker-memory", (784, 2688, 2688, 2688, 10), reach=_at_most(2.2)),
+    ]
+
+
+def _start_rows() -> list[Row]:
+    return [start("start", reach=Reach("at most", 2, plus_seconds=1.5))]
+
+
+def _gpu_rows() -> list[Row]:
+    full, half = (f"transformer of 124 M parameters in {d}, Adam" for d in ("float32 batch 8", "bfloat16 batch 64"))
+    return [
+        on_device("cuda-sync", "gpt", full, reach=_at_most(1.3)),
+        on_device("cuda-async", "gpt", full, policy="async", window=1, reach=_at_most(1.1)),
+        on_device("cuda-sync-bf16", "gpt-bf16", half, reach=_at_most(1.3)),
+        on_device("cuda-async-bf16", "gpt-bf16", half, policy="async", window=1, reach=_at_most(1.1)),
+        on_device("cuda-server", "gpt", full, server_device="cuda", reach=Reach("printed")),
+    ]
+
+
+def _at_most(ratio: float) -> Reach:
+    return Reach("at most", ratio)
 
 
 def choose(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:

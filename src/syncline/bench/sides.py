@@ -8,40 +8,28 @@ import pathlib
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import IO, Any, Protocol
 
 import msgspec
 
 from syncline import config as configuration
+from syncline.bench.task import Task, to_arguments
 from syncline.core.messages import Standings
 from syncline.errors import JobFailed, SynclineError
+from syncline.launch.processes import MemberProcess, Plan, start_member
 from syncline.launch.running import Script, run_job
 
 #: Every wait inside a job of the bench; a row that hangs ends by this.
 WAIT_SECONDS = 60.0
 STOP_SECONDS = 15.0
-_WORKER = "syncline.bench.worker"
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a process of either side does in its turns; it travels as JSON on the command line."""
-
-    kind: str
-    side: str = ""
-    num_bytes: int = 0  #: of float32 parameters, where they are no model's
-    own_arrays: bool = False  #: push from arrays outside the arena
-    rule: str = "SGD"
-    model: str = ""
-    num_threads: int = 0  #: of torch; 0: as torch has it
-    number: int = 0  #: which process of its side it is
-    num_processes: int = 1
+WORKER = "syncline.bench.worker"
 
 
 class Side(Protocol):
     """How to start and stop the processes of one side."""
 
-    num_processes: int
+    num_processes: int  #: that take turns
 
     def start(self, folder: pathlib.Path, path: str) -> None:
         """Starts them; `path` is where they wait for their turns."""
@@ -73,21 +61,23 @@ class _QuietScreen:
 class JobSide:
     """A job of real processes: coordinator, servers, and workers that run `worker.py`."""
 
-    def __init__(self, task: Task, *, workers: int = 1, **settings: Any) -> None:
+    def __init__(self, task: Task, *, workers: int = 1, side: str = "ours", **settings: Any) -> None:
         self.num_processes = workers
-        self._task, self._settings = task, {"workers": workers, "servers": 1, **settings}
+        self.pids: dict[str, int] = {}  # by member
+        self._task, self._side = task, side
+        self._settings = {"workers": workers, "servers": 1, **settings}
         self._screen = _QuietScreen()
         self._thread: threading.Thread | None = None
         self._ended: int | SynclineError | None = None
 
     def start(self, folder: pathlib.Path, path: str) -> None:
-        given = {**self._settings, "name": "job", "runs": str(folder), "wait_seconds": WAIT_SECONDS}
-        config = configuration.resolve(given)
-        script = Script(path=_WORKER, is_module=True, arguments=_arguments(self._task, "ours", path))
+        given = {**self._settings, "name": self._side, "runs": str(folder), "wait_seconds": WAIT_SECONDS}
+        config = configuration.resolve(configuration.check_known(given, "bench"))
+        script = Script(path=WORKER, is_module=True, arguments=to_arguments(self._task, self._side, path))
 
         def run() -> None:
             try:
-                self._ended = run_job(given, config, script, self._screen)
+                self._ended = run_job(given, config, script, self._screen, start=self._start_member)
             except SynclineError as error:
                 self._ended = error
             except Exception as error:  # a bug of ours must end the row, not keep it waiting
@@ -95,6 +85,11 @@ class JobSide:
 
         self._thread = threading.Thread(target=run, name="bench job", daemon=True)
         self._thread.start()
+
+    def _start_member(self, plan: Plan, remote: str) -> MemberProcess:
+        process = start_member(plan, remote)
+        self.pids[plan.name] = process.pid
+        return process
 
     def look(self) -> None:
         if isinstance(self._ended, SynclineError):
@@ -109,30 +104,40 @@ class JobSide:
 
 
 class ProcessSide:
-    """Plain processes of a module of this package, numbered from 0."""
+    """Plain processes of a module of this package, numbered from 0; `prefix` is put before their commands."""
 
     def __init__(
-        self, module: str, task: Task, *, processes: int = 1, side: str = "reference", **environment: str
+        self, module: str, task: Task, *, processes: int = 1, side: str = "reference", prefix: Sequence[str] = ()
     ) -> None:
         self.num_processes = processes
-        self._module, self._task, self._side = module, task, side
-        self._environment: Mapping[str, str] = environment
+        self._module, self._task, self._side, self._prefix = module, task, side, prefix
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs: list[IO[bytes]] = []
 
-    def start(self, folder: pathlib.Path, path: str) -> None:
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:
+        """The command line of each process."""
+        found = []
         for number in range(self.num_processes):
             task = msgspec.structs.replace(self._task, number=number, num_processes=self.num_processes)
+            command = [sys.executable, "-m", f"syncline.bench.{self._module}"]
+            found.append([*self._prefix, *command, *to_arguments(task, self._side, path)])
+        return found
+
+    def start(self, folder: pathlib.Path, path: str) -> None:
+        for number, command in enumerate(self.commands(folder, path)):
             output = (folder / f"{self._side}-{number}.log").open("w+b")
             self._outputs.append(output)
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", f"syncline.bench.{self._module}", *_arguments(task, self._side, path)],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     cwd=folder,  # where no syncline.toml changes what is measured
-                    env=configuration.inherited_environment(self._environment),
                 )
             )
 
@@ -153,12 +158,3 @@ class ProcessSide:
         for output in self._outputs:
             with contextlib.suppress(OSError):
                 output.close()
-
-
-def _arguments(task: Task, side: str, path: str) -> list[str]:
-    return [msgspec.json.encode(msgspec.structs.replace(task, side=side)).decode(), path]
-
-
-def read_arguments(arguments: list[str]) -> tuple[Task, str]:
-    """What a process was told on its command line: its task, and where it waits for its turns."""
-    return msgspec.json.decode(arguments[0], type=Task), arguments[1]

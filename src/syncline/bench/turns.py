@@ -48,18 +48,26 @@ class Taken(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def take_turns(path: str, seat: Seat, operation: Operation) -> None:
-    """Runs the operation whenever it is this process's turn, until the bench closes the connection."""
+def take_turns(
+    path: str, seat: Seat, operation: Operation, *, settle: Operation = lambda: None, num_uncounted: int = 1
+) -> None:
+    """Runs the operation whenever it is this process's turn, until the bench closes the connection.
+
+    `settle` waits for what an operation has left under way elsewhere (a GPU): the clock is read only then.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(path)
         with sock.makefile("rwb") as lines, contextlib.suppress(ConnectionError):
             _send(lines, seat)
             while line := lines.readline(_LINE_BYTES):
                 turn = msgspec.json.decode(line, type=Turn)
-                operation()  # not counted: the caches are the other side's, and the processes of a side meet here
+                for _ in range(num_uncounted):  # the caches are the other side's, and the processes of a side meet
+                    operation()
+                settle()
                 began = time.perf_counter()
                 for _ in range(turn.count):
                     operation()
+                settle()
                 _send(lines, Taken((time.perf_counter() - began) / turn.count))
 
 
@@ -87,7 +95,7 @@ class Table:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(self.path)
-            self._listener.listen(32)
+            self._listener.listen(64)
             self._listener.settimeout(_LOOK_SECONDS)
         except BaseException:
             self._listener.close()

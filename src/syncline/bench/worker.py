@@ -7,16 +7,19 @@ import sys
 import numpy as np
 
 import syncline
-from syncline.bench.sides import Task, read_arguments
+from syncline.bench.task import Task, read_arguments
 from syncline.bench.turns import Operation, Seat, take_turns
 
 
 def push_pull(task: Task) -> Operation:
-    """Gradients up and parameters down, in one round trip."""
-    kv = syncline.init().kv
-    size = task.num_bytes // 4
+    """Gradients up and parameters down, in one round trip; a bystander does neither."""
+    job = syncline.init()
+    kv, size = job.kv, task.num_bytes // 4
     values = {"w": np.zeros(size, np.float32)}
     kv.register(values, syncline.Rule(task.rule, lr=1e-3))
+    if job.rank < task.num_bystanders:
+        job.rest()
+        return lambda: None
     gradients = {"w": np.ones(size, np.float32)} if task.own_arrays else kv.gradients()
     gradients["w"][...] = 1.0
     return lambda: kv.push_pull(gradients, out=values).wait()
@@ -24,21 +27,40 @@ def push_pull(task: Task) -> Operation:
 
 def train(task: Task) -> Operation:
     """A step of training with our optimizer around torch's."""
-    from syncline.bench.models import make, training_step
+    from syncline.bench.models import Training, make, training_step
     from syncline.torch import DistributedOptimizer
 
-    job = syncline.init()
-    model, optimizer, batch_size = make(task.model, task.num_threads)
-    return training_step(model, DistributedOptimizer(optimizer, model=model), batch_size, seed=job.rank)
+    made = make(task, seed=syncline.init().rank)
+    return training_step(Training(made.model, DistributedOptimizer(made.optimizer, model=made.model), made.batch))
 
 
-OPERATIONS = {"push_pull": push_pull, "train": train}
+def train_keeping(task: Task) -> Operation:
+    """The same, with the gradients still there at the end of a step: what memory it takes."""
+    from syncline.bench.memory import return_what_is_freed
+    from syncline.bench.models import backward_step, make
+    from syncline.torch import DistributedOptimizer
+
+    return_what_is_freed()
+    made = make(task, seed=syncline.init().rank)
+    return backward_step(made, DistributedOptimizer(made.optimizer, model=made.model).step)
+
+
+OPERATIONS = {"push_pull": push_pull, "train": train, "train_keeping": train_keeping}
+
+
+def _settling(task: Task) -> Operation:
+    if task.device == "cpu":
+        return lambda: None
+    from syncline.bench.models import settling
+
+    return settling(task.device)
 
 
 def main(arguments: list[str]) -> None:
     task, path = read_arguments(arguments)
     operation = OPERATIONS[task.kind](task)
-    take_turns(path, Seat(task.side, syncline.current_job().rank), operation)
+    seat = Seat(task.side, syncline.current_job().rank)
+    take_turns(path, seat, operation, settle=_settling(task), num_uncounted=task.num_uncounted)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.hosts import assign, parse_hosts
 from syncline.launch.launcher import Launcher, Screen
-from syncline.launch.processes import LOCAL_HOSTS, Plan
+from syncline.launch.processes import LOCAL_HOSTS, MemberProcess, Plan, start_member
 from syncline.net import tcp
 
 
@@ -57,13 +57,19 @@ def check_script(script: Script) -> None:
         raise ConfigError(f"there is no script {script.path}")
 
 
-def run_job(given: dict[str, Any], config: JobConfig, script: Script, screen: Screen) -> int:
-    """`syncline run`: one job from start to verdict; the exit code."""
+def run_job(
+    given: dict[str, Any],
+    config: JobConfig,
+    script: Script,
+    screen: Screen,
+    start: Callable[[Plan, str], MemberProcess] = start_member,
+) -> int:
+    """`syncline run`: one job from start to verdict; the exit code. `start` starts its members."""
     with listen(config) as sock:
         folder = _make_folder(config)
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
         plans = make_plans(file, config, script, sock.fileno())
-        return Launcher(file, plans, screen, folder=folder, remote=config.remote).run()
+        return Launcher(file, plans, screen, folder=folder, remote=config.remote, start=start).run()
 
 
 def _make_folder(config: JobConfig) -> pathlib.Path:

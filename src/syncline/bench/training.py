@@ -1,0 +1,102 @@
+"""Rows about training: whole steps of a model, beside the same loop without us or with a peer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from syncline.bench.machine import check_gpu
+from syncline.bench.match import play
+from syncline.bench.row import Effort, Reach, Row, Samples, Scale
+from syncline.bench.sides import JobSide, ProcessSide
+from syncline.bench.task import Task
+
+#: In a turn with a window, the first steps have nothing to wait for.
+UNCOUNTED = 3
+#: Turns on a GPU last so much longer: a step alone takes about half a turn.
+LONGER = 5
+
+
+def embedded(name: str, model: str, what: str, *, reach: Reach) -> Row:
+    """One process with an embedded job, beside the same loop without us."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="train", model=model)
+        return play(ProcessSide("worker", task, side="ours"), ProcessSide("peers", task), effort)
+
+    return Row(
+        name=name,
+        what=f"{what}, one process, embedded",
+        reference="the plain torch loop",
+        reach=reach,
+        measure=measure,
+    )
+
+
+def beside_ddp(name: str, model: str, what: str, *, workers: int, reach: Reach, batch_size: int = 0) -> Row:
+    """Training with several workers in rounds, beside DistributedDataParallel; with a batch size, one of a series."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="train", model=model, num_threads=1)
+        ddp = ProcessSide("peers", Task(kind="train_ddp", model=model, num_threads=1), processes=workers)
+        return play(JobSide(task, workers=workers, transport="shm"), ddp, effort)
+
+    return Row(
+        name=name,
+        what=f"{what}, {workers} {'worker' if workers == 1 else 'workers'} sync, one torch thread each: samples/s",
+        reference=f"DistributedDataParallel on gloo, {workers} {'rank' if workers == 1 else 'ranks'}",
+        reach=reach,
+        measure=measure,
+        scale=Scale(workers, workers * batch_size) if batch_size else None,
+    )
+
+
+def beside_strangers(name: str, model: str, what: str, *, workers: int, reach: Reach) -> Row:
+    """Training with several workers in `async`, beside as many processes that do not communicate."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="train", model=model, num_threads=1, num_uncounted=UNCOUNTED)
+        ours = JobSide(task, workers=workers, transport="shm", policy="async", window=1)
+        return play(ours, ProcessSide("peers", task, processes=workers), effort)
+
+    return Row(
+        name=name,
+        what=f"{what}, {workers} workers async --window 1, one torch thread each: samples/s",
+        reference=f"{workers} plain processes that do not communicate at all",
+        reach=reach,
+        measure=measure,
+    )
+
+
+def on_device(
+    name: str,
+    model: str,
+    what: str,
+    *,
+    reach: Reach,
+    policy: str = "sync",
+    window: int = 0,
+    device: str = "cuda",
+    server_device: str = "",
+) -> Row:
+    """One worker that trains on a GPU, beside the same step without us."""
+    settings: dict[str, Any] = {"policy": policy, "window": window, "transport": "shm"}
+    how = f"{policy} --window {window}" if window else policy
+    if server_device:
+        settings["server_device"] = server_device
+        how += f", --server-device {server_device}"
+
+    def measure(effort: Effort) -> Samples:
+        if device != "cpu":
+            check_gpu()
+        task = Task(kind="train", model=model, device=device, num_uncounted=UNCOUNTED if window else 1)
+        longer = dataclasses.replace(effort, turn_seconds=effort.turn_seconds * LONGER)
+        return play(JobSide(task, **settings), ProcessSide("peers", task), longer)
+
+    return Row(
+        name=name,
+        what=f"{what}, on a GPU, 1 worker 1 server, {how}",
+        reference="the local step in one process, fused Adam",
+        reach=reach,
+        measure=measure,
+    )

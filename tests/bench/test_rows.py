@@ -1,0 +1,121 @@
+"""The rows as they are measured, without measuring them: how many processes on each side, and what they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.bench import footprint, moving, namespaces, training
+from syncline.bench.match import play
+from syncline.bench.row import Effort, Samples
+from syncline.bench.rows import all_rows
+from syncline.bench.sides import JobSide, ProcessSide
+from syncline.bench.task import Task
+from syncline.errors import ConfigError
+
+Sides = tuple[Any, Any, Effort]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
+    """Both sides of every row, by its name, and the effort; nothing is started."""
+    found: list[Sides] = []
+
+    def note(ours: Any, reference: Any, effort: Effort, *, gauges: Any = None) -> Samples:
+        found.append((ours, reference, effort))
+        return Samples([1.0] * 5, [1.0] * 5)
+
+    class NoWire:
+        def __enter__(self) -> namespaces.Wire:
+            return namespaces.Wire("one", "two")
+
+        def __exit__(self, *error: object) -> None: ...
+
+    for module in (moving, training, footprint):
+        monkeypatch.setattr(module, "play", note)
+    monkeypatch.setattr(moving, "wire", NoWire)
+    monkeypatch.setattr(footprint, "check_memory_is_told", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = [row for row in all_rows() if row.name != "start"]
+    for row in rows:
+        row.measure(fast)
+    return dict(zip([row.name for row in rows], found, strict=True))
+
+
+def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
+    counts = {name: (ours.num_processes, reference.num_processes) for name, (ours, reference, _) in played.items()}
+    assert {name: pair for name, pair in counts.items() if pair != (1, 1)} == {
+        "tls-large": (2, 1),  # one of our two workers stands by
+        "sync-2": (2, 2),
+        "sync-4": (4, 4),
+        "sync-scaling": (8, 2),
+        "async-8-shm": (8, 8),
+        "async-8-tcp": (8, 8),
+        "mlp-ddp": (2, 2),
+        "mlp-async": (2, 2),
+        "scaling-2": (2, 2),
+        "scaling-4": (4, 4),
+        "scaling-8": (8, 8),
+    }
+
+
+def settings(side: JobSide) -> dict[str, Any]:
+    return {
+        key: value for key, value in side._settings.items() if key in ("servers", "policy", "window", "transport")
+    }
+
+
+def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
+    jobs = {name: settings(ours) for name, (ours, _, _) in played.items() if isinstance(ours, JobSide)}
+    one_shm = {"servers": 1, "transport": "shm"}
+    assert jobs["sync-scaling"] == {"servers": 4, "transport": "shm"}
+    assert settings(played["sync-scaling"][1]) == one_shm
+    assert jobs["async-8-tcp"] == {"servers": 1, "transport": "tcp", "policy": "async"}
+    assert jobs["async-8-shm"] == {**one_shm, "policy": "async"}
+    assert jobs["mlp-async"] == jobs["cuda-async-bf16"] == {**one_shm, "policy": "async", "window": 1}
+    assert jobs["cuda-sync"] == {**one_shm, "policy": "sync", "window": 0}
+    assert jobs["server-memory"] == jobs["worker-memory"] == jobs["scaling-8"] == one_shm
+    assert jobs["server-memory-tcp"] == settings(played["server-memory-tcp"][1]) == {**one_shm, "transport": "tcp"}
+    given = {name: ours._settings.get("server_device") for name, (ours, _, _) in played.items() if name in jobs}
+    assert {name: device for name, device in given.items() if device} == {"cuda-server": "cuda"}
+
+
+def test_a_setting_that_a_job_does_not_know_is_an_error_of_ours(fast: Effort):
+    """It fails its row and no other."""
+    side = JobSide(Task(kind="push_pull"), no_such_setting=1)
+    with pytest.raises(ConfigError, match=r"bench: unknown setting 'no_such_setting'"):
+        play(side, JobSide(Task(kind="push_pull"), side="reference"), fast)
+
+
+def test_both_sides_do_the_same_work(played: dict[str, Sides]):
+    """The same model on the same device with as many threads, or as many bytes."""
+    for name, (ours, reference, _) in played.items():
+        one, two = ours._task, reference._task
+        same = ("model", "widths", "device", "num_threads", "num_uncounted")
+        assert [getattr(one, key) for key in same] == [getattr(two, key) for key in same], name
+        assert one.num_bytes == two.num_bytes or name.startswith("server-memory"), name
+    assert played["cuda-sync"][0]._task.device == "cuda" and played["mlp-async"][0]._task.num_threads == 1
+
+
+def test_with_a_window_the_first_steps_are_not_counted(played: dict[str, Sides]):
+    """They have nothing to wait for: two of them are under way when the third begins."""
+    for ours, _, _ in played.values():
+        window = ours._settings.get("window", 0) if isinstance(ours, JobSide) else 0
+        assert ours._task.num_uncounted > window + 1 if window else ours._task.num_uncounted == 1
+
+
+def test_turns_on_a_gpu_are_longer(played: dict[str, Sides], fast: Effort):
+    longer = {name for name, (_, _, effort) in played.items() if effort.turn_seconds > fast.turn_seconds}
+    assert longer == {name for name in played if name.startswith("cuda-")}
+
+
+def test_the_partner_of_the_bare_echo_is_in_the_other_namespace(played: dict[str, Sides], tmp_path: Any):
+    ours, echo, _ = played["tls-large"]
+    assert isinstance(echo, ProcessSide)
+    assert echo.commands(tmp_path, "p")[0][:4] == ["ip", "netns", "exec", "two"]
+    assert echo._task.prefix == ["ip", "netns", "exec", "one"] and echo._task.address == "10.77.0.1"
+    command = " ".join(ours.commands(tmp_path, "p")[0])
+    assert command.startswith("ip netns exec one ")
+    assert "run -H one:1,two:1 -s 1 --remote ip netns exec {host} --bind 10.77.0.1 " in command

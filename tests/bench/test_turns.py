@@ -1,0 +1,41 @@
+"""Turns: what is counted of them, and gauges that are read after them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from syncline.bench.match import play
+from syncline.bench.row import Effort
+from syncline.bench.sides import ProcessSide
+from syncline.bench.task import Task
+from syncline.bench.turns import Seat, Table, take_turns
+
+
+def test_the_clock_runs_from_settled_to_settled(tmp_path: Path):
+    """Three operations are not counted; what a device still has under way belongs to neither clock."""
+    events: list[str] = []
+    seat, table = Seat("ours", 0), Table(tmp_path, lambda: None)
+
+    def player() -> None:
+        settle, operation = (lambda event=event: events.append(event) for event in ("settle", "operation"))
+        take_turns(table.path, seat, operation, settle=settle, num_uncounted=3)
+
+    thread = threading.Thread(target=player)
+    thread.start()
+    try:
+        table.wait_for({seat})
+        assert table.turn("ours", 2) > 0
+    finally:
+        table.close()
+        thread.join()
+    assert events == ["operation"] * 3 + ["settle"] + ["operation"] * 2 + ["settle"]
+
+
+def test_gauges_are_read_instead_of_the_clock(fast: Effort):
+    """Each side's own, once per turn; a side without one has its seconds."""
+    seen = iter(range(100, 200))
+    one, two = (ProcessSide("floors", Task(kind="round trip", num_bytes=64), side=s) for s in ("ours", "reference"))
+    samples = play(one, two, fast, gauges={"ours": lambda: float(next(seen))})
+    assert samples.ours == [100.0, 101.0, 102.0, 103.0, 104.0]
+    assert all(0 < seconds < 10 for seconds in samples.reference)
