@@ -78,6 +78,9 @@ class Exchange(Protocol):
     def commit(self, push: Push, sink: Sink | None) -> Ticket:
         """The arena counts from now on; new parameters go into the sink, if there is one."""
 
+    def prefer(self, slices: Sequence[int]) -> None:
+        """The order in which this worker needs its slices, by their ids: they are applied in it."""
+
     def pull(self, slices: Sequence[Slice], sink: Sink, min_version: int | None) -> list[int]:
         """Parameters into the sink; their versions."""
 

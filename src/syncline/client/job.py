@@ -115,6 +115,7 @@ class Job:
         self._first_sample, self._sample_seconds = 0.0, 0.0
         self._progress = (0, 0, 0)
         self._before_rest: list[Callable[[], None]] = []
+        self._before_settle: list[Callable[[], None]] = []
         self._closed = threading.Event()
         self._device: str | None = None
         self._noticed: set[str] = set()
@@ -197,9 +198,13 @@ class Job:
         """Something that must be sent before this worker rests or leaves."""
         self._before_rest.append(action)
 
+    def before_settle(self, action: Callable[[], None]) -> None:
+        """Something to be done before all open pushes are waited for: at a barrier, a rest, the end."""
+        self._before_settle.append(action)
+
     def rest(self) -> None:
         """Takes part in no round until the next push: this worker has finished its part."""
-        for action in self._before_rest:
+        for action in (*self._before_rest, *self._before_settle):
             action()
         self.exchange.rest()
         self._report()
@@ -208,6 +213,8 @@ class Job:
 
     def barrier(self, name: str) -> None:
         """Returns when every worker has come here, as often as this one. Raises WaitTimeout."""
+        for action in self._before_settle:
+            action()
         turn = self._turns[name] = self._turns.get(name, 0) + 1
         answer = self._ask(Barrier(name, turn, self.exchange.step_aside()))
         assert isinstance(answer, Passed)
@@ -291,7 +298,7 @@ class Job:
         if self._closed.is_set():
             return
         try:
-            for action in self._before_rest:
+            for action in (*self._before_rest, *self._before_settle):
                 action()
             self.exchange.settle()
             self._report()

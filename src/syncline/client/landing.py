@@ -56,7 +56,8 @@ class Landing:
     def arrived(self, answer: Message) -> None:
         """Some slices are applied; those that come over the socket are here."""
         assert isinstance(answer, Committed)
-        parts = [part for part in self._parts(answer) if part.id not in self._landed]
+        by_id = self._wanted.by_id  # without bytes, the server names slices that nobody here wants, too
+        parts = [by_id[number] for number in answer.slices if number in by_id and number not in self._landed]
         remote = [part for part in parts if part.id in self._wanted.remote]
         if remote and self._slot is None:
             self._sink.filled(remote)

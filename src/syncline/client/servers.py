@@ -25,6 +25,7 @@ from syncline.core.messages import (
     GivenWhy,
     Leave,
     Message,
+    Prefer,
     Rest,
     Stage,
     StateEntry,
@@ -214,23 +215,6 @@ class ServersExchange:
             answers = self._wait_all([self._ask(e, AskPlace()) for e in self._endpoints.values()])
             self._back_at = max(answer.position for answer in answers if isinstance(answer, GivenPlace))
 
-    def _touched(self, push: Push) -> set[int]:
-        """The slices that hold any of what is pushed."""
-        found: set[int] = set()
-        for start, stop in push.pushed:
-            for segment in self.layout.segments:
-                low = max(start - segment.first_parameter, 0)
-                high = min(stop - segment.first_parameter, len(segment.parameters))
-                if low < high:
-                    begin = segment.offsets[low]
-                    end = segment.offsets[high - 1] + segment.parameters[high - 1].num_bytes
-                    found.update(
-                        part.id
-                        for part in segment.slices
-                        if part.offset < end and part.offset + part.num_bytes > begin
-                    )
-        return found
-
     def _lane(self, server: str, push: Push, sink: Sink | None) -> ServerLane:
         parts = [part for part in self._parts_to_send(server, push) if part.id not in self._sent]
         landing = self._landing(server, sink) if sink is not None else None
@@ -243,7 +227,7 @@ class ServersExchange:
         slot = self.slot
         key = (server, push.pushed, slot)
         if key not in self._unshared:
-            touched = self._touched(push)
+            touched = self.layout.slices_with(push.pushed)
             hosted = [part for part in self._hosted[server] if part.id in touched]
             for segment in {part.segment for part in hosted}:
                 self._arenas.array(self.layout.segments[segment], slot)
@@ -322,7 +306,11 @@ class ServersExchange:
 
     # -- pulling and state --------------------------------------------------------------------------------
 
+    def prefer(self, slices: Sequence[int]) -> None:
+        self._wait_all([self._ask(e, Prefer(list(slices))) for e in self._endpoints.values()])
+
     def pull(self, slices: Sequence[Slice], sink: Sink, min_version: int | None) -> list[int]:
+        self.make_room()  # what is read has this worker's own pushes, but for those in the window
         versions: dict[int, int] = {}
         try:
             for server, reader in self._readers.items():

@@ -244,6 +244,19 @@ class Layout:
         for segment in self.segments:
             yield from segment.slices
 
+    def slices_with(self, ranges: Ranges) -> set[int]:
+        """The ids of the slices that hold anything of these parameters."""
+        found: set[int] = set()
+        for start, stop in ranges:
+            for segment in self.segments:
+                low = max(start - segment.first_parameter, 0)
+                high = min(stop - segment.first_parameter, len(segment.parameters))
+                if low < high:
+                    begin = segment.offsets[low]
+                    end = segment.offsets[high - 1] + segment.parameters[high - 1].num_bytes
+                    found.update(p.id for p in segment.slices if p.offset < end and p.offset + p.num_bytes > begin)
+        return found
+
     def parameter_id(self, name: str) -> int:
         segment, index = self.where[name]
         return segment.first_parameter + index

@@ -266,6 +266,12 @@ class GiveClip(Message, frozen=True):
     parts: bool = False
 
 
+class Prefer(Message, frozen=True):
+    """The order in which this worker needs its slices; they are applied in it. What is not named comes last."""
+
+    slices: list[int]
+
+
 class Rest(Message, frozen=True):
     """This worker takes part in no more rounds of its stretch; `away`: of none at all until its next push."""
 
@@ -374,7 +380,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Done, Refused, Join, Joined, Register, Registered, Uploaded, Barrier, Passed, Report, AskStats, GivenStats,
     Leave, Watch, Standings, Died, Host, AskServerStats, GivenServerStats, Over, Upload, Attach, Map, Mapped,
     Stage, CommitStaged, Committed, AskClip, GiveClip, Rest, AskPlace, GivenPlace, Pull, Pulled, Verify,
-    Verified, Pin, Unpin, AskState, GivenState, LoadState, AskWhy, GivenWhy,
+    Verified, Pin, Unpin, AskState, GivenState, LoadState, AskWhy, GivenWhy, Prefer,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -382,7 +388,7 @@ KIND = {message: number for number, message in enumerate(MESSAGES)}
 MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({
         Join, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload, Attach, Map, Stage, CommitStaged,
-        GiveClip, Rest, AskPlace, Pull, Verify, Pin, Unpin, AskState, LoadState, AskWhy,
+        GiveClip, Rest, AskPlace, Pull, Verify, Pin, Unpin, AskState, LoadState, AskWhy, Prefer,
     }),
     "server": frozenset({Join, Leave}),
     "coordinator": frozenset({Host, AskServerStats, Over}),

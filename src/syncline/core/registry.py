@@ -63,6 +63,11 @@ class Registry:
         names = ", ".join(p.name for p in parameters[:3])
         return Decision("wait", f"the chief has not registered {names} yet")
 
+    def segments_with(self, parameters: Sequence[Parameter]) -> list[Segment]:
+        """All segments up to the last that has any of these; one that comes after it may not be hosted yet."""
+        last = max(self.layout.where[p.name][0].index for p in parameters)
+        return self.layout.segments[: last + 1]
+
     def take_back(self, segment: Segment) -> None:
         """A segment could not be hosted, and nobody has heard of it: as if it had not been registered."""
         if self.layout.segments and self.layout.segments[-1] is segment:

@@ -44,6 +44,8 @@ class Commits:
         self.staging = Staging()
         self._staged: dict[tuple[str, int], tuple[Contribution, set[int]]] = {}
         self._parked: list[Held] = []
+        self._preferred: list[int] = []
+        self._in_order: tuple[HostedSlice, ...] = ()
         self._clipping: dict[tuple[str, int], Work] = {}
         self.num_commits = 0
         self.lag_max = 0
@@ -155,13 +157,27 @@ class Commits:
         """Under `order`: every slice gets its rounds in the order in which they became whole."""
         works = []
         for commits in verdict.apply:
-            slots = tuple(self._slices.values())
+            slots = self._slots_in_order()
             work = Work(commits, slots, self._chief, self._rounds.policy, self._finished)
             works.append(work)
             if not self._clips(work):
                 for slot in slots:
                     slot.queue.append(work)
         return works
+
+    def _slots_in_order(self) -> tuple[HostedSlice, ...]:
+        """As they are needed first, where somebody has said so; else as they are hosted."""
+        if len(self._in_order) != len(self._slices):
+            place = {number: k for k, number in enumerate(self._preferred)}
+            ordered = sorted(self._slices, key=lambda number: place.get(number, len(place)))
+            self._in_order = tuple(self._slices[number] for number in ordered)
+        return self._in_order
+
+    def prefer(self, slices: Sequence[int]) -> None:
+        """Slices are applied in this order from now on."""
+        with self.order:
+            self._preferred = [number for number in slices if number in self._slices]
+            self._in_order = ()
 
     def _clips(self, work: Work) -> bool:
         return work.clip_norm is not None and not work.skip and bool(work.slots or self._num_servers > 1)

@@ -177,7 +177,7 @@ class Coordinator:
                 self._registering.append(request)
                 return
         if decision.segment is None:
-            request.reply(Registered(list(registry.layout.segments)))
+            request.reply(Registered(registry.segments_with(message.parameters)))
         else:
             self._host(request, decision.segment)
 

@@ -58,7 +58,7 @@ class SliceRules:
         self._kernels = {
             group: FusedKernel(optimizer)
             for group, optimizer in optimizers.items()
-            if self.segment.rules[group].name in FUSED
+            if self.segment.rules[group].name in FUSED and optimizer.defaults.get("fused")
         }
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -236,12 +236,19 @@ class SliceRules:
         self._begin(optimizers)
 
 
+def is_fused(name: str, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether torch has a fused kernel for this rule, and a right one."""
+    # Of SGD on halves on a CPU it is wrong (torch 2.13: off by a tenth of the update, from 16 items on).
+    wrong = name == "SGD" and any(p.dtype in _HALF and p.device.type == "cpu" for p in parameters)
+    return name in _FUSED and not wrong
+
+
 def make_optimizer(spec: RuleSpec, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     """The torch optimizer of a rule, fused where torch has it; torch's own complaint becomes a RuleError."""
     kind = getattr(torch.optim, spec.name, None)
     if kind is None:
         raise RuleError(f"this torch ({torch.__version__}) has no {spec.name}")
-    how = {"fused": True} if spec.name in _FUSED else {"foreach": False}
+    how = {"fused": True} if is_fused(spec.name, parameters) else {"foreach": False}
     if spec.name in _NO_FOREACH:
         how = {}
     try:

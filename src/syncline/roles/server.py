@@ -28,6 +28,7 @@ from syncline.core.messages import (
     Message,
     Over,
     Pin,
+    Prefer,
     Pull,
     Rest,
     Stage,
@@ -129,6 +130,9 @@ class Server:
     def _handle_rare(self, request: Request, message: Message) -> None:
         if isinstance(message, Rest):
             self.commits.rest(request.peer, message)
+            request.reply(Done())
+        elif isinstance(message, Prefer):
+            self.commits.prefer(message.slices)
             request.reply(Done())
         elif isinstance(message, AskPlace):
             request.reply(GivenPlace(self.commits.slowest()))

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from syncline.client.exchange import Push, Ticket
+from syncline.client.exchange import Push
 from syncline.client.job import Job, current_job
-from syncline.client.sinks import FlatSink
-from syncline.core.layout import Ranges
+from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
 from syncline.errors import ConfigError, LayoutError
 from syncline.torch.buffers import Buffers
+from syncline.torch.carriers import ArenaCarrier, Carrier, MirrorCarrier
+from syncline.torch.device_landing import DeviceLanding
 from syncline.torch.gradients import Gradients
+from syncline.torch.landing import HostLanding, Landing
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
-from syncline.torch.parameters import FlatMemory, Tracked, free_prefix, name_parameters, on_cpu, others
+from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
 from syncline.torch.rules import group_options, group_rule, rule_name
 from syncline.torch.state import load_state, read_state
+from syncline.torch.streams import Side, open_side
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -31,7 +34,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     With `model`, its names and buffers are used: buffers are the chief's after every step (`buffers="chief"`) or
     the workers' mean (`"mean"`). `clip_norm` clips the round's mean gradient by its global norm. `overlap` sends
-    gradients over sockets while backward goes on.
+    gradients while backward goes on, over sockets and from a GPU. On a GPU `step()` then returns before the new
+    parameters are there: each is awaited where its module's code reads it. Who reads them elsewhere (from a list
+    kept from before, say) calls `wait()` first.
     """
 
     _step_supports_amp_scaling = True
@@ -54,19 +59,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._job = job or current_job()
         self._in_rounds = policy_of(self._job.config).in_rounds
         self._taken = self._job.samples_taken  # at the last step
-        self._tickets: collections.deque[Ticket] = collections.deque()
         self._prefix = free_prefix(self._job.names_taken, list(name_parameters(self.param_groups, model)))
         self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model, self._prefix))
         self._segments: list[tuple[int, int]] = []  # (segment, first group): groups that are registered together
         self._gradients: list[Gradients] = []
         self._notices = Notices(self._job, self._in_rounds)
         self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
+        self._sides = self._open_sides()
         self._rule = "Add" if self._local else rule_name(opt)
         self._notices.at_start(model)
         self._register_groups(0)
         self._buffers = Buffers(self._job, model, buffers, self._prefix) if model is not None else None
         self._register_others()
-        self._make_sink()
+        self._landing = self._make_landing()
+        self._job.before_settle(_settling(self))
         self._registered = True
 
     @staticmethod
@@ -99,8 +105,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         segment = self._job.exchange.layout.where[items[0].name][0]
         self._segments.append((segment.index, first))
         overlap = self._overlap and self._local is None
-        self._gradients.append(Gradients(self._job.exchange, segment, items, overlap))
+        self._gradients.append(Gradients(self._carrier(segment, items), segment, items, overlap))
         self._notices.watch(items)
+
+    def _open_sides(self) -> tuple[Side, Side] | None:
+        """The ways out of and into the one device that has all parameters, if it has streams beside the user's."""
+        devices = {item.tensor.device for item in self._tracked}
+        if self._local is not None or len(devices) != 1:
+            return None
+        out, into = (open_side(next(iter(devices)), self._job.notice) for _ in range(2))
+        return (out, into) if out is not None and into is not None else None
+
+    def _carrier(self, segment: Segment, items: Sequence[Tracked]) -> Carrier:
+        if self._sides is None:
+            return ArenaCarrier(self._job.exchange, segment)
+        return MirrorCarrier(self._job.exchange, segment, items[0].tensor.device, self._sides[0])
 
     def _group_rule(self, index: int) -> Rule:
         return Rule("Add") if self._local else group_rule(self._rule, self.param_groups[index])
@@ -111,16 +130,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if rest:
             _take(rest, self._job.kv.register([(i.name, on_cpu(i.tensor)) for i in rest], Rule("Assign")))
 
-    def _make_sink(self) -> None:
-        layout = self._job.exchange.layout
-        flat = FlatMemory(layout, self._tracked, in_place=self._local is None)
-        self._flat = flat
-        flats = dict(flat.flats)
-        if self._buffers is not None:
-            flats.update(self._buffers.flats)
-        self._sink = FlatSink(flats)
+    def _make_landing(self) -> Landing:
+        window, exchange = self._job.config.window, self._job.exchange
+        if self._sides is not None:
+            if self._overlap and self._model is not None:
+                self._job.notice(
+                    "new parameters come while the script goes on, and are awaited where modules read them; who "
+                    "reads them elsewhere (in a list kept from before) calls wait() first, or gives overlap=False"
+                )
+            return DeviceLanding(
+                exchange,
+                self._tracked,
+                self._buffers,
+                window,
+                side=self._sides[1],
+                model=self._model,
+                lazy=self._overlap,
+            )
+        landing = HostLanding(exchange, self._tracked, self._buffers, window, in_place=self._local is None)
         if self._local is not None:
-            self._local.begin(self._tracked, flat, self._synchronise)
+            self._local.begin(self._tracked, landing.flat, self._synchronise)
+        return landing
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch has it; after construction, the new parameters join the job too."""
@@ -136,7 +166,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         fresh = [i for i in name_parameters(self.param_groups, self._model, self._prefix) if i.group >= first]
         self._tracked += fresh
         self._register_groups(first)
-        self._make_sink()
+        self._landing.close()
+        self._landing = self._make_landing()
 
     # -- stepping -----------------------------------------------------------------------------------------
 
@@ -152,6 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._landing.before_push()
         taken, self._taken = self._job.samples_taken - self._taken, self._job.samples_taken
         weight = float(max(taken, 0) or 1) if weight is None else float(weight)
         if not (math.isfinite(weight) and weight >= 0):
@@ -183,6 +215,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 scale, clip = self._own_clip(clip, scale), None
             for gradients in self._gradients:
                 pushed += gradients.collect(scale)
+        else:
+            for gradients in self._gradients:
+                gradients.drop()
         if self._buffers is not None and not overflow:
             pushed += self._buffers.collect()
         push = Push(
@@ -192,8 +227,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             clip_norm=clip,
             overrides=self._overrides(),
         )
-        self._tickets.append(self._job.exchange.commit(push, self._sink))
-        self._land(self._job.config.window)
+        self._landing.before_commit()
+        self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
 
     def _own_clip(self, clip: float, scale: torch.Tensor | None) -> torch.Tensor:
         norms = torch.stack([gradients.norm() for gradients in self._gradients])
@@ -225,31 +260,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found, position = self._job.exchange.layout.where[item.name]
         return found.parameters[position].group
 
-    @torch.no_grad()
-    def _land(self, window: int) -> None:
-        """Waits until no more than `window` pushes are open; their parameters are in the model then."""
-        landed = False
-        while len(self._tickets) > window:
-            self._tickets[0].wait()
-            self._tickets.popleft()
-            landed = True
-        if landed:
-            self._flat.spread()
-            if self._buffers is not None:
-                self._buffers.spread()
+    def wait(self) -> None:
+        """Returns when the new parameters may be read anywhere: on a GPU, by what is queued from now on."""
+        self._landing.wait()
 
     def _settle(self) -> None:
-        self._land(0)
+        self._landing.settle()
 
     def _synchronise(self, weight: float, pushed: Ranges) -> None:
         """For local steps: the deltas in the arena are averaged, the mean lands in the flat memory."""
         if self._buffers is not None:
             pushed += self._buffers.collect()
         push = Push(pushed=tuple(sorted(pushed)), weight=weight)
-        self._job.exchange.commit(push, self._sink).wait()
-        self._flat.spread()
-        if self._buffers is not None:
-            self._buffers.spread()
+        self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
+        self._landing.settle()
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -257,11 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._settle()
         if self._local is not None:
             self._local.flush()
-        exchange = self._job.exchange
-        exchange.pull([part for part in exchange.layout.slices() if self._sink.wants(part)], self._sink, None)
-        self._flat.spread()
-        if self._buffers is not None:
-            self._buffers.spread()
+        self._landing.pull()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -305,3 +325,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _take(items: Sequence[Tracked], values: dict[str, Any]) -> None:
     for item in items:
         item.tensor.copy_(values[item.name])
+
+
+def _settling(optimizer: DistributedOptimizer) -> Callable[[], None]:
+    """Settles an optimizer if it is still there: the job does not keep it alive."""
+    found = weakref.ref(optimizer)
+
+    def settle() -> None:
+        alive = found()
+        if alive is not None:
+            alive._settle()
+
+    return settle

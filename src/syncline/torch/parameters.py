@@ -118,7 +118,12 @@ class FlatMemory:
 
 def as_tensor(flat: Bytes, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of this shape and type over some bytes."""
+    return shaped(torch.from_numpy(flat), offset, shape, dtype)
+
+
+def shaped(flat: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this shape and type over some of the bytes of another."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(flat[offset : offset + num_bytes]).view(dtype).view(tuple(shape))
+        return torch.empty(tuple(shape), dtype=dtype, device=flat.device)
+    return flat[offset : offset + num_bytes].view(dtype).view(tuple(shape))

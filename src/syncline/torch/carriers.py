@@ -1,0 +1,147 @@
+"""How gradients get into the arena of the next commit: copied there by the CPU, or by a side stream of a GPU."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from syncline.client.exchange import Exchange
+from syncline.core.layout import Segment, Slice
+from syncline.torch.comparing import Comparison, place_of
+from syncline.torch.streams import Mark, Side
+
+#: Slices leave a device when they are this many bytes together: each copy takes a while to be queued.
+BUCKET_BYTES = 16 << 20
+
+
+class Carrier(Protocol):
+    """The way of one segment's gradients. Slices are named by their position in the segment."""
+
+    @property
+    def helps_early(self) -> bool:
+        """Whether it helps to carry slices before the commit."""
+
+    def target(self, index: int) -> torch.Tensor:
+        """Where the gradient of this parameter is copied."""
+
+    def carry(self, numbers: Sequence[int]) -> None:
+        """A gradient was copied, and these slices (or none) are whole by that: they travel."""
+
+    def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
+        """Which gradients, by the index of their parameter, have the very bits that were copied."""
+
+    def finish(self, again: set[int], late: set[int]) -> None:
+        """The arena has everything when this returns: slices that have changed since, and those that came late."""
+
+
+class ArenaCarrier:
+    """The CPU copies gradients into the arena; early where a socket carries them."""
+
+    def __init__(self, exchange: Exchange, segment: Segment) -> None:
+        self._exchange, self._segment = exchange, segment
+        self._views: dict[int, dict[int, torch.Tensor]] = {}  # by arena: there is one per slot of the window
+
+    @property
+    def helps_early(self) -> bool:
+        return self._exchange.needs_bytes
+
+    def target(self, index: int) -> torch.Tensor:
+        arena = self._exchange.arena(self._segment.index)
+        views = self._views.setdefault(id(arena), {})
+        if index not in views:
+            views[index] = place_of(torch.from_numpy(arena), self._segment, index)
+        return views[index]
+
+    def carry(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            self._exchange.stage([self._segment.slices[number] for number in numbers])
+
+    def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
+        return {index for index, gradient in gradients.items() if _same_bits(self.target(index), gradient)}
+
+    def finish(self, again: set[int], late: set[int]) -> None:
+        for number in again:
+            self._exchange.restage(self._segment.slices[number])
+
+
+class MirrorCarrier:
+    """Gradients are copied into their mirror on the device, and from there by a side stream into the arena."""
+
+    helps_early = True
+
+    def __init__(self, exchange: Exchange, segment: Segment, device: torch.device, side: Side) -> None:
+        self._exchange, self._segment, self._side = exchange, segment, side
+        self._mirror = torch.zeros(segment.num_bytes, dtype=torch.uint8, device=device)
+        self._views = [place_of(self._mirror, segment, index) for index in range(len(segment.parameters))]
+        self._comparison = Comparison(segment, self._mirror)
+        self._streams: set[Hashable] = set()  # that have filled the mirror since the side followed them
+        self._bucket: list[Slice] = []
+        self._under_way: collections.deque[tuple[Mark, list[Slice]]] = collections.deque()  # to a socket
+
+    def target(self, index: int) -> torch.Tensor:
+        return self._views[index]
+
+    def carry(self, numbers: Sequence[int]) -> None:
+        self._streams.add(self._side.current())
+        self._bucket += [self._segment.slices[number] for number in numbers]
+        if sum(part.num_bytes for part in self._bucket) >= BUCKET_BYTES:
+            self._empty_bucket()
+        self._stage(wait=False)
+
+    def _empty_bucket(self) -> None:
+        self._copy(self._bucket)
+        if self._bucket and self._exchange.needs_bytes:
+            self._under_way.append((self._side.mark(), self._bucket))
+        self._bucket = []
+
+    def _copy(self, parts: Sequence[Slice]) -> None:
+        if not parts:
+            return
+        for stream in self._streams:
+            self._side.follow(stream)
+        self._streams.clear()
+        arena = self._side.host_memory(self._exchange.arena(self._segment.index))
+        for begin, end in _runs(parts):
+            self._side.copy(arena[begin:end], self._mirror[begin:end])
+
+    def _stage(self, *, wait: bool) -> None:
+        """Sends what has reached the arena, where a socket carries it."""
+        while self._under_way and (wait or self._under_way[0][0].done()):
+            mark, parts = self._under_way.popleft()
+            mark.wait()
+            self._exchange.stage(parts)
+
+    def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
+        self._empty_bucket()
+        self._stage(wait=True)  # while backward is still at work on the device
+        return self._comparison.same(gradients)
+
+    def finish(self, again: set[int], late: set[int]) -> None:
+        self._empty_bucket()
+        self._under_way.clear()  # what was not staged by now goes with the commit
+        for number in again:
+            self._exchange.restage(self._segment.slices[number])
+        self._streams.add(self._side.current())
+        self._copy([self._segment.slices[number] for number in again | late])
+        self._side.mark().wait()
+
+
+def _runs(parts: Sequence[Slice]) -> list[tuple[int, int]]:
+    """The bytes of slices, neighbours in one run."""
+    runs: list[tuple[int, int]] = []
+    for part in sorted(parts, key=lambda part: part.offset):
+        if runs and runs[-1][1] == part.offset:
+            runs[-1] = (runs[-1][0], part.offset + part.num_bytes)
+        else:
+            runs.append((part.offset, part.offset + part.num_bytes))
+    return runs
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if one.dtype != two.dtype or not one.numel():
+        return one.dtype == two.dtype
+    flat = two.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(one.reshape(-1).view(torch.uint8), flat)

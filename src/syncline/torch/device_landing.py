@@ -1,0 +1,198 @@
+"""New parameters on a GPU: `step()` returns when its commit is sent, each parameter is awaited where it is read."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from syncline.client.exchange import Exchange, Ticket
+from syncline.torch.buffers import Buffers
+from syncline.torch.device_sink import DeviceSink
+from syncline.torch.guard import Guard
+from syncline.torch.landing import pull_all
+from syncline.torch.parameters import Tracked, shaped
+from syncline.torch.streams import Mark, Side
+
+
+class DeviceLanding:
+    """Parameters land in flat memory on the device, in which the model's tensors lie where they can.
+
+    Without a window, the last push is *due*: whoever reads a parameter waits for its slices, and so does the
+    stream that it is read on. With a window, an earlier push lands at the beginning of a step, while the device is
+    still at work: only streams wait then. `lazy` is False where everything is to be there when `step()` returns.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        tracked: Sequence[Tracked],
+        buffers: Buffers | None,
+        window: int,
+        *,
+        side: Side,
+        model: torch.nn.Module | None,
+        lazy: bool,
+    ) -> None:
+        self._exchange, self._tracked, self._buffers, self._window = exchange, list(tracked), buffers, window
+        self._side, self._lazy = side, lazy
+        self._views: list[torch.Tensor] = []
+        self._slices: list[tuple[int, ...]] = []  # by tracked parameter
+        flats = self._lay_out(model)
+        self.sink = DeviceSink(side, flats, buffers.flats if buffers is not None else {}, exchange.mapped)
+        self._buffer_slices = [p.id for p in exchange.layout.slices() if buffers and p.segment in buffers.flats]
+        self._tickets: collections.deque[Ticket] = collections.deque()
+        self._due: Ticket | None = None
+        self._landed = False  # and not awaited by anybody yet
+        self._astray: set[int] = set()  # parameters that lie elsewhere, and are still to be copied there
+        self._home: dict[int, Mark] = {}
+        self._first_reads: dict[int, None] | None = {}  # in their order, until it is known
+        self._lock = threading.RLock()
+        waits = {id(item.tensor): functools.partial(self._read, k) for k, item in enumerate(self._tracked)}
+        self._guard = Guard(model.modules() if model is not None and lazy else (), waits)
+        self._unguarded = [k for k, item in enumerate(self._tracked) if id(item.tensor) not in self._guard.guarded]
+        self._guard.arm()  # for the order of the first reads
+
+    def _lay_out(self, model: torch.nn.Module | None) -> dict[int, torch.Tensor]:
+        where, flats = self._exchange.layout.where, {}
+        stays = _laid_out_by_cudnn(model)
+        for item in self._tracked:
+            segment, index = where[item.name]
+            if segment.index not in flats:
+                flats[segment.index] = torch.zeros(segment.num_bytes, dtype=torch.uint8, device=item.tensor.device)
+            begin = segment.offsets[index]
+            end = begin + segment.parameters[index].num_bytes
+            self._slices.append(
+                tuple(p.id for p in segment.slices if p.offset < end and p.offset + p.num_bytes > begin)
+            )
+            view = shaped(flats[segment.index], begin, item.tensor.shape, item.tensor.dtype)
+            view.copy_(item.tensor.detach())
+            self._views.append(view)
+            if item.tensor.is_contiguous() and id(item.tensor) not in stays:
+                item.tensor.data = view
+        return flats
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def before_push(self) -> None:
+        with self._lock:
+            self._learn()
+            self.sink.begin()
+            self._land(max(self._window - 1, 0))
+
+    def _learn(self) -> None:
+        """The order in which a forward needs its parameters, once it is known."""
+        if self._first_reads:
+            order = [*self._first_reads, *(k for k in range(len(self._tracked)) if k not in self._first_reads)]
+            slices = dict.fromkeys(number for k in order for number in self._slices[k])
+            self._exchange.prefer([*self._buffer_slices, *slices])
+            self._first_reads = None
+
+    def before_commit(self) -> None:
+        self.sink.finish()
+        self.sink.begin()
+        if not self._window:  # the first slices may come before the commit returns
+            self.sink.follow()
+
+    def opened(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._tickets.append(ticket)
+            if not self._window:
+                self._due = ticket
+            self._await()
+
+    def _land(self, window: int) -> None:
+        while len(self._tickets) > window:
+            ticket = self._tickets[0]
+            ticket.wait()
+            self._tickets.popleft()
+            if ticket is self._due:
+                self._due = None  # its parameters are awaited already
+            else:
+                self._landed = True
+
+    def _await(self) -> None:
+        """Parameters are awaited by whoever reads them, or here."""
+        if self._due is not None or self._landed:
+            self._astray = {k for k, item in enumerate(self._tracked) if _is_elsewhere(item.tensor, self._views[k])}
+            self._home.clear()
+            self._spread_buffers()
+            self._landed = False
+        if not self._lazy or self._guard.compiled:
+            self.wait()
+            return
+        self._guard.arm()
+        for k in self._unguarded:
+            self._need(k)
+
+    def _spread_buffers(self) -> None:
+        if self._buffers is not None and self._buffer_slices:
+            if self._due is not None:
+                self._due.wait_for(self._buffer_slices)
+            with torch.no_grad():
+                self._buffers.spread()
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def _read(self, k: int, alone: bool) -> bool:
+        """A parameter is read. Whether nothing of it is awaited any more."""
+        with self._lock:
+            if self._first_reads is not None and alone:
+                self._first_reads[k] = None
+            # With a window, the next push may land at any time.
+            return self._need(k) and not (self._window and self._tickets)
+
+    def _need(self, k: int) -> bool:
+        """The caller's stream goes on after this parameter has come. Whether it has."""
+        if self._due is not None:
+            self._due.wait_for(self._slices[k])
+        is_there = self.sink.order(self._slices[k])
+        if k in self._astray:
+            self._astray.discard(k)
+            with torch.no_grad():
+                self._side.copy(self._tracked[k].tensor.detach(), self._views[k])
+            self._home[k] = self._side.mark()
+        if k in self._home and not self._home[k].done():
+            self._home[k].order()
+            return False
+        return is_there
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._due is not None:
+                self._due.wait()
+            for k in range(len(self._tracked)):
+                self._need(k)
+
+    def settle(self) -> None:
+        with self._lock:
+            self.sink.begin()
+            self._land(0)
+            self._await()
+            self.wait()
+            self.sink.finish()
+
+    def pull(self) -> None:
+        with self._lock:
+            self.sink.begin()
+            pull_all(self._exchange, self.sink)
+            self._landed = True
+            self._await()
+            self.wait()
+
+    def close(self) -> None:
+        self._guard.remove()
+
+
+def _is_elsewhere(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether somebody has put other memory in its place: model.to(), an exchange of weights."""
+    return bool(tensor.numel()) and tensor.data_ptr() != view.data_ptr()
+
+
+def _laid_out_by_cudnn(model: torch.nn.Module | None) -> set[int]:
+    """The weights of recurrent modules: cuDNN wants each module's in a piece of memory of its own."""
+    found = [m for m in model.modules() if isinstance(m, torch.nn.RNNBase)] if model is not None else []
+    return {id(parameter) for module in found for parameter in module.parameters()}

@@ -1,0 +1,125 @@
+"""New parameters on their way onto a device: slice by slice, by a side stream, each with a mark of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from syncline.client.arrays import Bytes, address_of
+from syncline.client.sinks import FlatSink
+from syncline.core.layout import Slice
+from syncline.torch.streams import Mark, Side
+
+
+class DeviceSink:
+    """Segments that lie flat on a device, beside some that stay on the host."""
+
+    in_parts = True
+
+    def __init__(
+        self,
+        side: Side,
+        flats: Mapping[int, torch.Tensor],
+        on_host: Mapping[int, Bytes],
+        mapped: Callable[[], list[Bytes]],
+    ) -> None:
+        self._side, self._flats, self._mapped = side, flats, mapped
+        self._on_host = FlatSink(on_host)
+        self._landing: dict[int, torch.Tensor] = {}  # by segment: host memory for what is brought as bytes
+        self._sources: dict[int, tuple[int, torch.Tensor]] = {}  # by slice: where it was seen last
+        self._marks: dict[int, tuple[int, Mark]] = {}  # by slice, numbered in the order of the side's queue
+        self._count = 0
+        self._taking: Mark | None = None  # the last that is read from the servers' memory
+        self._follows = False
+        self._lock = threading.RLock()  # the exchange may call from the threads that bring its answers
+        self.wanted: dict[str, Any] = {}  # the exchange's own
+
+    def begin(self) -> None:
+        """What comes next overwrites parameters: only after all that the caller's stream has to do by then."""
+        self._follows = False
+
+    def follow(self) -> None:
+        """What comes next overwrites parameters: only after all that the caller's stream has to do so far."""
+        self._side.follow()
+        self._follows = True
+
+    # -- what the exchange calls --------------------------------------------------------------------------
+
+    def wants(self, part: Slice) -> bool:
+        return part.segment in self._flats or self._on_host.wants(part)
+
+    def views(self, part: Slice) -> list[Bytes]:
+        if part.segment not in self._flats:
+            return self._on_host.views(part)
+        if part.segment not in self._landing:
+            self._landing[part.segment] = self._side.new_host_memory(self._flats[part.segment].numel())
+        self._wait_for(part)  # its last bytes may still be read from here
+        view: Bytes = self._of(self._landing[part.segment], part).numpy()
+        return [view]
+
+    def filled(self, parts: Sequence[Slice]) -> None:
+        for part in parts:
+            if part.segment in self._flats:
+                self._bring(part, self._of(self._landing[part.segment], part))
+
+    def take(self, parts: Sequence[tuple[Slice, Bytes]]) -> None:
+        for part, source in parts:
+            if part.segment in self._flats:
+                self._bring(part, self._source(part, source))
+            else:
+                self._on_host.take([(part, source)])
+        self._taking = self._side.mark()
+
+    # -- towards the device -------------------------------------------------------------------------------
+
+    def _bring(self, part: Slice, source: torch.Tensor) -> None:
+        with self._lock:
+            if not self._follows:
+                self.follow()
+            self._side.copy(self._of(self._flats[part.segment], part), source)
+            self._count += 1
+            self._marks[part.id] = (self._count, self._side.mark())
+
+    @staticmethod
+    def _of(flat: torch.Tensor, part: Slice) -> torch.Tensor:
+        return flat[part.offset : part.offset + part.num_bytes]
+
+    def _source(self, part: Slice, source: Bytes) -> torch.Tensor:
+        """The source as a tensor over memory that was prepared as a whole."""
+        address = address_of(source)
+        known = self._sources.get(part.id)
+        if known is None or known[0] != address:
+            known = self._sources[part.id] = (address, self._find(source, address))
+        return known[1]
+
+    def _find(self, source: Bytes, address: int) -> torch.Tensor:
+        for array in self._mapped():
+            start = address - address_of(array)
+            if 0 <= start <= array.nbytes - source.nbytes:
+                return self._side.host_memory(array)[start : start + source.nbytes]
+        return self._side.host_memory(source)
+
+    # -- what readers of the parameters call --------------------------------------------------------------
+
+    def order(self, slices: Iterable[int]) -> bool:
+        """The caller's stream goes on after these slices are there. Whether they are already."""
+        marks = [self._marks[number] for number in slices if number in self._marks]
+        if not marks:
+            return True
+        _, last = max(marks, key=lambda pair: pair[0])
+        if last.done():
+            return True
+        last.order()
+        return False
+
+    def _wait_for(self, part: Slice) -> None:
+        if part.id in self._marks:
+            self._marks[part.id][1].wait()
+
+    def finish(self) -> None:
+        """Returns when nothing is read from the servers' memory any more."""
+        if self._taking is not None:
+            self._taking.wait()

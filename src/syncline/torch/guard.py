@@ -1,0 +1,181 @@
+"""Parameters that are awaited where they are read: a module's dict of parameters that waits for what is asked of it.
+
+`self.weight` in a forward, `model.parameters()`, `state_dict()`, tied weights, another module's use of this one's
+weight: all of them read `module._parameters`. For most of the time nothing is awaited, and a read costs a look.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.compiler import assume_constant_result, is_dynamo_compiling
+
+Parameters = dict[str, torch.nn.Parameter | None]
+#: Waits for a parameter; told whether it alone was read. Whether nothing of it is awaited any more.
+Wait = Callable[[bool], bool]
+
+
+class Guarded(dict[str, torch.nn.Parameter | None]):
+    """A module's parameters by name. Copies of it are plain dicts."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter | None]) -> None:
+        super().__init__(parameters)
+        self.awaited: dict[str, Wait] = {}
+
+    def _wait_for(self, name: str) -> None:
+        wait = self.awaited.get(name)
+        if wait is not None and wait(True):
+            self.awaited.pop(name, None)
+
+    def _wait_for_all(self) -> None:
+        if is_dynamo_compiling():
+            _read_by_the_compiler()
+            return
+        for name, wait in list(self.awaited.items()):
+            if wait(False):
+                self.awaited.pop(name, None)
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        if is_dynamo_compiling():
+            _read_by_the_compiler()
+        elif self.awaited:
+            self._wait_for(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.get(name)
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, torch.nn.Parameter | None]:
+        self._wait_for_all()
+        return super().popitem()
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        self.get(name)
+        return super().setdefault(name, default)
+
+    def values(self) -> Any:
+        self._wait_for_all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._wait_for_all()
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        # That it is here at all makes dict(guarded) and {**guarded} read through __getitem__.
+        return super().__iter__()
+
+    def copy(self) -> Parameters:
+        return dict(self.items())
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (self.copy(),)
+
+
+class Guard:
+    """Guards some parameters in the modules of a model."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], waits: Mapping[int, Wait]) -> None:
+        """`waits` has, by the id of a parameter, what waits for it."""
+        self.guarded: set[int] = set()  #: ids of the parameters that are awaited when they are read
+        self.compiled = False  #: torch.compile has been here: its code reads parameters past the guard
+        self._waits = waits
+        self._places: list[tuple[Guarded, dict[str, Wait]]] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for module in modules:
+            self.compiled |= _is_compiled(module)
+            self._guard(module)
+            self._watch_other_places(module)
+        _guards.add(self)
+
+    def _guard(self, module: torch.nn.Module) -> None:
+        parameters = vars(module).get("_parameters")
+        if not isinstance(parameters, dict):  # a ScriptModule keeps its own elsewhere
+            return
+        ids = {name: id(p) for name, p in dict.items(parameters) if id(p) in self._waits}
+        if not ids:
+            return
+        if not isinstance(parameters, Guarded):  # another optimizer may have been here
+            parameters = vars(module)["_parameters"] = Guarded(parameters)
+        self._places.append((parameters, {name: self._waits[number] for name, number in ids.items()}))
+        self.guarded.update(ids.values())
+
+    def _watch_other_places(self, module: torch.nn.Module) -> None:
+        """A module that keeps parameters in a list of its own (RNNs do) is awaited as a whole."""
+        kept = [self._waits[id(tensor)] for tensor in _kept_by(module) if id(tensor) in self._waits]
+
+        def wait(*_: Any) -> None:
+            for each in kept:
+                each(False)
+
+        if kept:
+            self._hooks.append(module.register_forward_pre_hook(wait))
+
+    def arm(self) -> None:
+        """From now on, every parameter is awaited when it is read."""
+        for guarded, waits in self._places:
+            guarded.awaited.update(waits)
+
+    def read_by_the_compiler(self) -> None:
+        """Compiled code does not come by here again."""
+        self.compiled = True
+        for wait in self._waits.values():
+            wait(False)
+
+    def remove(self) -> None:
+        """Nothing is awaited any more."""
+        for guarded, waits in self._places:
+            for name in waits:
+                guarded.awaited.pop(name, None)
+        for hook in self._hooks:
+            hook.remove()
+        self._places, self._hooks = [], []
+
+
+#: The guards of this process: when torch.compile traces a read, it cannot say whose parameter it was.
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]  # so that it is called, not traced
+def _read_by_the_compiler() -> bool:
+    for guard in list(_guards):
+        guard.read_by_the_compiler()
+    return True
+
+
+def _kept_by(module: torch.nn.Module) -> Iterator[Any]:
+    """What a module keeps in its own attributes, and in lists, tuples and dicts there."""
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        if isinstance(value, list | tuple):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+        else:
+            yield value
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None

@@ -1,0 +1,99 @@
+"""How new parameters come into the model: landed by `step()` itself, as on a CPU and with local steps."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from syncline.client.exchange import Exchange, Ticket
+from syncline.client.sinks import FlatSink, Sink
+from syncline.torch.buffers import Buffers
+from syncline.torch.parameters import FlatMemory, Tracked
+
+
+class Landing(Protocol):
+    """What `DistributedOptimizer` asks of either way to land parameters."""
+
+    @property
+    def sink(self) -> Sink:
+        """Where the exchange brings them."""
+
+    def before_push(self) -> None:
+        """A step begins: an earlier push may land now."""
+
+    def before_commit(self) -> None:
+        """The servers' memory will be written again: nothing reads it after this."""
+
+    def opened(self, ticket: Ticket) -> None:
+        """A commit is under way."""
+
+    def wait(self) -> None:
+        """The parameters of every push that is not in the window are in the model, for whatever reads them next."""
+
+    def settle(self) -> None:
+        """The same of every push; nothing is under way after this."""
+
+    def pull(self) -> None:
+        """Brings the newest parameters."""
+
+    def close(self) -> None:
+        """Another one takes over; everything is settled."""
+
+
+class HostLanding:
+    """Parameters land in flat memory on the host, in which the model's tensors lie where they can."""
+
+    def __init__(
+        self, exchange: Exchange, tracked: Sequence[Tracked], buffers: Buffers | None, window: int, *, in_place: bool
+    ) -> None:
+        self._exchange, self._buffers, self._window = exchange, buffers, window
+        self.flat = FlatMemory(exchange.layout, tracked, in_place=in_place)
+        self.sink = FlatSink({**self.flat.flats, **(buffers.flats if buffers is not None else {})})
+        self._tickets: collections.deque[Ticket] = collections.deque()
+
+    def before_push(self) -> None:
+        """What is open lands after the commit."""
+
+    def before_commit(self) -> None:
+        """What has landed is a copy."""
+
+    def opened(self, ticket: Ticket) -> None:
+        self._tickets.append(ticket)
+        self.wait()
+
+    def wait(self) -> None:
+        self._land(self._window)
+
+    def settle(self) -> None:
+        self._land(0)
+
+    @torch.no_grad()
+    def _land(self, window: int) -> None:
+        landed = False
+        while len(self._tickets) > window:
+            self._tickets[0].wait()
+            self._tickets.popleft()
+            landed = True
+        if landed:
+            self.spread()
+
+    def pull(self) -> None:
+        pull_all(self._exchange, self.sink)
+        self.spread()
+
+    def close(self) -> None:
+        """The model's tensors stay where they are."""
+
+    def spread(self) -> None:
+        """What has landed goes into the tensors that do not lie in the flat memory."""
+        self.flat.spread()
+        if self._buffers is not None:
+            self._buffers.spread()
+
+
+def pull_all(exchange: Exchange, sink: Sink) -> None:
+    """The newest of everything that a sink wants."""
+    exchange.pull([part for part in exchange.layout.slices() if sink.wants(part)], sink, None)

@@ -1,0 +1,95 @@
+"""Slices on their way onto a device: memory is not reused while a copy still reads it, and reads wait for theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from syncline.core.layout import Slice
+from syncline.torch.device_sink import DeviceSink
+
+PARTS = [Slice(k, 0, "float32", 64 * k, 64, "server-0", 64 * k) for k in range(4)]
+ON_HOST = Slice(9, 1, "float32", 0, 64, "server-0", 0)
+
+
+class Setting:
+    """A sink with four slices on the device and one on the host, and a server's memory."""
+
+    def __init__(self, side: Any) -> None:
+        self.server = np.arange(256, dtype=np.uint8)
+        self.server.flags.writeable = False
+        self.flat = torch.zeros(256, dtype=torch.uint8)
+        self.on_host = np.zeros(64, np.uint8)
+        self.side = side
+        self.sink = DeviceSink(side, {0: self.flat}, {1: self.on_host}, lambda: [self.server])
+
+    def source(self, part: Slice) -> Any:
+        return self.server[part.host_offset : part.host_offset + part.num_bytes]
+
+
+@pytest.fixture
+def setting(slow_side: Any) -> Setting:
+    return Setting(slow_side)
+
+
+def test_slices_are_taken_from_the_servers_memory_to_their_own_place(setting: Setting) -> None:
+    setting.sink.take([(part, setting.source(part)) for part in (PARTS[3], PARTS[1])])
+    assert not setting.flat.any()  # nothing has been copied yet
+    assert setting.sink.order([1]) is False
+    assert torch.equal(setting.flat[64:128], torch.arange(64, 128, dtype=torch.uint8))
+    assert not setting.flat[:64].any() and not setting.flat[128:192].any()
+    assert setting.sink.order([1]) is True and setting.sink.order([0]) is True
+
+
+def test_a_reader_waits_for_the_last_of_its_slices(setting: Setting) -> None:
+    setting.sink.take([(part, setting.source(part)) for part in PARTS[:3]])
+    setting.sink.order([2, 0])
+    assert setting.side.num_done == 3
+    setting.sink.take([(PARTS[0], setting.source(PARTS[0])), (PARTS[3], setting.source(PARTS[3]))])
+    setting.sink.order([0, 2])
+    assert setting.side.num_done == 4
+
+
+def test_nothing_reads_the_servers_memory_after_finish(setting: Setting) -> None:
+    setting.sink.take([(part, setting.source(part)) for part in PARTS])
+    setting.sink.finish()
+    assert setting.side.num_done == 4
+    assert torch.equal(setting.flat, torch.arange(256, dtype=torch.uint8))
+
+
+def test_buffers_are_given_again_only_when_they_have_been_read(setting: Setting) -> None:
+    for value in (5, 7):
+        (view,) = setting.sink.views(PARTS[2])
+        assert setting.side.num_done == setting.side.num_queued
+        view[:] = value
+        setting.sink.filled([PARTS[2]])
+    setting.sink.finish()  # is about the servers' memory only
+    assert setting.flat[128] == 5 and setting.side.num_done == 1
+    setting.sink.order([2])
+    assert setting.flat[128:192].tolist() == [7] * 64 and not setting.flat[192:].any()
+
+
+def test_what_stays_on_the_host_is_there_at_once(setting: Setting) -> None:
+    assert setting.sink.wants(ON_HOST) and setting.sink.wants(PARTS[0])
+    assert not setting.sink.wants(Slice(10, 2, "float32", 0, 64, "server-0", 0))
+    setting.sink.take([(ON_HOST, setting.source(PARTS[1]))])
+    assert setting.on_host.tolist() == list(range(64, 128))
+    setting.sink.views(ON_HOST)[0][:] = 1
+    setting.sink.filled([ON_HOST])
+    assert setting.on_host.tolist() == [1] * 64 and setting.side.num_queued == 0
+
+
+def test_parameters_are_overwritten_only_after_the_callers_stream(setting: Setting) -> None:
+    """The side follows the caller's stream once per push, before the first slice."""
+    followed: list[int] = []
+    setting.side.follow = lambda stream=None: followed.append(setting.side.num_queued)
+    setting.sink.begin()
+    setting.sink.take([(part, setting.source(part)) for part in PARTS[:2]])
+    setting.sink.take([(PARTS[2], setting.source(PARTS[2]))])
+    assert followed == [0]
+    setting.sink.follow()
+    setting.sink.take([(PARTS[3], setting.source(PARTS[3]))])
+    assert followed == [0, 3]
