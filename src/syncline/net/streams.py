@@ -92,7 +92,7 @@ class PlainStream:
             while size := len(view):
                 if self._start == self._end:
                     if size >= AHEAD_BYTES:
-                        view = view[self._some(self._sock.recv_into(view)) :]
+                        view = view[self._some(self._sock.recv_into(view, size, socket.MSG_WAITALL)) :]
                         continue
                     self._read_ahead()
                 count = min(size, self._end - self._start)
