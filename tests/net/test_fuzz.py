@@ -27,7 +27,7 @@ from syncline.net.frame import Header
 from syncline.net.handshake import Connecting, Listening, Proof, Welcome, pack
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Peer
-from syncline.stats import ServerStats
+from syncline.stats import ServerStats, StepTimes
 
 NUM_INPUTS, NUM_SOAK_INPUTS, BATCH = 100_000, 10_000_000, 1000
 TOKEN, JOB = bytes(range(32)), "job-1"
@@ -47,7 +47,14 @@ def sample(kind: type[Message]) -> Message:
         "overrides": [(0, 1, {"lr": 0.1})], "pushed": ((0, 3), (5, 6)), "address": Address("@x", "10.0.0.1", 4000),
         "defaults": {"policy": "sync", "more": [1, {"a": None}]}, "missing": ["worker-1"], "left": ["worker-2"],
     }  # fmt: skip
-    simple: dict[object, object] = {int: 5, float: 0.5, bool: True, str: "worker-0", list[int]: [1, 2, 70000]}
+    simple: dict[object, object] = {
+        StepTimes: StepTimes(),
+        int: 5,
+        float: 0.5,
+        bool: True,
+        str: "worker-0",
+        list[int]: [1, 2, 70000],
+    }
     fields = {}
     for field in msgspec.structs.fields(kind):
         fields[field.name] = special[field.name] if field.name in special else simple.get(field.type)
@@ -59,6 +66,11 @@ class Bytes:
 
     carries_fds = False
     is_drained = True
+
+    def take(self, count: int) -> memoryview:
+        view = memoryview(bytearray(count))
+        self.read(view)
+        return view
 
     def take_fd(self) -> None:
         return None

@@ -211,10 +211,10 @@ def test_ctrl_c_within_a_frame_ends_the_connection(reading: Make, monkeypatch: p
     call = worker.call(Leave())
     connection: Any = worker._connection
 
-    def interrupted(view: memoryview) -> None:
+    def interrupted(count: int) -> memoryview:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(connection._stream, "read", interrupted)
+    monkeypatch.setattr(connection._stream, "take", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call.wait(SECONDS)
     with pytest.raises(ConnectionLost, match="interrupted within a frame"):

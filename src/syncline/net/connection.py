@@ -143,12 +143,8 @@ class SocketConnection(Connection):
 
     def _read_frame(self) -> None:
         assert self._receiver is not None
-        raw = bytearray(frame.HEADER.size)
-        self._stream.read(memoryview(raw))
-        header = frame.parse_header(raw)
-        body = bytearray(header.body_bytes)
-        self._stream.read(memoryview(body))
-        message = frame.decode(header.kind, body)
+        header = frame.parse_header(self._stream.take(frame.HEADER.size))
+        message = frame.decode(header.kind, self._stream.take(header.body_bytes))
         payload: Sequence[Buffer] = ()
         if header.payload_bytes:
             payload = self._receiver.landing(header, message)

@@ -36,6 +36,9 @@ class Stream(Protocol):
     def read(self, view: memoryview) -> None:
         """Fills the view; raises ConnectionLost at the end of the stream."""
 
+    def take(self, count: int) -> memoryview:
+        """The next bytes, good until the next call of either."""
+
     def wait(self, seconds: float) -> bool:
         """Whether there is something to read within this time (or the end of the stream)."""
 
@@ -79,6 +82,30 @@ class PlainStream:
                 if sent:
                     pending[0] = pending[0][sent:]
         except (OSError, ValueError) as error:
+            raise ConnectionLost(f"the connection broke: {error}") from None
+
+    def take(self, count: int) -> memoryview:
+        start = self._start
+        if self._end - start < count:
+            view = memoryview(bytearray(count))
+            if self._end != start or count > AHEAD_BYTES:
+                self.read(view)
+                return view
+            self._fill(count)
+            start = 0
+        self._start = start + count
+        return self._ahead[start : start + count]
+
+    def _fill(self, count: int) -> None:
+        """Reads ahead until there are this many bytes; there are none before."""
+        try:
+            self._read_ahead()
+            while self._end < count:
+                more = self._sock.recv_into(self._ahead[self._end : count])
+                self._end += self._some(more)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConnectionLost):
+                raise
             raise ConnectionLost(f"the connection broke: {error}") from None
 
     def _write_one(self, view: memoryview) -> None:
@@ -175,6 +202,11 @@ class TlsStream:
         for view in buffers:
             while len(view):
                 view = view[self._attempt(lambda chunk=view: self._sock.send(chunk[: 1 << 20]), "sending") :]
+
+    def take(self, count: int) -> memoryview:
+        view = memoryview(bytearray(count))
+        self.read(view)
+        return view
 
     def take_fd(self) -> None:
         return None

@@ -125,6 +125,7 @@ class HostedSlice:
         self.uploaded = False
         self.queue: collections.deque[Work] = collections.deque()
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
+        self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
         self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
 
@@ -182,9 +183,15 @@ class HostedSlice:
         return self.rules.reduced(sources, work.weight)
 
     def _has(self, pushed: Ranges) -> Sequence[bool]:
-        if self._ids and covers(pushed, self._ids[0], self._ids[-1] + 1):
-            return (True,) * len(self._ids)
-        return [in_ranges(pushed, number) for number in self._ids]
+        """Which pieces of this slice are pushed; the same as last time, mostly."""
+        known = self._last_has
+        if known[0] != pushed:
+            if self._ids and covers(pushed, self._ids[0], self._ids[-1] + 1):
+                has: Sequence[bool] = (True,) * len(self._ids)
+            else:
+                has = [in_ranges(pushed, number) for number in self._ids]
+            known = self._last_has = (pushed, has)
+        return known[1]
 
     def touched_by(self, pushed: Ranges) -> bool:
         return any(self._has(pushed))

@@ -47,6 +47,9 @@ class SliceRules:
         self._groups = [segment.parameters[piece.parameter].group for piece in self.pieces]
         self._assigns = [spec.name == "Assign" for spec in self._specs]
         self._parameters = [self._parameter(index) for index in range(len(self.pieces))]
+        groups = set(self._groups)
+        #: The one group that all pieces belong to, where its rule is a torch optimizer.
+        self._only_group = groups.pop() if len(groups) == 1 and self._specs[0].name not in PLAIN else None
         self._splits: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._begin(self._make_optimizers())
 
@@ -102,12 +105,13 @@ class SliceRules:
         """
         if not self.pieces:
             return []
+        if len(sources) == 1 and self._is_used_as_it_lies(*sources[0], round_weight):
+            return list(self._staged_pieces(sources[0][0]))
         sources = [(self._home.bring(t), w, has) for t, w, has in sources]
         everywhere = all(all(has) for _, _, has in sources) and not any(self._assigns)
         if everywhere:
             flat = self._combine([(t, w) for t, w, _ in sources], round_weight)
-            stays = flat is sources[0][0] and self.flat is self._host
-            return list(self._staged_pieces(flat) if stays else self._split(flat))
+            return list(self._split(flat))
         found: list[torch.Tensor | None] = []
         for index, assigns in enumerate(self._assigns):
             here = [(self.view(t, index), w) for t, w, has in sources if has[index]]
@@ -115,6 +119,10 @@ class SliceRules:
             start = self.pieces[index].offset // self._item_bytes
             found.append(self._combine(here, total, start, mean=assigns) if here else None)
         return found
+
+    def _is_used_as_it_lies(self, _: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
+        """Whether a single contribution is the round's gradient, without a copy of it."""
+        return self.flat is self._host and (weight == total or self._reduce == "sum") and all(has)
 
     def _combine(
         self, sources: list[tuple[torch.Tensor, float]], total: float, start: int = 0, mean: bool = False
@@ -162,6 +170,12 @@ class SliceRules:
         scale: float = 1.0,
     ) -> None:
         """Updates the pieces that have a gradient."""
+        given = [gradient for gradient in gradients if gradient is not None]
+        if scale == 1.0 and self._only_group is not None and len(given) == len(self._parameters):
+            pairs = list(zip(self._parameters, given, strict=True))
+            self._step(self._only_group, pairs, overrides.get(self._only_group, {}))
+            self._home.publish(self.flat, self._host)
+            return
         stepping: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter, gradient, spec, group in zip(
             self._parameters, gradients, self._specs, self._groups, strict=True
