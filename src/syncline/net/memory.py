@@ -6,7 +6,9 @@ import threading
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
+from syncline.core.layout import ALIGN
 from syncline.errors import ConnectionLost, FrameError, SynclineError
 from syncline.net import frame
 from syncline.net.frame import Header
@@ -14,11 +16,18 @@ from syncline.net.transport import Buffer, Connection, Memory, Peer, Receiver
 from syncline.stats import WireStats
 
 
+def aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Bytes that begin where a cache line does: vector code is slower on numbers that lie across two."""
+    array = np.zeros(max(1, num_bytes) + ALIGN, np.uint8)
+    start = -array.ctypes.data % ALIGN
+    return array[start : start + max(1, num_bytes)]
+
+
 class HeapMemory:
     """Plain memory: in one process, everything is shared."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.array = np.zeros(max(1, num_bytes), np.uint8)
+        self.array = aligned_zeros(num_bytes)
 
     def close(self) -> None:
         """Both sides hold this very object: it goes when neither does."""

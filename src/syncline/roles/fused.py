@@ -9,7 +9,7 @@ import torch
 
 FUSED = frozenset({"Adam", "AdamW", "SGD"})
 #: An update of at most this many numbers is made by one thread.
-SMALL_ITEMS = 1 << 17
+SMALL_ITEMS = 1 << 15
 Tensors = list[torch.Tensor]
 
 

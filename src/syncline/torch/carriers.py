@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -24,8 +24,8 @@ class Carrier(Protocol):
     def helps_early(self) -> bool:
         """Whether it helps to carry slices before the commit."""
 
-    def target(self, index: int) -> torch.Tensor:
-        """Where the gradient of this parameter is copied."""
+    def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
+        """Where the gradients of these parameters are copied."""
 
     def carry(self, numbers: Sequence[int]) -> None:
         """A gradient was copied, and these slices (or none) are whole by that: they travel."""
@@ -42,25 +42,28 @@ class ArenaCarrier:
 
     def __init__(self, exchange: Exchange, segment: Segment) -> None:
         self._exchange, self._segment = exchange, segment
-        self._views: dict[int, dict[int, torch.Tensor]] = {}  # by arena: there is one per slot of the window
+        self._views: dict[int, list[torch.Tensor]] = {}  # by arena: there is one per slot of the window
 
     @property
     def helps_early(self) -> bool:
         return self._exchange.needs_bytes
 
-    def target(self, index: int) -> torch.Tensor:
+    def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         arena = self._exchange.arena(self._segment.index)
-        views = self._views.setdefault(id(arena), {})
-        if index not in views:
-            views[index] = place_of(torch.from_numpy(arena), self._segment, index)
-        return views[index]
+        views = self._views.get(id(arena))
+        if views is None:
+            whole = torch.from_numpy(arena)
+            views = [place_of(whole, self._segment, index) for index in range(len(self._segment.parameters))]
+            self._views[id(arena)] = views
+        return [views[index] for index in indices]
 
     def carry(self, numbers: Sequence[int]) -> None:
         if numbers:
             self._exchange.stage([self._segment.slices[number] for number in numbers])
 
     def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
-        return {index for index, gradient in gradients.items() if _same_bits(self.target(index), gradient)}
+        pairs = zip(gradients.items(), self.targets(gradients), strict=True)
+        return {index for (index, gradient), target in pairs if _same_bits(target, gradient)}
 
     def finish(self, again: set[int], late: set[int]) -> None:
         for number in again:
@@ -81,8 +84,8 @@ class MirrorCarrier:
         self._bucket: list[Slice] = []
         self._under_way: collections.deque[tuple[Mark, list[Slice]]] = collections.deque()  # to a socket
 
-    def target(self, index: int) -> torch.Tensor:
-        return self._views[index]
+    def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
+        return [self._views[index] for index in indices]
 
     def carry(self, numbers: Sequence[int]) -> None:
         self._streams.add(self._side.current())

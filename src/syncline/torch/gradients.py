@@ -62,7 +62,7 @@ class Gradients:
             return
         if index in self._ready:
             return  # a second backward before the step: found by the comparison there
-        self._carrier.target(index).copy_(parameter.grad.detach())
+        self._carrier.targets((index,))[0].copy_(parameter.grad.detach())
         self._ready.add(index)
         whole = [n for n in self._slices_of.get(index, ()) if self._parameters_of[n] <= self._ready]
         self._carried.update(whole)
@@ -79,7 +79,7 @@ class Gradients:
             for index in self._carrier.same(early) if early else ():
                 del changed[index]
         if changed:
-            targets = [self._carrier.target(index) for index in changed]
+            targets = self._carrier.targets(changed)
             torch._foreach_copy_(targets, [gradients[index] for index in changed])
             if scale is not None:
                 for target in targets:

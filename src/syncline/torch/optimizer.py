@@ -24,7 +24,7 @@ from syncline.torch.landing import HostLanding, Landing
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
 from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
-from syncline.torch.rules import group_options, group_rule, rule_name
+from syncline.torch.rules import ChangedOptions, group_rule, rule_name
 from syncline.torch.state import load_state, read_state
 from syncline.torch.streams import Side, open_side
 
@@ -61,7 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._taken = self._job.samples_taken  # at the last step
         self._prefix = free_prefix(self._job.names_taken, list(name_parameters(self.param_groups, model)))
         self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model, self._prefix))
-        self._segments: list[tuple[int, int]] = []  # (segment, first group): groups that are registered together
+        self._watched: list[tuple[int, int, int, ChangedOptions]] = []  # segment, its rule, our group
         self._gradients: list[Gradients] = []
         self._notices = Notices(self._job, self._in_rounds)
         self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
@@ -103,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         _take(items, values)
         segment = self._job.exchange.layout.where[items[0].name][0]
-        self._segments.append((segment.index, first))
+        self._watch_options(segment, first)
         overlap = self._overlap and self._local is None
         self._gradients.append(Gradients(self._carrier(segment, items), segment, items, overlap))
         self._notices.watch(items)
@@ -241,24 +241,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._in_rounds and not self._job.is_chief:
             return ()
         found = []
-        for segment, first in self._segments:
-            rules = self._job.exchange.layout.segments[segment].rules
-            for index in range(first, self._end_of(first)):
-                group = self._rule_index(segment, index)
-                now = group_options(self._rule, self.param_groups[index])
-                changed = {key: value for key, value in now.items() if rules[group].options.get(key) != value}
-                if changed:
-                    found.append((segment, group, changed))
+        for segment, group, index, options in self._watched:
+            if changed := options.of(self.param_groups[index]):
+                found.append((segment, group, changed))
         return found
 
-    def _end_of(self, first: int) -> int:
-        return next((f for _, f in self._segments if f > first), len(self.param_groups))
-
-    def _rule_index(self, segment: int, group: int) -> int:
-        """The number of a group's rule within its segment."""
-        item = next(item for item in self._tracked if item.group == group)
-        found, position = self._job.exchange.layout.where[item.name]
-        return found.parameters[position].group
+    def _watch_options(self, segment: Segment, first: int) -> None:
+        """The groups from `first` on are registered, each with a rule of this segment."""
+        for index in range(first, len(self.param_groups)):
+            item = next(item for item in self._tracked if item.group == index)
+            group = segment.parameters[self._job.exchange.layout.where[item.name][1]].group
+            options = ChangedOptions(self._rule, segment.rules[group].options)
+            self._watched.append((segment.index, group, index, options))
 
     def wait(self) -> None:
         """Returns when the new parameters may be read anywhere: on a GPU, by what is queued from now on."""

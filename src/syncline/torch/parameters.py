@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from syncline.client.arrays import Bytes
 from syncline.core.layout import ITEM_BYTES, Layout
 from syncline.errors import LayoutError
+from syncline.net.memory import aligned_zeros
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,8 +95,9 @@ class FlatMemory:
         self._views: list[tuple[Tracked, torch.Tensor]] = []
         for item in tracked:
             segment, index = layout.where[item.name]
-            flat = self.flats.setdefault(segment.index, np.zeros(segment.num_bytes, np.uint8))
-            view = as_tensor(flat, segment.offsets[index], item.tensor.shape, item.tensor.dtype)
+            if segment.index not in self.flats:
+                self.flats[segment.index] = aligned_zeros(segment.num_bytes)
+            view = as_tensor(self.flats[segment.index], segment.offsets[index], item.tensor.shape, item.tensor.dtype)
             view.copy_(item.tensor.detach())
             self._views.append((item, view))
             if in_place and item.tensor.device.type == "cpu" and item.tensor.is_contiguous():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,31 @@ def rule_name(optimizer: torch.optim.Optimizer) -> str:
 def group_options(name: str, group: dict[str, Any]) -> dict[str, Option]:
     """The hyperparameters of a group that travel, as plain numbers."""
     return {key: plain_option(name, key, group[key]) for key in OPTIONS[name] if key in group}
+
+
+class ChangedOptions:
+    """The hyperparameters of a group that differ from the registered ones: worked out anew when one is set anew."""
+
+    def __init__(self, name: str, registered: Mapping[str, Option]) -> None:
+        self._name, self._registered = name, registered
+        self._last: list[Any] | None = None
+        self._changed: dict[str, Option] = {}
+
+    def of(self, group: dict[str, Any]) -> dict[str, Option]:
+        given = [group.get(key) for key in OPTIONS[self._name]]
+        # What can change in place, as a tensor can, is looked at every time.
+        if self._last is None or any(
+            a is not b or hasattr(a, "item") for a, b in zip(given, self._last, strict=True)
+        ):
+            now = group_options(self._name, group)
+            self._changed = {key: value for key, value in now.items() if self._registered.get(key) != value}
+            self._last = given
+        return self._changed
+
+    @staticmethod
+    def _may_differ(given: Sequence[Any], last: Sequence[Any]) -> bool:
+        """What can change in place, as a tensor can, is looked at every time."""
+        return any(a is not b or hasattr(a, "item") for a, b in zip(given, last, strict=True))
 
 
 def group_rule(name: str, group: dict[str, Any]) -> Rule:
