@@ -14,7 +14,7 @@ all must set it to the same place (`back_at`), or two of them could make two wor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from syncline.core.policy import Policy
@@ -66,7 +66,12 @@ class Verdict(NamedTuple, Generic[T]):
 
     kind: Literal["new", "already applied"]
     apply: tuple[tuple[Commit[T], ...], ...]
-    reason: str
+    why: Callable[[], str]
+
+    @property
+    def reason(self) -> str:
+        """In words; put together when somebody asks, since nearly nobody does."""
+        return self.why()
 
 
 class Rounds(Generic[T]):
@@ -97,7 +102,7 @@ class Rounds(Generic[T]):
         """
         standing = self.standing(worker, incarnation)
         if clock <= standing.clock:
-            return Verdict("already applied", (), f"{worker} is at clock {standing.clock} already")
+            return Verdict("already applied", (), lambda: f"{worker} is at clock {standing.clock} already")
         if clock != standing.clock + 1:
             raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
         self._enter_era(stretch)
@@ -106,9 +111,9 @@ class Rounds(Generic[T]):
         standing.position += 1
         commit = Commit(worker, clock, item)
         if not self.policy.in_rounds:
-            return Verdict("new", ((commit,),), f"{self.policy}: applied on arrival")
+            return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
         self._open.setdefault(standing.turn(), {})[worker] = commit
-        return Verdict("new", self._whole_rounds(), self.waiting_reason())
+        return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def _enter_era(self, stretch: int) -> None:
         """The first word from behind a barrier: everyone has passed it, nothing is open, all stand level."""
@@ -139,23 +144,23 @@ class Rounds(Generic[T]):
         self._enter_era(stretch)
         if away:
             standing.away = True
-            return Verdict("new", self._whole_rounds(), self.waiting_reason())
+            return Verdict("new", self._whole_rounds(), self.waiting_reason)
         if stretch > standing.stretch:
             standing.stretch, standing.stretch_began = stretch, standing.clock
         if stretch == standing.stretch:
             standing.resting = True
-        return Verdict("new", self._whole_rounds(), self.waiting_reason())
+        return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def leave(self, worker: str, incarnation: int) -> Verdict[T]:
         """The worker has finished: no round waits for it any more."""
         self.standing(worker, incarnation).left = True
-        return Verdict("new", self._whole_rounds(), self.waiting_reason())
+        return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def _whole_rounds(self) -> tuple[tuple[Commit[T], ...], ...]:
         whole = []
         while self._open:
             turn = min(self._open)
-            if self._missing(turn):
+            if next(self._missing(turn), None) is not None:
                 break
             commits = self._open.pop(turn)
             # The order of names makes sums bit-equal from run to run.
@@ -163,16 +168,14 @@ class Rounds(Generic[T]):
             whole.append(tuple([commits[name] for name in names]))
         return tuple(whole)
 
-    def _missing(self, turn: tuple[int, int]) -> list[str]:
+    def _missing(self, turn: tuple[int, int]) -> Iterator[str]:
         """Who takes part in this round and has not committed it."""
-        return [
-            standing.name
-            for standing in self.standings.values()
-            if not (standing.left or standing.away)
-            and standing.name not in self._open[turn]
-            and standing.turn() < turn
-            and not (standing.stretch == turn[0] and standing.resting)
-        ]
+        here = self._open[turn]
+        for standing in self.standings.values():
+            if standing.name in here or standing.left or standing.away:
+                continue
+            if standing.turn() < turn and not (standing.stretch == turn[0] and standing.resting):
+                yield standing.name
 
     def missing(self) -> list[str]:
         """For whom the oldest open round waits."""
