@@ -28,6 +28,10 @@ class Slot:
         target[:] = buffer_of(self.memory)
         return 100 + self.part.id
 
+    def copy_locked(self, target: memoryview) -> int:
+        target[:] = buffer_of(self.memory)
+        return 200 + self.part.id
+
 
 class Request:
     """Keeps what is sent, in order; each frame as (is it the end, slices, versions, first byte of each buffer)."""
@@ -120,6 +124,15 @@ def test_what_others_may_write_is_copied_before_it_is_sent() -> None:
     sender.run()
     assert request.frames[0][1:] == ([1], [101], [1])
     assert copied == [BIG] and slot.state.seen == {"worker-0": 101}
+
+
+def test_whoever_holds_the_lock_copies_without_it() -> None:
+    """The thread that has just applied a slice holds its lock: to take it again would wait for ever."""
+    answer, request, sender, _ = answer_of([1], lambda part: memoryview(bytearray(part.num_bytes)))
+    answer.applied(Slot(1), locked=True)
+    answer.finish()
+    sender.run()
+    assert request.frames[0][1:] == ([1], [201], [1])
 
 
 def test_shared_memory_is_only_named() -> None:

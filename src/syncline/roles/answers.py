@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from syncline.core.layout import Slice
 from syncline.core.messages import Committed
@@ -15,6 +16,15 @@ MakeBuffer = Callable[[Slice], Buffer]
 Submit = Callable[[Callable[[], None]], None]
 #: About as much goes out in one frame; less is sent by the thread that has it, and not handed over.
 FRAME_BYTES, SMALL_BYTES = 16 << 20, 1 << 16
+
+
+class _Part(NamedTuple):
+    """A slice that is ready to go out."""
+
+    slice: int
+    num_bytes: int
+    version: int
+    buffer: Buffer | None  # None: shared memory, it is only named
 
 
 class PartialAnswer:
@@ -38,25 +48,38 @@ class PartialAnswer:
         self._submit, self._copied = submit, copied
         self._wanted = set(pull) if pull else None
         self._given: set[int] = set()
-        self._ready: list[HostedSlice] = []
+        self._ready: list[_Part] = []
         self._waiting_bytes = 0
         self._end: Callable[[], None] | None = None
         self._sending = False
         self._lock = threading.Lock()
 
-    def applied(self, slot: HostedSlice) -> None:
-        """This slice is as the commit left it."""
+    def applied(self, slot: HostedSlice, *, locked: bool = False) -> None:
+        """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
+        number = slot.part.id
+        if number in self._given or (self._wanted is not None and number not in self._wanted):
+            return
+        self._given.add(number)  # by one thread: the one that applies, or after all is applied
+        part = self._part_of(slot, locked)
         with self._lock:
-            number = slot.part.id
-            if number in self._given or (self._wanted is not None and number not in self._wanted):
-                return
-            self._given.add(number)
-            self._ready.append(slot)
-            self._waiting_bytes += slot.part.num_bytes
+            self._ready.append(part)
+            self._waiting_bytes += part.num_bytes
             if self._sending or self._waiting_bytes <= SMALL_BYTES:  # the end is near, or goes in another frame
                 return
             self._sending = True
         self._submit(self._send)
+
+    def _part_of(self, slot: HostedSlice, locked: bool) -> _Part:
+        """The slice as it goes out: a copy is made here and now, whoever sends it later needs no lock."""
+        version, buffer = slot.state.version, None
+        if self._wanted is not None:
+            buffer = buffer_of(slot.memory)
+            if self._make is not None:
+                buffer = self._make(slot.part)
+                version = slot.copy_locked(buffer) if locked else slot.copy_into(buffer)
+                self._copied(len(buffer))
+        slot.state.seen[self._request.peer.name] = version
+        return _Part(slot.part.id, slot.part.num_bytes, version, buffer)
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
         """Everything is applied; or something else, a refusal, is the end of this answer."""
@@ -77,46 +100,33 @@ class PartialAnswer:
         while True:
             with self._lock:
                 end = self._end
-                slots = self._take() if end is None or self._more_than_a_frame() else []
-                if end is None and not slots:
+                parts = self._take() if end is None or self._more_than_a_frame() else []
+                if end is None and not parts:
                     self._sending = False
                     return
-            if slots:
-                numbers, versions, buffers = self._collect(slots)
-                self._request.reply_part(Committed(self._clock, versions, numbers), buffers, sum(map(len, buffers)))
+            if parts:
+                self._request.reply_part(*self._message(parts))
             else:
                 assert end is not None
                 end()
                 return
 
     def _more_than_a_frame(self) -> bool:
-        return sum(slot.part.num_bytes for slot in self._ready) > FRAME_BYTES
+        return sum(part.num_bytes for part in self._ready) > FRAME_BYTES
 
-    def _take(self) -> list[HostedSlice]:
+    def _take(self) -> list[_Part]:
         """What goes into the next frame; under the lock."""
-        taken: list[HostedSlice] = []
+        taken: list[_Part] = []
         num_bytes = 0
-        while self._ready and (not taken or num_bytes + self._ready[0].part.num_bytes <= FRAME_BYTES):
+        while self._ready and (not taken or num_bytes + self._ready[0].num_bytes <= FRAME_BYTES):
             taken.append(self._ready.pop(0))
-            num_bytes += taken[-1].part.num_bytes
+            num_bytes += taken[-1].num_bytes
         return taken
 
-    def _collect(self, slots: list[HostedSlice]) -> tuple[list[int], list[int], list[Buffer]]:
-        numbers, versions, buffers = [], [], []
-        for slot in slots:
-            version = slot.state.version
-            if self._wanted is not None:
-                target = buffer_of(slot.memory)
-                if self._make is not None:
-                    target = self._make(slot.part)
-                    version = slot.copy_into(target)
-                    self._copied(len(target))
-                buffers.append(target)
-            slot.state.seen[self._request.peer.name] = version
-            numbers.append(slot.part.id)
-            versions.append(version)
-        return numbers, versions, buffers
+    def _message(self, parts: list[_Part]) -> tuple[Committed, list[Buffer], int]:
+        buffers = [part.buffer for part in parts if part.buffer is not None]
+        answer = Committed(self._clock, [part.version for part in parts], [part.slice for part in parts])
+        return answer, buffers, sum(map(len, buffers))
 
     def _send_end(self) -> None:
-        numbers, versions, buffers = self._collect(self._ready)
-        self._request.reply(Committed(self._clock, versions, numbers), buffers, sum(map(len, buffers)))
+        self._request.reply(*self._message(self._ready))

@@ -203,7 +203,7 @@ class Commits:
 
     def drain(self, slot: HostedSlice) -> None:
         for work in slot.drain():
-            work.slice_done(slot)
+            work.slice_done()
 
     def _finished(self, work: Work) -> None:
         """Every slice has taken the round in: who may be answered is answered."""

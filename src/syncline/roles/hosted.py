@@ -29,8 +29,8 @@ Bytes = npt.NDArray[np.uint8]
 class Progress(Protocol):
     """Hears of slices as they are applied, and how it ended."""
 
-    def applied(self, slot: HostedSlice) -> None:
-        """This slice is as the commit left it."""
+    def applied(self, slot: HostedSlice, *, locked: bool = False) -> None:
+        """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
         """The round is applied, or ends otherwise."""
@@ -92,11 +92,14 @@ class Work:
         self._lock = threading.Lock()
         self._finished = finished
 
-    def slice_done(self, slot: HostedSlice) -> None:
+    def tell(self, slot: HostedSlice) -> None:
+        """This slice is applied, and its lock still held: whoever wants its bytes has them copied now."""
         if self._answers_early and self.error is None:
             for commit in self.commits:
                 if commit.item.answer is not None:
-                    commit.item.answer.applied(slot)
+                    commit.item.answer.applied(slot, locked=True)
+
+    def slice_done(self) -> None:
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -140,6 +143,7 @@ class HostedSlice:
                         self._apply(work)
                 except Exception as error:  # whoever waits must hear of it, whatever it is
                     work.error = work.error or error
+                work.tell(self)
                 done.append(work)
         return done
 
@@ -204,8 +208,12 @@ class HostedSlice:
     def copy_into(self, target: memoryview) -> int:
         """A whole, untorn copy; returns its version."""
         with self.lock:
-            target[:] = buffer_of(self.memory)
-            return self.state.version
+            return self.copy_locked(target)
+
+    def copy_locked(self, target: memoryview) -> int:
+        """The same for a caller that holds the lock."""
+        target[:] = buffer_of(self.memory)
+        return self.state.version
 
     def pin(self) -> int:
         with self.lock:

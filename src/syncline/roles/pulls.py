@@ -159,4 +159,4 @@ class Pulls:
 
 def _drain(slot: HostedSlice) -> None:
     for work in slot.drain():
-        work.slice_done(slot)
+        work.slice_done()
