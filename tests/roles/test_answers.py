@@ -12,6 +12,7 @@ from syncline.core.messages import Committed
 from syncline.net.transport import buffer_of
 from syncline.roles import answers
 from syncline.roles.answers import PartialAnswer
+from syncline.roles.hosted import Snapshot
 
 BIG = answers.FRAME_BYTES // 4
 
@@ -133,6 +134,44 @@ def test_whoever_holds_the_lock_copies_without_it() -> None:
     answer.finish()
     sender.run()
     assert request.frames[0][1:] == ([1], [201], [1])
+
+
+def shared_by(num_users: int, slot: Any) -> Snapshot:
+    slot.spare = getattr(slot, "spare", [])
+    return Snapshot(slot, num_users)
+
+
+def test_several_answers_share_one_copy_whose_memory_is_used_again_when_all_have_sent_it() -> None:
+    slot: Any = Slot(1)
+    make = lambda part: memoryview(bytearray(part.num_bytes))  # noqa: E731
+    (one, at_one, send_one, copied), (two, at_two, send_two, _) = answer_of([1], make), answer_of([1], make)
+    snapshot = shared_by(2, slot)
+    for answer in (one, two):
+        assert answer.copies
+        answer.applied(slot, snapshot=snapshot, locked=True)
+    slot.memory[:] = 99  # the next update
+    send_one.run()
+    assert slot.spare == []  # the other still has to send it
+    send_two.run()
+    assert at_one.frames == at_two.frames == [(False, [1], [201], [1])] and copied == []
+    assert len(slot.spare) == 1
+    assert shared_by(1, slot).buffer[0] == 99 and slot.spare == []
+
+
+def test_a_copy_that_is_not_sent_after_all_is_given_back() -> None:
+    """By an answer that ends with a refusal, and by one that has the slice already."""
+    slot: Any = Slot(1)
+    make = lambda part: memoryview(bytearray(part.num_bytes))  # noqa: E731
+    refused, _, sender, _ = answer_of([1], make)
+    again, _, sender_again, _ = answer_of([1], make)
+    again.applied(slot)
+    snapshot = shared_by(2, slot)
+    refused.applied(slot, snapshot=snapshot, locked=True)
+    again.applied(slot, snapshot=snapshot, locked=True)
+    refused.finish(lambda: None)
+    sender.run()
+    sender_again.run()
+    assert len(slot.spare) == 1
 
 
 def test_shared_memory_is_only_named() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from syncline.core.layout import Slice
 from syncline.core.messages import Committed
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
-from syncline.roles.hosted import HostedSlice
+from syncline.roles.hosted import HostedSlice, Snapshot
 
 MakeBuffer = Callable[[Slice], Buffer]
 Submit = Callable[[Callable[[], None]], None]
@@ -25,6 +25,7 @@ class _Part(NamedTuple):
     num_bytes: int
     version: int
     buffer: Buffer | None  # None: shared memory, it is only named
+    snapshot: Snapshot | None  # that the buffer belongs to, if others send it too
 
 
 class PartialAnswer:
@@ -54,13 +55,19 @@ class PartialAnswer:
         self._sending = False
         self._lock = threading.Lock()
 
-    def applied(self, slot: HostedSlice, *, locked: bool = False) -> None:
+    @property
+    def copies(self) -> bool:
+        return self._wanted is not None and self._make is not None
+
+    def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
         """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
         number = slot.part.id
         if number in self._given or (self._wanted is not None and number not in self._wanted):
+            if snapshot is not None:
+                snapshot.sent()
             return
         self._given.add(number)  # by one thread: the one that applies, or after all is applied
-        part = self._part_of(slot, locked)
+        part = self._part_of(slot, snapshot, locked)
         with self._lock:
             self._ready.append(part)
             self._waiting_bytes += part.num_bytes
@@ -69,28 +76,32 @@ class PartialAnswer:
             self._sending = True
         self._submit(self._send)
 
-    def _part_of(self, slot: HostedSlice, locked: bool) -> _Part:
+    def _part_of(self, slot: HostedSlice, snapshot: Snapshot | None, locked: bool) -> _Part:
         """The slice as it goes out: a copy is made here and now, whoever sends it later needs no lock."""
         version, buffer = slot.state.version, None
-        if self._wanted is not None:
+        if snapshot is not None:
+            version, buffer = snapshot.version, snapshot.buffer
+        elif self._wanted is not None:
             buffer = buffer_of(slot.memory)
             if self._make is not None:
                 buffer = self._make(slot.part)
                 version = slot.copy_locked(buffer) if locked else slot.copy_into(buffer)
                 self._copied(len(buffer))
         slot.state.seen[self._request.peer.name] = version
-        return _Part(slot.part.id, slot.part.num_bytes, version, buffer)
+        return _Part(slot.part.id, slot.part.num_bytes, version, buffer, snapshot)
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
         """Everything is applied; or something else, a refusal, is the end of this answer."""
         with self._lock:
+            dropped = self._ready if end is not None else []
             if end is not None:
-                self._ready.clear()
+                self._ready = []
             self._end = end or self._send_end
-            if self._sending:
-                return
-            self._sending = True
             small = self._waiting_bytes <= SMALL_BYTES
+            sending, self._sending = self._sending, True
+        _sent(dropped)
+        if sending:
+            return
         if small:
             self._send()
         else:
@@ -106,6 +117,7 @@ class PartialAnswer:
                     return
             if parts:
                 self._request.reply_part(*self._message(parts))
+                _sent(parts)
             else:
                 assert end is not None
                 end()
@@ -130,3 +142,10 @@ class PartialAnswer:
 
     def _send_end(self) -> None:
         self._request.reply(*self._message(self._ready))
+        _sent(self._ready)
+
+
+def _sent(parts: Sequence[_Part]) -> None:
+    for part in parts:
+        if part.snapshot is not None:
+            part.snapshot.sent()

@@ -29,7 +29,11 @@ Bytes = npt.NDArray[np.uint8]
 class Progress(Protocol):
     """Hears of slices as they are applied, and how it ended."""
 
-    def applied(self, slot: HostedSlice, *, locked: bool = False) -> None:
+    @property
+    def copies(self) -> bool:
+        """Whether it sends copies of slices, since others may write them meanwhile."""
+
+    def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
         """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
@@ -92,12 +96,11 @@ class Work:
         self._lock = threading.Lock()
         self._finished = finished
 
-    def tell(self, slot: HostedSlice) -> None:
-        """This slice is applied, and its lock still held: whoever wants its bytes has them copied now."""
-        if self._answers_early and self.error is None:
-            for commit in self.commits:
-                if commit.item.answer is not None:
-                    commit.item.answer.applied(slot, locked=True)
+    def answers(self) -> list[Progress]:
+        """Those who want to hear of slices as they are applied."""
+        if not self._answers_early or self.error is not None:
+            return []
+        return [commit.item.answer for commit in self.commits if commit.item.answer is not None]
 
     def slice_done(self) -> None:
         with self._lock:
@@ -116,6 +119,25 @@ class Work:
         return {group: options for index, group, options in self.overrides if index == segment}
 
 
+class Snapshot:
+    """One version of a slice, copied once for several answers. Its memory is used again when all have been sent."""
+
+    def __init__(self, slot: HostedSlice, num_users: int) -> None:
+        self._slot, self._num_users = slot, num_users
+        self._lock = threading.Lock()
+        self._array = slot.spare.pop() if slot.spare else np.empty(slot.part.num_bytes, np.uint8)
+        self.buffer = buffer_of(self._array)
+        self.version = slot.copy_locked(self.buffer)
+
+    def sent(self) -> None:
+        """By one of its users."""
+        with self._lock:
+            self._num_users -= 1
+            last = self._num_users == 0
+        if last:
+            self._slot.spare.append(self._array)
+
+
 class HostedSlice:
     """One slice at its server. All methods that change it hold its lock; nothing is sent under it."""
 
@@ -126,6 +148,7 @@ class HostedSlice:
         self.state = SliceState()
         self.lock = threading.Lock()
         self.uploaded = False
+        self.spare: list[Bytes] = []  # memory of snapshots that were sent
         self.queue: collections.deque[Work] = collections.deque()
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
         self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
@@ -143,9 +166,16 @@ class HostedSlice:
                         self._apply(work)
                 except Exception as error:  # whoever waits must hear of it, whatever it is
                     work.error = work.error or error
-                work.tell(self)
                 done.append(work)
+            self._tell([answer for work in done for answer in work.answers()])
         return done
+
+    def _tell(self, answers: Sequence[Progress]) -> None:
+        """Under the lock: whoever wants this slice's bytes has them copied now; several share one copy."""
+        sharing = [answer for answer in answers if answer.copies]
+        snapshot = Snapshot(self, len(sharing)) if len(sharing) > 1 else None
+        for answer in answers:
+            answer.applied(self, snapshot=snapshot if answer.copies else None, locked=True)
 
     def _apply(self, work: Work) -> None:
         began = time.perf_counter()
