@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import traceback
 
 import torch
@@ -18,7 +17,7 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.roles.homes import home_of
 from syncline.roles.pool import ThreadPool
-from syncline.roles.rules import warm_up
+from syncline.roles.rules import leave_out_the_compiler
 from syncline.roles.server import Server
 
 
@@ -41,7 +40,7 @@ def run_server(file: JobFile, name: str, host: str) -> int:
     def accept(connection: Connection) -> None:
         server.greet(Endpoint(connection, stamp, server))
 
-    threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+    leave_out_the_compiler()
     here = local_address(file)
     wants_unix = file.given.get("transport") != "tcp"
     listener = tcp.Listener(identity, accept, sock=tcp.bind(here, 0), unix=unix_name() if wants_unix else "", log=log)

@@ -278,9 +278,15 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
     return step
 
 
-def warm_up() -> None:
-    """torch loads a second's worth of modules with its first optimizer: better now than when everyone waits."""
-    make_optimizer(RuleSpec("SGD", {"lr": 1.0}), [torch.zeros(1)])
+def leave_out_the_compiler() -> None:
+    """For a server's own process: torch's first optimizer loads its compiler, a second's worth of modules.
+
+    A server never compiles. torch looks for the marked function before it loads the compiler to mark it; where it
+    does not, nothing is lost but that second.
+    """
+    inner = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if inner is not None:
+        setattr(inner, "__dynamo_disable", inner)
 
 
 _local = threading.local()
