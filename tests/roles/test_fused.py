@@ -1,4 +1,4 @@
-"""Kernels without their optimizer: bit for bit what the optimizer itself does, through every change of its numbers."""
+"""Kernels without their optimizer: bit for bit what the optimizer does, through every change of its numbers."""
 
 from __future__ import annotations
 
