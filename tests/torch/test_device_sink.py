@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -93,3 +95,30 @@ def test_parameters_are_overwritten_only_after_the_callers_stream(setting: Setti
     setting.sink.follow()
     setting.sink.take([(PARTS[3], setting.source(PARTS[3]))])
     assert followed == [0, 3]
+
+
+def test_two_servers_first_slices_land_in_the_same_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two readers' threads ask for buffers at once, and making them takes a while."""
+    make, both = setting.side.new_host_memory, threading.Barrier(2, timeout=20)
+
+    def slowly(num_bytes: int) -> Any:
+        time.sleep(0.05)
+        return make(num_bytes)
+
+    monkeypatch.setattr(setting.side, "new_host_memory", slowly)
+    found: dict[int, Any] = {}
+
+    def ask(part: Slice) -> None:
+        both.wait()
+        found[part.id] = setting.sink.views(part)[0]
+
+    threads = [threading.Thread(target=ask, args=(part,), name="Thread-asks") for part in PARTS[:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for number, view in found.items():
+        view[:] = number + 1
+    setting.sink.filled(PARTS[:2])
+    setting.sink.order([0, 1])
+    assert (setting.flat[:64] == 1).all() and (setting.flat[64:128] == 2).all()

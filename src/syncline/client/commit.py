@@ -2,7 +2,7 @@
 
 With one server the commit rides on the staged bytes. With several, it follows only when all of them have
 acknowledged theirs, so that a step counts whole. The steps are driven by the answers, in the threads that
-bring them: nobody has to wait for a commit to go on.
+bring them; where the waiter reads, it drives them until everything is staged and told to count.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class CommitFlow:
         self._lock = threading.Lock()
         self._left = 0
         self._next: Callable[[], None] = self._staged
+        self._is_staging = False
         self.error: SynclineError | None = None
 
     def start(self) -> None:
-        self._next = self._answered if len(self.lanes) == 1 else self._staged
+        self._is_staging = len(self.lanes) > 1
+        self._next = self._staged if self._is_staging else self._answered
         self._ask_all(lambda lane: lane.stage())
 
     def _ask_all(self, ask: Callable[[Lane], Call]) -> None:
@@ -86,6 +88,7 @@ class CommitFlow:
         self._answers()
         self._next = self._answered
         self._ask_all(lambda lane: lane.commit(self.clock))
+        self._is_staging = False
 
     def _answered(self) -> None:
         answers = self._answers()
@@ -124,6 +127,15 @@ class CommitFlow:
                 raise WaitTimeout(f"no answer within {timeout_seconds:g} s")
         if self.error is not None:
             raise self.error
+
+    def wait_until_staged(self, timeout_seconds: float) -> None:
+        """Where the waiter reads: until every server has acknowledged, and was told that it counts."""
+        if not any(lane.call is not None and lane.call.is_read_by_waiter for lane in self.lanes):
+            return
+        until = time.monotonic() + timeout_seconds
+        while self._is_staging and not self._latch.is_open:
+            if not self.go_on(until - time.monotonic()):
+                raise WaitTimeout(f"no answer within {timeout_seconds:g} s")
 
     def go_on(self, seconds: float) -> bool:
         """Waits for something to happen, and reads it where the waiter reads; False when nothing did in time."""

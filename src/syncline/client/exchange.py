@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from syncline.client.arrays import Bytes
@@ -77,6 +77,9 @@ class Exchange(Protocol):
 
     def commit(self, push: Push, sink: Sink | None) -> Ticket:
         """The arena counts from now on; new parameters go into the sink, if there is one."""
+
+    def before_commit(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Runs the action before every commit: the servers' memory may be written after it. Returns what ends it."""
 
     def prefer(self, slices: Sequence[int]) -> None:
         """The order in which this worker needs its slices, by their ids: they are applied in it."""

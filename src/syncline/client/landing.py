@@ -73,10 +73,10 @@ class Landing:
     def has(self, numbers: Collection[int]) -> bool:
         return self._landed.issuperset(numbers)
 
-    def wait(self, seconds: float) -> None:
-        """Until something more has landed, or this long."""
+    def wait_for(self, numbers: Collection[int], seconds: float) -> None:
+        """Until these slices have landed, or this long."""
         with self._reader.change:
-            self._reader.change.wait(seconds)
+            self._reader.change.wait_for(lambda: self.has(numbers), seconds)
 
     def finish(self, answer: Committed) -> None:
         """The commit is whole: whatever has not landed yet lands now."""

@@ -17,7 +17,7 @@ from syncline.core.layout import Ranges
 class Given:
     """Arrays by name, as they were given: known again by the object, its shape and where its data lie.
 
-    They are not kept alive: a caller that gives new arrays every time does not pay for the last ones.
+    It does not keep them alive: a caller that pushes new arrays every time does not pay for the last ones.
     """
 
     def __init__(self, named: Mapping[str, Array]) -> None:
@@ -65,7 +65,10 @@ class PushPlan:
 
 
 class PullPlan:
-    """Where pulled parameters go: the caller's own arrays, those that are strided by a copy at the end."""
+    """Where pulled parameters go: the caller's own arrays, those that are strided by a copy at the end.
+
+    The caller's arrays of the last pull are kept until the next one.
+    """
 
     def __init__(
         self, out: Mapping[str, Array] | None, result: Mapping[str, Array], late: Mapping[str, Bytes], sink: ArraySink

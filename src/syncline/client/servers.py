@@ -15,6 +15,7 @@ from syncline.client.lane import ServerLane
 from syncline.client.reading import ServerReader
 from syncline.client.sinks import Sink, Wanted
 from syncline.client.states import read_state, write_state
+from syncline.client.ticket import ServersTicket
 from syncline.client.times import StepClock
 from syncline.config import JobConfig
 from syncline.core.layout import Layout, Ranges, Segment, Slice
@@ -38,29 +39,8 @@ from syncline.net.transport import buffer_of
 from syncline.stats import WireStats
 
 _MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
+_MOST_OPEN = 16
 _LOOK_SECONDS = 0.05
-
-
-class ServersTicket:
-    """A push to the servers. `wait` may be called again after a WaitTimeout."""
-
-    def __init__(self, exchange: ServersExchange, flow: CommitFlow, lanes: Sequence[ServerLane]) -> None:
-        self._exchange, self._flow, self._lanes = exchange, flow, lanes
-        self._landed = False
-
-    def done(self) -> bool:
-        return self._flow.done()
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        if not self._landed:
-            self._exchange.finish(self._flow, self._lanes, timeout_seconds)
-            self._landed = True
-            self._exchange.forget(self)
-
-    def wait_for(self, slices: Collection[int]) -> None:
-        """Returns when these slices are in the sink; others may still be under way."""
-        if not self._landed and not self._exchange.wait_for(self._flow, self._lanes, slices):
-            self.wait()
 
 
 class ServersExchange:
@@ -91,6 +71,7 @@ class ServersExchange:
         self._early: dict[str, list[Call]] = {name: [] for name in endpoints}
         self._sent: set[int] = set()
         self.times = StepClock()
+        self._before_commit: list[Callable[[], None]] = []
         self._unshared: dict[tuple[str, Ranges, int], list[Slice]] = {}
 
     @property
@@ -111,14 +92,15 @@ class ServersExchange:
                     reader.map(segment)
 
     def upload(self, segment: Segment, values: Bytes) -> None:
-        calls = []
-        for server, endpoint in self._endpoints.items():
-            for part in segment.slices:
-                if part.server == server:
-                    view = values[part.offset : part.offset + part.num_bytes]
-                    message = Upload(segment.index, [part.id])
-                    calls.append(self._ask(endpoint, message, [buffer_of(view)], view.nbytes))
-        self._wait_all(calls)
+        # Few are open at a time: answers that nobody reads yet would fill the socket, and stop the server.
+        calls: collections.deque[Call] = collections.deque()
+        for part in segment.slices:
+            view = values[part.offset : part.offset + part.num_bytes]
+            message = Upload(segment.index, [part.id])
+            calls.append(self._ask(self._endpoints[part.server], message, [buffer_of(view)], view.nbytes))
+            if len(calls) >= _MOST_OPEN:
+                self._wait_all([calls.popleft()])
+        self._wait_all(list(calls))
 
     def _ask(
         self, endpoint: Endpoint, message: Message, buffers: Sequence[memoryview] = (), num_bytes: int = 0
@@ -193,6 +175,8 @@ class ServersExchange:
 
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
         self.make_room()
+        for action in self._before_commit:
+            action()
         self._come_back()
         lanes = [self._lane(server, push, sink) for server in self._names]
         flow = CommitFlow(self.clock + 1, lanes)
@@ -205,9 +189,17 @@ class ServersExchange:
             self._early = {name: [] for name in self._endpoints}
             self._sent.clear()
         self._is_active, self._back_at = True, None
+        self._stage_everywhere(flow)
         self.times.num_steps += 1
         self.times.lap("stage")
         return ticket
+
+    def _stage_everywhere(self, flow: CommitFlow) -> None:
+        """With several servers the commit follows from their answers: it must not wait until the script waits."""
+        try:
+            flow.wait_until_staged(self._wait_seconds)
+        except WaitTimeout:
+            raise WaitTimeout(f"step {flow.clock} could not be staged: {self.why()}") from None
 
     def _come_back(self) -> None:
         """After a rest: where this worker stands from now on must be the same at every server."""
@@ -266,16 +258,13 @@ class ServersExchange:
         wanted = [(lane, lane.landing, lane.landing.wants(slices)) for lane in lanes if lane.landing is not None]
         try:
             while not flow.is_over:
-                missing = next(((lane, way) for lane, way, mine in wanted if not way.has(mine)), None)
+                missing = next((found for found in wanted if not found[1].has(found[2])), None)
                 if missing is None:
                     return True
                 left = began + self._wait_seconds - time.monotonic()
                 if left < 0:
                     raise WaitTimeout
-                if missing[0].is_read_by_waiter:
-                    flow.go_on(left)
-                else:
-                    missing[1].wait(min(left, _LOOK_SECONDS))
+                self._await_lane(flow, *missing, left)
         except WaitTimeout:
             raise self._has_waited(flow, began) from None
         except ConnectionLost as error:
@@ -283,6 +272,17 @@ class ServersExchange:
         finally:
             self.times.lap("wait")
         return False
+
+    @staticmethod
+    def _await_lane(flow: CommitFlow, lane: ServerLane, landing: Landing, numbers: set[int], seconds: float) -> None:
+        """Something more of this lane, or of the flow that it belongs to."""
+        if lane.is_read_by_waiter:
+            if lane.call is not None and not lane.call.is_done:
+                lane.call.read(seconds)
+            else:
+                flow.go_on(seconds)
+        elif not flow.done():  # looks at the lanes that nobody else reads
+            landing.wait_for(numbers, min(seconds, _LOOK_SECONDS))
 
     def _has_waited(self, flow: CommitFlow, began: float) -> WaitTimeout:
         return WaitTimeout(f"step {flow.clock} has waited {time.monotonic() - began:.1f} s: {self.why()}")
@@ -305,6 +305,10 @@ class ServersExchange:
         return "; ".join(found)
 
     # -- pulling and state --------------------------------------------------------------------------------
+
+    def before_commit(self, action: Callable[[], None]) -> Callable[[], None]:
+        self._before_commit.append(action)
+        return lambda: self._before_commit.remove(action)
 
     def prefer(self, slices: Sequence[int]) -> None:
         self._wait_all([self._ask(e, Prefer(list(slices))) for e in self._endpoints.values()])

@@ -22,6 +22,7 @@ from syncline.errors import ConnectionLost
 #: A frame without payload is smaller than this, nearly always.
 AHEAD_BYTES = 1 << 13
 _MOST_SECONDS = 86_400.0  # that a poll takes
+_MOST_FDS = 8
 _FD_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
@@ -136,6 +137,8 @@ class PlainStream:
             count, ancillary, _, _ = self._sock.recvmsg_into([self._ahead], _FD_SPACE)
             if ancillary:
                 _collect_fds(ancillary, self._fds)
+                if len(self._fds) > _MOST_FDS:
+                    raise ConnectionLost(f"{len(self._fds)} file descriptors came that no frame has asked for")
         else:
             count = self._sock.recv_into(self._ahead)
         self._start, self._end = 0, self._some(count)

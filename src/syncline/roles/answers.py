@@ -59,6 +59,9 @@ class PartialAnswer:
     def copies(self) -> bool:
         return self._wanted is not None and self._make is not None
 
+    def count(self, num_bytes: int) -> None:
+        self._copied(num_bytes)
+
     def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
         """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
         number = slot.part.id
@@ -133,6 +136,7 @@ class PartialAnswer:
         while self._ready and (not taken or num_bytes + self._ready[0].num_bytes <= FRAME_BYTES):
             taken.append(self._ready.pop(0))
             num_bytes += taken[-1].num_bytes
+        self._waiting_bytes -= num_bytes
         return taken
 
     def _message(self, parts: list[_Part]) -> tuple[Committed, list[Buffer], int]:

@@ -173,6 +173,10 @@ class Commits:
             self._in_order = tuple(self._slices[number] for number in ordered)
         return self._in_order
 
+    def hosts_more(self) -> None:
+        """Under `order`: there are other slices now."""
+        self._in_order = ()
+
     def prefer(self, slices: Sequence[int]) -> None:
         """Slices are applied in this order from now on."""
         with self.order:
@@ -229,7 +233,7 @@ class Commits:
             failed = work.failed = RuleError(f"the update could not be applied: {error}")
             asked = [(commit.item.request, commit.item.answer) for commit in work.commits]
             for commit in work.commits:
-                commit.item.request = None
+                commit.item.request = commit.item.answer = None
         for request, answer in asked:
             if request is not None and answer is not None:
                 answer.finish(functools.partial(request.refuse, failed))
@@ -257,7 +261,7 @@ class Commits:
         if answer is None:
             self._pulls.committed(request, commit.clock)
             return
-        for slot in self._slices.values():
+        for slot in list(self._slices.values()):
             answer.applied(slot)  # those that it has not heard of yet
         answer.finish()
 
@@ -286,7 +290,7 @@ class Commits:
         with self.order:
             requests = [(commit, commit.item.request) for commit in work.commits]
             for commit in work.commits:
-                commit.item.request = None
+                commit.item.request = commit.item.answer = None  # GiveClip asks anew
                 self._clipping[commit.worker, commit.clock] = work
         for commit, request in requests:
             assert request is not None

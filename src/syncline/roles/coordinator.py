@@ -43,6 +43,8 @@ from syncline.roles.profile import profile_lines
 
 #: How long the launcher has to say how a process ended, before a closed connection is the whole verdict.
 GRACE_SECONDS = 2.0
+#: How long the end of a job waits for the servers' own numbers, for its profile.
+PROFILE_SECONDS = 3.0
 
 
 class Coordinator:
@@ -337,14 +339,28 @@ class Coordinator:
         for request in joining:
             request.refuse(JobFailed(outcome.reason))
 
-        def measured(calls: Sequence[Call]) -> None:
-            self._profile(calls)
-            self._tell_all(outcome, endpoints)
-
         if self.config.profile and not outcome.failed:
-            self._ask_servers(AskServerStats(), measured)
+            self._profile_first(lambda: self._tell_all(outcome, endpoints))
         else:
             self._tell_all(outcome, endpoints)
+
+    def _profile_first(self, then: Callable[[], None]) -> None:
+        """Shows where the time went, if the servers say so soon; the job ends in any case, once."""
+        once = threading.Lock()
+
+        def end(calls: Sequence[Call] = ()) -> None:
+            if once.acquire(blocking=False):
+                timer.cancel()
+                self._profile(calls)
+                then()
+
+        timer = threading.Timer(PROFILE_SECONDS, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._ask_servers(AskServerStats(), end)
+        except SynclineError:
+            end()
 
     def _profile(self, calls: Sequence[Call]) -> None:
         servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]

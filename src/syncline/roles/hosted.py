@@ -24,10 +24,15 @@ from syncline.roles.homes import Home
 from syncline.roles.rules import SliceRules, Source
 
 Bytes = npt.NDArray[np.uint8]
+#: Memory of snapshots that a slice keeps for the next ones.
+MOST_SPARE = 2
 
 
 class Progress(Protocol):
     """Hears of slices as they are applied, and how it ended."""
+
+    def count(self, num_bytes: int) -> None:
+        """So much was copied for it, and for others."""
 
     @property
     def copies(self) -> bool:
@@ -134,7 +139,7 @@ class Snapshot:
         with self._lock:
             self._num_users -= 1
             last = self._num_users == 0
-        if last:
+        if last and len(self._slot.spare) < MOST_SPARE:
             self._slot.spare.append(self._array)
 
 
@@ -174,6 +179,8 @@ class HostedSlice:
         """Under the lock: whoever wants this slice's bytes has them copied now; several share one copy."""
         sharing = [answer for answer in answers if answer.copies]
         snapshot = Snapshot(self, len(sharing)) if len(sharing) > 1 else None
+        if snapshot is not None:
+            sharing[0].count(self.part.num_bytes)
         for answer in answers:
             answer.applied(self, snapshot=snapshot if answer.copies else None, locked=True)
 

@@ -39,7 +39,7 @@ class Pulls:
         """Answers a commit of a worker that reads shared memory: with versions."""
         versions = []
         worker = request.peer.name
-        for slot in self._slices.values():
+        for slot in list(self._slices.values()):  # more may be hosted meanwhile
             version = slot.state.seen[worker] = slot.state.version
             versions.append(version)
         request.reply(Committed(clock, versions))

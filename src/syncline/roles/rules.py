@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +118,8 @@ class SliceRules:
             here = [(self.view(t, index), w) for t, w, has in sources if has[index]]
             total = sum(w for _, w in here) if assigns else round_weight
             start = self.pieces[index].offset // self._item_bytes
-            found.append(self._combine(here, total, start, mean=assigns) if here else None)
+            combined = self._combine(here, total, start, mean=assigns) if here else None
+            found.append(None if combined is None else combined.view_as(self._parameters[index]))
         return found
 
     def _is_used_as_it_lies(self, _: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
@@ -141,12 +143,14 @@ class SliceRules:
         total_of = _scratch(torch.float32, self.flat, start, first.numel()) if is_half else result
         weights = [w for _, w in sources]
         equal = not averaged or all(w == weights[0] for w in weights)
-        if equal and len(sources) > 1:
+        if equal and len(sources) > 1 and not is_half:
             torch.add(first, sources[1][0], out=total_of)
             rest = sources[2:]
         else:
-            torch.mul(first, 1.0 if equal else weights[0], out=total_of)
+            total_of.copy_(first)  # `out=` would still compute in the type of the sources
             rest = sources[1:]
+            if not equal:
+                total_of.mul_(weights[0])
         for tensor, weight in rest:
             total_of.add_(tensor, alpha=1 if equal else weight)
         if averaged:
@@ -213,7 +217,7 @@ class SliceRules:
         try:
             for parameter, gradient in pairs:
                 parameter.grad = gradient
-            with torch.no_grad():
+            with torch.no_grad(), _unfused_where_it_cannot(optimizer, pairs):
                 self._bare_steps[group](optimizer)
         finally:
             # A gradient may lie in a worker's arena: it is let go as soon as it is used.
@@ -248,6 +252,23 @@ class SliceRules:
         for index, state in fresh.items():
             optimizers[self._groups[index]].state[self._parameters[index]] = state
         self._begin(optimizers)
+
+
+@contextlib.contextmanager
+def _unfused_where_it_cannot(
+    optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> Iterator[None]:
+    """torch's fused SGD wants the momentum of all parameters or of none; with a new one among them it is not used."""
+    settings = optimizer.param_groups[0]
+    has = {"momentum_buffer" in optimizer.state.get(parameter, {}) for parameter, _ in pairs}
+    if not (settings.get("fused") and isinstance(optimizer, torch.optim.SGD) and len(has) > 1):
+        yield
+        return
+    settings["fused"], settings["foreach"] = False, False
+    try:
+        yield
+    finally:
+        settings["fused"], settings["foreach"] = True, None
 
 
 def is_fused(name: str, parameters: Sequence[torch.Tensor]) -> bool:

@@ -197,6 +197,7 @@ class Server:
             self._segments[segment.index], self._memories[segment.index] = segment, memory
             self.commits.segments[segment.index] = segment
             self._slices.update(made)
+            self.commits.hosts_more()
 
     def _reserve(self, size: int) -> Memory:
         try:

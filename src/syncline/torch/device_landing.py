@@ -43,6 +43,8 @@ class DeviceLanding:
         self._slices: list[tuple[int, ...]] = []  # by tracked parameter
         flats = self._lay_out(model)
         self.sink = DeviceSink(side, flats, buffers.flats if buffers is not None else {}, exchange.mapped)
+        # Whoever commits, another optimizer or job.kv: what is still read from the servers' memory is read by then.
+        self._stop_finishing = exchange.before_commit(self.sink.finish)
         self._buffer_slices = [p.id for p in exchange.layout.slices() if buffers and p.segment in buffers.flats]
         self._tickets: collections.deque[Ticket] = collections.deque()
         self._due: Ticket | None = None
@@ -92,7 +94,6 @@ class DeviceLanding:
             self._first_reads = None
 
     def before_commit(self) -> None:
-        self.sink.finish()
         self.sink.begin()
         if not self._window:  # the first slices may come before the commit returns
             self.sink.follow()
@@ -185,6 +186,7 @@ class DeviceLanding:
 
     def close(self) -> None:
         self._guard.remove()
+        self._stop_finishing()
 
 
 def _is_elsewhere(tensor: torch.Tensor, view: torch.Tensor) -> bool:

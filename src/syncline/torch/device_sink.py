@@ -54,8 +54,9 @@ class DeviceSink:
     def views(self, part: Slice) -> list[Bytes]:
         if part.segment not in self._flats:
             return self._on_host.views(part)
-        if part.segment not in self._landing:
-            self._landing[part.segment] = self._side.new_host_memory(self._flats[part.segment].numel())
+        with self._lock:  # several servers may bring their first slices at once
+            if part.segment not in self._landing:
+                self._landing[part.segment] = self._side.new_host_memory(self._flats[part.segment].numel())
         self._wait_for(part)  # its last bytes may still be read from here
         view: Bytes = self._of(self._landing[part.segment], part).numpy()
         return [view]

@@ -39,10 +39,7 @@ class ChangedOptions:
 
     def of(self, group: dict[str, Any]) -> dict[str, Option]:
         given = [group.get(key) for key in OPTIONS[self._name]]
-        # What can change in place, as a tensor can, is looked at every time.
-        if self._last is None or any(
-            a is not b or hasattr(a, "item") for a, b in zip(given, self._last, strict=True)
-        ):
+        if self._last is None or self._may_differ(given, self._last):
             now = group_options(self._name, group)
             self._changed = {key: value for key, value in now.items() if self._registered.get(key) != value}
             self._last = given
@@ -50,8 +47,9 @@ class ChangedOptions:
 
     @staticmethod
     def _may_differ(given: Sequence[Any], last: Sequence[Any]) -> bool:
-        """What can change in place, as a tensor can, is looked at every time."""
-        return any(a is not b or hasattr(a, "item") for a, b in zip(given, last, strict=True))
+        """What can change in place, as a tensor or a list can, is looked at every time."""
+        pairs = zip(given, last, strict=True)
+        return any(a is not b or isinstance(a, list) or hasattr(a, "item") for a, b in pairs)
 
 
 def group_rule(name: str, group: dict[str, Any]) -> Rule:

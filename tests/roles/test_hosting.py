@@ -1,0 +1,74 @@
+"""What servers host, and rules on parts of it: registrations that were refused, parameters that come late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from syncline import Rule, RuleError
+from syncline.client.job import Job
+from syncline.testing import local_job
+
+SGD = Rule("SGD", lr=1.0)
+
+
+def test_slices_of_a_refused_registration_are_forgotten() -> None:
+    """One server has made room, the other refuses; the next registration uses the same ids for other slices."""
+
+    def work(job: Job) -> Any:
+        job.kv.register({"x": np.zeros(16, np.float32)}, SGD)
+        both = {"b": np.zeros(4096, np.float32), "c": np.zeros(4096, np.float32)}
+        with pytest.raises(RuleError):
+            job.kv.register(both, {"b": SGD, "c": Rule("SGD", lr=-1.0)})
+        job.kv.push({"x": np.ones(16, np.float32)}).wait()
+        job.kv.register(both, {"b": SGD, "c": Rule("SGD", lr=1.0)})
+        return job.kv.push_pull({name: np.ones(4096, np.float32) for name in both}).wait()
+
+    with local_job(workers=1, servers=2) as jobs:
+        out = jobs.run(work)[0]
+    assert (out["b"] == -1).all() and (out["c"] == -1).all()
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "Adam", "SGD"])
+def test_workers_may_push_different_subsets_under_any_rule(name: str) -> None:
+    def work(job: Job) -> Any:
+        values = {key: np.ones((4, 4), np.float32) for key in ("a", "b")}
+        job.kv.register(values, Rule(name, lr=0.1))
+        names = ["a"] if job.rank == 0 else ["a", "b"]
+        job.kv.push_pull({key: np.eye(4, dtype=np.float32) for key in names}).wait()
+        job.barrier("pushed")
+        return job.kv.pull()
+
+    with local_job(workers=2) as jobs:
+        out = jobs.run(work)
+    for pulled in out:
+        assert pulled["a"].shape == (4, 4) and (pulled["a"] != 1).any() and (pulled["b"] != 1).any()
+
+
+def test_a_parameter_may_come_later_than_its_neighbours_with_momentum() -> None:
+    def work(job: Job) -> Any:
+        job.kv.register({"a": np.zeros(4), "b": np.zeros(4)}, Rule("SGD", lr=1.0, momentum=0.5))
+        for names in ("a", "ab", "ab"):
+            job.kv.push({name: np.ones(4) for name in names}).wait()
+        return job.kv.pull()
+
+    with local_job(workers=1) as jobs:
+        out = jobs.run(work)[0]
+    assert out["a"].tolist() == [-(1 + 1.5 + 1.75)] * 4 and out["b"].tolist() == [-(1 + 1.5)] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_summed_in_single_precision(dtype: torch.dtype) -> None:
+    """256 + 1 + 1 of bfloat16 is 258, whose mean of three is 86; summed as halves it would be 256."""
+    pushed = {0: 256.0, 1: 1.0, 2: 1.0} if dtype is torch.bfloat16 else {0: 40000.0, 1: 40000.0, 2: 40000.0}
+
+    def work(job: Job) -> Any:
+        job.kv.register({"x": torch.zeros(8, dtype=dtype)}, Rule("Add"))
+        return job.kv.push_pull({"x": torch.full((8,), pushed[job.rank], dtype=dtype)}).wait()["x"]
+
+    with local_job(workers=3) as jobs:
+        out = jobs.run(work)
+    assert all((x == (86.0 if dtype is torch.bfloat16 else 40000.0)).all() for x in out)
