@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from syncline.config import JobConfig
 from syncline.roles.profile import profile_lines
 from syncline.stats import ServerStats, StepTimes
 
@@ -33,10 +34,22 @@ def test_no_step_at_all() -> None:
     ("times", "round_seconds", "sentence"),
     [
         ([StepTimes(num_steps=100, compute=9.0, wait=0.5)], 0.1, "95% of the step is the script's own work"),
-        ([StepTimes(num_steps=100, compute=5.0, wait=5.0)], 4.0, "mostly for the servers' rules: more servers"),
-        ([StepTimes(num_steps=100, compute=5.0, wait=5.0)], 1.0, "for answers: --policy async --window 1"),
-        ([StepTimes(num_steps=100, compute=5.0, stage=5.0)], 0.0, "50% is spent on gradients into the arena"),
-        ([StepTimes(num_steps=100, compute=5.0, pull=5.0)], 0.0, "50% is spent on new parameters"),
+        (
+            [StepTimes(num_steps=100, compute=5.0, wait=5.0)],
+            4.0,
+            "mostly for the servers' rules; try more servers (-s), or --policy async --window 1",
+        ),
+        ([StepTimes(num_steps=100, compute=5.0, wait=5.0)], 1.0, "for answers; try --policy async --window 1"),
+        (
+            [StepTimes(num_steps=100, compute=5.0, stage=5.0)],
+            0.0,
+            "50% of the step is spent on gradients into the arena and on their way; try larger batches",
+        ),
+        (
+            [StepTimes(num_steps=100, compute=5.0, pull=5.0)],
+            0.0,
+            "50% of the step is spent on new parameters into their place; try larger batches",
+        ),
         (
             [StepTimes(num_steps=100, compute=1.0, wait=4.0), StepTimes(num_steps=100, compute=5.0)],
             0.1,
@@ -47,3 +60,11 @@ def test_no_step_at_all() -> None:
 def test_what_to_do_next(times: list[StepTimes], round_seconds: float, sentence: str) -> None:
     found = [line for line in lines_of(*times, round_seconds=round_seconds) if line.startswith("profile: ")][1:]
     assert len(found) == 1 and sentence in found[0]
+
+
+def test_what_is_done_already_is_not_advised() -> None:
+    times = {f"worker-{k}": StepTimes(num_steps=10, compute=5.0, wait=3.0, pull=3.0) for k in range(2)}
+    for config in (JobConfig(policy="async", window=1), JobConfig(sync_every=4)):
+        text = " ".join(profile_lines(times, [], config))
+        assert "--sync-every" not in text and ("--window" in text) == (not config.window)
+    assert "--sync-every" in " ".join(profile_lines(times, []))

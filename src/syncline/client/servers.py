@@ -90,6 +90,7 @@ class ServersExchange:
             for server, reader in self._readers.items():
                 if any(part.server == server for part in segment.slices):
                     reader.map(segment)
+        self.times.resume()
 
     def upload(self, segment: Segment, values: Bytes) -> None:
         # Few are open at a time: answers that nobody reads yet would fill the socket, and stop the server.
@@ -351,6 +352,7 @@ class ServersExchange:
         self._stretch += self._rested
         self._rested, self._is_active = True, False
         self._wait_all([self._ask(e, Rest(self._stretch, False)) for e in self._endpoints.values()])
+        self.times.resume()
 
     def step_aside(self) -> int:
         """No round waits for this worker until its next push; the stretch it was in."""
@@ -363,6 +365,7 @@ class ServersExchange:
     def begin_stretch(self, stretch: int) -> None:
         """Behind a barrier everyone is in the same, new stretch."""
         self._stretch, self._rested, self._is_active = stretch, False, True
+        self.times.resume()
 
     def settle(self) -> None:
         """Waits for everything that is still open."""

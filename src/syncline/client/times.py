@@ -31,5 +31,9 @@ class StepClock:
         """What comes until the next lap is no part of a step: a rest, a barrier, a registration."""
         self._last = None
 
+    def resume(self) -> None:
+        """A step begins here: behind a rest, a barrier, a registration."""
+        self._last = time.perf_counter()
+
     def times(self) -> StepTimes:
         return StepTimes(num_steps=self.num_steps, **self._seconds)

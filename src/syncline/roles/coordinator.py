@@ -365,7 +365,7 @@ class Coordinator:
     def _profile(self, calls: Sequence[Call]) -> None:
         servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
         times = {name: report.times for name, report in self._reports.items()}
-        for line in profile_lines(times, servers):
+        for line in profile_lines(times, servers, self.config):
             self._log(line)
 
     def _tell_all(self, outcome: Outcome, endpoints: Sequence[Endpoint]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from syncline.config import JobConfig
 from syncline.core.rounds import by_name
 from syncline.stats import ServerStats, StepTimes, apply_seconds
 
@@ -13,7 +14,9 @@ WORTH = 0.15
 MUCH_LONGER = 1.25
 
 
-def profile_lines(times: Mapping[str, StepTimes], servers: Sequence[ServerStats]) -> list[str]:
+def profile_lines(
+    times: Mapping[str, StepTimes], servers: Sequence[ServerStats], config: JobConfig = JobConfig()
+) -> list[str]:
     """A table, a line per worker, and a sentence on what to do next."""
     known = {name: times[name] for name in sorted(times, key=by_name) if times[name].num_steps}
     if not known:
@@ -21,17 +24,20 @@ def profile_lines(times: Mapping[str, StepTimes], servers: Sequence[ServerStats]
     width = max(len("worker"), *map(len, known))
     columns = ("steps", "step", "compute", "stage", "wait", "(apply)", "pull")
     head = f"{'worker':{width}} " + " ".join(f"{column:>9}" for column in columns)
-    lines = ["profile: milliseconds per step, in the mean; apply: the servers' rules, a part of the wait", head]
+    lines = [
+        "profile: milliseconds per step, in the mean; apply: the servers' rules, within the wait or beside it",
+        head,
+    ]
     applied = apply_seconds(servers)
     for name, own in known.items():
         cells = (own.total, own.compute, own.stage, own.wait, applied * own.num_steps, own.pull)
         row = " ".join(f"{seconds / own.num_steps * 1e3:9.2f}" for seconds in cells)
         lines.append(f"{name:{width}} {own.num_steps:9,} {row}")
-    lines += [f"profile: {sentence}" for sentence in _advice(known, applied)]
+    lines += [f"profile: {sentence}" for sentence in _advice(known, applied, config)]
     return lines
 
 
-def _advice(known: Mapping[str, StepTimes], applied: float) -> Iterator[str]:
+def _advice(known: Mapping[str, StepTimes], applied: float, config: JobConfig) -> Iterator[str]:
     total = sum(own.total for own in known.values()) or 1.0
     shares = {
         phase: sum(getattr(own, phase) for own in known.values()) / total for phase in ("stage", "wait", "pull")
@@ -48,14 +54,21 @@ def _advice(known: Mapping[str, StepTimes], applied: float) -> Iterator[str]:
     elif shares["wait"] >= WORTH:
         steps = sum(own.num_steps for own in known.values())
         part = applied * steps / max(sum(own.wait for own in known.values()), 1e-9)
-        if part >= 0.5:
-            remedy = "mostly for the servers' rules: more servers (-s), or --policy async --window 1"
-        else:
-            remedy = "for answers: --policy async --window 1 computes on meanwhile"
-        yield f"{shares['wait']:.0%} is spent waiting, {remedy}"
+        remedies = ["more servers (-s)"] if part >= 0.5 else []
+        if not config.window:
+            remedies.append("--policy async --window 1 (older parameters, no waiting)")
+        what = "mostly for the servers' rules" if part >= 0.5 else "for answers"
+        yield f"{shares['wait']:.0%} of the step is spent waiting, {what}{_try(remedies)}"
     for phase, what in (
         ("stage", "gradients into the arena and on their way"),
         ("pull", "new parameters into place"),
     ):
         if shares[phase] >= WORTH:
-            yield f"{shares[phase]:.0%} is spent on {what}: larger batches, or --sync-every, move fewer bytes"
+            remedies = ["larger batches"]
+            if config.policy == "sync" and config.sync_every == 1 and len(known) > 1:
+                remedies.append("--sync-every H (fewer bytes)")
+            yield f"{shares[phase]:.0%} of the step is spent on {what}{_try(remedies)}"
+
+
+def _try(remedies: Sequence[str]) -> str:
+    return f"; try {', or '.join(remedies)}" if remedies else ""

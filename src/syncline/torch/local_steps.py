@@ -46,6 +46,8 @@ class LocalSteps:
         if not self._steps:
             return
         exchange = self._job.exchange
+        exchange.times.lap("compute")
+        exchange.times.num_steps += self._steps - 1  # the commit counts as one
         layout = exchange.layout
         for position, item in enumerate(self._tracked):
             segment, index = layout.where[item.name]
