@@ -32,9 +32,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     stage: float = 0.0  #: gradients into the arena and on their way
     wait: float = 0.0  #: for the servers to answer; they apply in it
     pull: float = 0.0  #: new parameters into their place
-    apply: float = (
-        0.0  #: what the servers' rules took, by their own clocks: within `wait`, or beside it with a window
-    )
+    apply: float = 0.0  #: the servers' rules, by their own clocks: within `wait`, or beside it with a window
 
     @property
     def total(self) -> float:

@@ -37,18 +37,18 @@ def test_no_step_at_all() -> None:
         (
             [StepTimes(num_steps=100, compute=5.0, wait=5.0)],
             4.0,
-            "mostly for the servers' rules; try more servers (-s), or --policy async --window 1",
+            "rules; try more servers (-s), or --policy async --window 1",
         ),
         ([StepTimes(num_steps=100, compute=5.0, wait=5.0)], 1.0, "for answers; try --policy async --window 1"),
         (
             [StepTimes(num_steps=100, compute=5.0, stage=5.0)],
             0.0,
-            "50% of the step is spent on gradients into the arena and on their way; try larger batches",
+            "50% of the step is spent on gradients",
         ),
         (
             [StepTimes(num_steps=100, compute=5.0, pull=5.0)],
             0.0,
-            "50% of the step is spent on new parameters into their place; try larger batches",
+            "50% of the step is spent on new param",
         ),
         (
             [StepTimes(num_steps=100, compute=1.0, wait=4.0), StepTimes(num_steps=100, compute=5.0)],

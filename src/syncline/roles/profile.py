@@ -12,10 +12,11 @@ from syncline.stats import ServerStats, StepTimes, apply_seconds
 WORTH = 0.15
 #: A worker that computes this much longer than the median of all is what the others wait for.
 MUCH_LONGER = 1.25
+DEFAULTS = JobConfig()
 
 
 def profile_lines(
-    times: Mapping[str, StepTimes], servers: Sequence[ServerStats], config: JobConfig = JobConfig()
+    times: Mapping[str, StepTimes], servers: Sequence[ServerStats], config: JobConfig = DEFAULTS
 ) -> list[str]:
     """A table, a line per worker, and a sentence on what to do next."""
     known = {name: times[name] for name in sorted(times, key=by_name) if times[name].num_steps}
@@ -24,10 +25,8 @@ def profile_lines(
     width = max(len("worker"), *map(len, known))
     columns = ("steps", "step", "compute", "stage", "wait", "(apply)", "pull")
     head = f"{'worker':{width}} " + " ".join(f"{column:>9}" for column in columns)
-    lines = [
-        "profile: milliseconds per step, in the mean; apply: the servers' rules, within the wait or beside it",
-        head,
-    ]
+    title = "profile: milliseconds per step, in the mean; apply: the servers' rules, within the wait or beside it"
+    lines = [title, head]
     applied = apply_seconds(servers)
     for name, own in known.items():
         cells = (own.total, own.compute, own.stage, own.wait, applied * own.num_steps, own.pull)
@@ -61,7 +60,7 @@ def _advice(known: Mapping[str, StepTimes], applied: float, config: JobConfig) -
         yield f"{shares['wait']:.0%} of the step is spent waiting, {what}{_try(remedies)}"
     for phase, what in (
         ("stage", "gradients into the arena and on their way"),
-        ("pull", "new parameters into place"),
+        ("pull", "new parameters into their place"),
     ):
         if shares[phase] >= WORTH:
             remedies = ["larger batches"]
