@@ -190,7 +190,8 @@ class ServersExchange:
             self._early = {name: [] for name in self._endpoints}
             self._sent.clear()
         self._is_active, self._back_at = True, None
-        self._stage_everywhere(flow)
+        if len(lanes) > 1:
+            self._stage_everywhere(flow)
         self.times.num_steps += 1
         self.times.lap("stage")
         return ticket

@@ -12,6 +12,8 @@ import torch
 from syncline.errors import ConfigError
 from syncline.roles.pinning import Bytes, Registered
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Home:
     """Slices in host memory: rules run where the bytes lie."""
@@ -29,7 +31,7 @@ class Home:
 
     def at_work(self) -> AbstractContextManager[object]:
         """Around everything that one thread does with a slice."""
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def load(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
         """The host memory was written: rules begin with what is there."""

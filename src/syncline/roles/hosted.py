@@ -172,7 +172,9 @@ class HostedSlice:
                 except Exception as error:  # whoever waits must hear of it, whatever it is
                     work.error = work.error or error
                 done.append(work)
-            self._tell([answer for work in done for answer in work.answers()])
+            answers = [answer for work in done for answer in work.answers()]
+            if answers:
+                self._tell(answers)
         return done
 
     def _tell(self, answers: Sequence[Progress]) -> None:
