@@ -32,13 +32,17 @@ def test_many_steps_do_not_grow(policy: str) -> None:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(1 << 18, np.float32)}, Rule("Adam", lr=0.1)) and None)
         jobs.run(lambda job: steps(job, 40))
         grown = []
-        for _ in range(3):  # what leaks grows every time; the allocator's own comings and goings do not
+        for _ in range(
+            8
+        ):  # what leaks grows every time; the allocator, which keeps some for each new thread, does not
             gc.collect()
             before = resident_bytes()
             jobs.run(lambda job: steps(job, 200))
             gc.collect()
             grown.append(resident_bytes() - before)
-        assert min(grown) < 4 << 20
+            if grown[-1] < 4 << 20:
+                break
+        assert min(grown) < 4 << 20, grown
 
 
 def test_jobs_one_after_the_other_do_not_grow() -> None:
@@ -54,12 +58,14 @@ def test_jobs_one_after_the_other_do_not_grow() -> None:
     for _ in range(3):
         once()
     grown = []
-    for _ in range(3):  # as above
+    for _ in range(6):  # as above
         gc.collect()
         before = resident_bytes()
         for _ in range(10):
             once()
         gc.collect()
         grown.append(resident_bytes() - before)
+        if grown[-1] < 10 * (4 << 20):
+            break
     # Each job has 4 MiB of parameters and two arenas of 4 MiB.
-    assert min(grown) < 10 * (4 << 20)
+    assert min(grown) < 10 * (4 << 20), grown
