@@ -71,7 +71,7 @@ def trained(rule: Rule, policy: str, num_workers: int, dtype: torch.dtype, **set
         (Rule("SGD", lr=0.5, momentum=0.5), "async", 1),
         (Rule("Adam", lr=0.1), "sync", 3),
         (Rule("Adafactor", lr=0.1), "sync", 2),
-        (Rule("Add"), "async", 2),
+        (Rule("Add"), "async", 1),  # of several, the order of roundings would be a matter of timing
     ],
     ids=["sgd", "momentum", "adam", "adafactor", "add"],
 )
