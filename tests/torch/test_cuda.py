@@ -40,11 +40,12 @@ def train(job: Job | None, batches: list[torch.Tensor], device: str, scaled: boo
 
 
 @pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("server_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("settings", [{}, {"servers": 2, "slice_bytes": 4096}], ids=["one", "two servers"])
-def test_a_worker_on_the_gpu_equals_plain_torch(settings: dict[str, Any], scaled: bool) -> None:
+def test_a_worker_on_the_gpu_equals_plain_torch(settings: dict[str, Any], server_device: str, scaled: bool) -> None:
     batches = [step[0] for step in BATCHES]
     expected = train(None, batches, "cuda:0", scaled)
-    with local_job(workers=1, device="cuda:0", **settings) as jobs:
+    with local_job(workers=1, device="cuda:0", server_device=server_device, **settings) as jobs:
         assert jobs[0].device == torch.device("cuda:0")
         (found,) = jobs.run(lambda job: train(job, batches, "cuda:0", scaled))
     for name, value in expected["model"].items():
@@ -54,14 +55,15 @@ def test_a_worker_on_the_gpu_equals_plain_torch(settings: dict[str, Any], scaled
             torch.testing.assert_close(found["state"][key][inner].cpu(), value.cpu(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("server_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_two_workers_on_one_gpu_and_on_the_cpu_agree(policy: str) -> None:
+def test_two_workers_on_one_gpu_and_on_the_cpu_agree(policy: str, server_device: str) -> None:
     """In sync, the GPU's rounds are the CPU's rounds; in async everyone ends with what the servers have."""
 
     def work(job: Job, device: str) -> dict[str, Any]:
         return train(job, [step[job.rank] for step in BATCHES], device, False)
 
-    with local_job(workers=2, policy=policy, device="cuda:0") as jobs:
+    with local_job(workers=2, policy=policy, device="cuda:0", server_device=server_device) as jobs:
         on_gpu = jobs.run(lambda job: work(job, "cuda:0"))
     with local_job(workers=2, policy="sync") as jobs:
         on_cpu = jobs.run(lambda job: work(job, "cpu"))

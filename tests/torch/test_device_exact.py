@@ -206,6 +206,13 @@ def test_a_script_with_a_stream_of_its_own(case: dict[str, Any], delays: None) -
         jobs.run(lambda job: stress(job, "cuda:0", 200, own_stream=True), timeout_seconds=110.0)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_servers_on_the_gpu_are_exact_too(case: dict[str, Any], delays: None) -> None:
+    with local_job(**case, slice_bytes=65536, server_device="cuda") as jobs:
+        jobs.run(lambda job: stress(job, "cuda:0", 100), timeout_seconds=110.0)
+
+
 SCRIPT = """
 import importlib.util, sys
 import syncline

@@ -15,6 +15,7 @@ import torch
 Bytes = npt.NDArray[np.uint8]
 #: cudaHostRegisterReadOnly: for memory that is mapped without the right to write.
 _READ_ONLY = 8
+_REGISTERED_ALREADY = 712
 #: Below this, memory that could not be registered is nothing to speak of.
 _WORTH_A_WORD = 1 << 20
 
@@ -46,7 +47,8 @@ class Registered:
                 _forget_error(self._device)
             else:
                 self._addresses.append(array.ctypes.data)
-        if code and array.nbytes >= _WORTH_A_WORD:
+        # In one process a server and its worker share memory: whoever comes second finds it registered.
+        if code not in (0, _REGISTERED_ALREADY) and array.nbytes >= _WORTH_A_WORD:
             self._say(f"memory could not be registered with the GPU (CUDA error {code}): copies are slower")
 
 
