@@ -30,7 +30,7 @@ def test_what_is_said_wins_even_when_it_is_the_default() -> None:
 def test_an_unknown_setting_names_its_source_and_lists_what_there_is() -> None:
     with pytest.raises(ConfigError) as caught:
         check_known({"worker": 4}, "init()")
-    assert str(caught.value).startswith("init(): unknown setting 'worker'; there are: bind, device, env, exchange, ")
+    assert str(caught.value).startswith("init(): unknown setting 'worker'; there are: ack, ")
     assert all(field.name in str(caught.value) for field in msgspec.structs.fields(JobConfig))
 
 
@@ -66,6 +66,7 @@ def test_whole_seconds_are_seconds() -> None:
         ({"sync_every": 0}, "sync_every = 0: must be at least 1"),
         ({"window": -1}, "window = -1: must be at least 0"),
         ({"window": 1024}, "window = 1024: must be at most 1023"),
+        ({"bad_pushes": 0}, "bad_pushes = 0: must be at least 1"),
         ({"slice_bytes": 63}, "slice_bytes = 63: must be at least 64"),
         ({"start_seconds": 0.0}, "start_seconds = 0.0: must be at least 0.001"),
         ({"wait_seconds": float("nan")}, "wait_seconds = nan: must be at least 0.001"),
@@ -106,7 +107,7 @@ def test_the_file_is_read_and_checked(tmp_path: pathlib.Path) -> None:
     [
         (b"workers = ", "syncline.toml: Invalid value (at end of document)"),
         (b"workers = 4\nworkers = 5", "syncline.toml: Cannot overwrite a value"),
-        (b"worker = 4", "syncline.toml: unknown setting 'worker'; there are: bind, "),
+        (b"worker = 4", "syncline.toml: unknown setting 'worker'; there are: ack, "),
         (b"[workers]\ncount = 4", "syncline.toml: workers = {'count': 4}: Expected `int`, got `object`"),
         (b'policy = "\xff"', "syncline.toml: cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ],

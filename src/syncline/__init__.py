@@ -1,8 +1,9 @@
 """Syncline trains one model on many processes: parameters on servers, the same script on a laptop or a cluster.
 
 errors, config, stats      the ground: what is raised, what can be set, what is counted
-core/                      pure: messages, layout, placement, policy, rounds, membership, splits
+core/                      pure: messages, layout, placement, policy, rounds, membership, liveness, splits
 net/                       frames, sockets, shared memory, the in-process twin, calls
+store/                     what outlives a process: the coordinator's journal
 client/  roles/            inside a worker / the coordinator and the servers
 torch/   data/             thin adapters, data sets
 launch/                    init(), local processes, other hosts
@@ -23,6 +24,7 @@ from syncline.errors import (
     LayoutError,
     ProtocolError,
     RuleError,
+    StoreError,
     SynclineError,
     TokenError,
     VersionError,
@@ -43,6 +45,7 @@ __all__ = [
     "ProtocolError",
     "Rule",
     "RuleError",
+    "StoreError",
     "SynclineError",
     "TokenError",
     "VersionError",

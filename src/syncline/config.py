@@ -21,7 +21,23 @@ TRANSPORTS = ("auto", "shm", "tcp")
 EXCHANGES = ("servers",)
 #: Said at launch or in syncline.toml only: a script cannot know on how many processes it will run.
 LAUNCH_ONLY = frozenset(
-    {"workers", "servers", "hosts", "remote", "env", "name", "bind", "profile", "runs", "server_device"}
+    {
+        "workers",
+        "servers",
+        "hosts",
+        "remote",
+        "env",
+        "name",
+        "bind",
+        "profile",
+        "runs",
+        "server_device",
+        "least_workers",
+        "most_workers",
+        "replicas",
+        "ack",
+        "max_restarts",
+    }
 )
 
 
@@ -29,8 +45,20 @@ LAUNCH_ONLY = frozenset(
 LIMITS: Mapping[str, tuple[float, float]] = {
     "workers": (1, 65_536),
     "servers": (1, 65_536),
+    "least_workers": (0, 65_536),
+    "most_workers": (0, 65_536),
+    "replicas": (0, 2),
+    "max_restarts": (0, 1 << 40),
+    "beat_seconds": (1e-3, 1e9),
+    "deadline_seconds": (1e-3, 1e9),
+    "longest_deadline_seconds": (1e-3, 1e9),
+    "suspect_seconds": (0.01, 1e9),
+    "stuck_seconds": (1e-3, 1e9),
+    "coordinator_seconds": (0.0, 1e9),
+    "leave_seconds": (1e-3, 1e9),
     "sync_every": (1, 1 << 40),
     "window": (0, 1023),
+    "bad_pushes": (1, 1 << 40),
     "slice_bytes": (64, 1 << 40),
     "start_seconds": (1e-3, 1e9),
     "wait_seconds": (1e-3, 1e9),
@@ -40,12 +68,26 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one job, one line of meaning each."""
 
-    workers: int = 1  #: number of workers
+    workers: int = 1  #: number of workers, at the start
+    least_workers: int = 0  #: begins and goes on with as few; 0: all of them at the start
+    most_workers: int = 0  #: may grow to as many; 0: no more than at the start
     servers: int = 1  #: number of servers
+    replicas: int = 0  #: servers that have each slice: 1, 2; 0: 2 when servers are on several hosts, else 1
+    ack: str = ""  #: when a push is acknowledged: memory (its server has it), replicated (two have it)
+    max_restarts: int = 3  #: of a member that dies without an acknowledged push in between
+    beat_seconds: float = 0.25  #: between two signs of life of a member
+    deadline_seconds: float = 2.0  #: of silence, at least, before a member counts as dead
+    longest_deadline_seconds: float = 10.0  #: the most that the deadline of a member that is often late grows to
+    suspect_seconds: float = 0.3  #: for a member whose connection broke to come back
+    stuck_seconds: float = 600.0  #: others wait for a member that lives and does not advance, then it is evicted
+    coordinator_seconds: float = 60.0  #: for a coordinator that is gone to come back
+    leave_seconds: float = 60.0  #: for a server that leaves to hand over its slices
     policy: str = "sync"  #: when updates are applied: sync, bounded:K, async
     exchange: str = "servers"  #: how gradients become new parameters
     sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
     window: int = 0  #: commits of its own that a worker may leave unanswered (bounded, async)
+    check_finite: bool = True  #: refuse pushes with NaN or Inf in them
+    bad_pushes: int = 3  #: so many refused in a row quarantine their worker: it only pulls
     transport: str = "auto"  #: shm: same host only; tcp: sockets even on one host; auto: the best there is
     device: str = "auto"  #: auto: cuda:LOCAL_RANK when there are enough GPUs, else cpu
     server_device: str = "cpu"  #: where servers hold slices and run rules: cpu, cuda, cuda:0, …
@@ -135,6 +177,11 @@ def read_toml(folder: pathlib.Path) -> dict[str, Any]:
 def data_folder() -> str | None:
     """Where the user said that data sets lie: `$SYNCLINE_DATA`."""
     return os.environ.get("SYNCLINE_DATA") or None
+
+
+def fault() -> str:
+    """What a test wants to happen to a member of this job: `$SYNCLINE_FAULT`."""
+    return os.environ.get("SYNCLINE_FAULT", "")
 
 
 def cache_folder() -> pathlib.Path:

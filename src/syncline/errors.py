@@ -5,11 +5,13 @@ SynclineError
 ├── LayoutError            parameters that do not fit the job's layout
 ├── RuleError              a rule that does not exist, or that cannot update this parameter
 ├── DataError              a data set that is missing or damaged
+├── StoreError             what must be remembered cannot be kept on disk, or what was kept cannot be used
 ├── ProtocolError          what came over a connection breaks the protocol
 │   ├── FrameError         a frame cut short, too long, or not ours
 │   ├── TokenError         the other side does not know the job's token
 │   └── VersionError       the other side speaks another version of the protocol
 ├── ConnectionLost         the other side is gone
+├── Refresh                the sender knows an older generation; it fetches the roster and repeats
 ├── FencedError            this process has been replaced or evicted
 ├── WaitTimeout            a wait passed its deadline; says for whom it waited
 └── JobFailed              the job has ended without success; names the member and the reason
@@ -40,6 +42,10 @@ class DataError(SynclineError):
     """A data set that is missing or damaged."""
 
 
+class StoreError(SynclineError):
+    """What must be remembered cannot be kept on disk, or what was kept cannot be used."""
+
+
 class ProtocolError(SynclineError):
     """What came over a connection breaks the protocol."""
 
@@ -58,6 +64,10 @@ class VersionError(ProtocolError):
 
 class ConnectionLost(SynclineError, ConnectionError):
     """The other side is gone."""
+
+
+class Refresh(SynclineError):
+    """The sender knows an older generation: it fetches the roster and repeats what it said."""
 
 
 class FencedError(SynclineError):

@@ -39,6 +39,55 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
         return self.compute + self.stage + self.wait + self.pull
 
 
+class Wait(msgspec.Struct, frozen=True, array_like=True):
+    """Somebody waits, for whom, since when."""
+
+    who: str  #: worker that waits; "": everyone in the round
+    step: int
+    for_whom: list[str]
+    seconds: float
+    what: str  #: round, lag, barrier, registration, server
+
+
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One member, as the coordinator knows it."""
+
+    name: str
+    role: str
+    incarnation: int
+    host: str
+    since: int  #: generation in which it joined
+    heard_seconds: float  #: since it was last heard of
+    deadline_seconds: float  #: of silence, and it is evicted
+    rtt_seconds: float
+    state: str  #: joining, working, resting, retiring, quarantined, …
+    step: int = 0
+    lag: int = 0  #: clocks behind the fastest
+    num_primary: int = 0  #: slices
+    num_backup: int = 0
+    num_restarts: int = 0
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What `syncline status` shows."""
+
+    job: str
+    name: str
+    term: int
+    generation: int
+    policy: str
+    replicas: int
+    ack: str
+    protection: str  #: what a server's death would cost, in words
+    seconds: float
+    members: list[MemberStatus]
+    waits: list[Wait]
+    why: str
+    events: list[str]  #: what happened lately
+    num_revoked: int = 0  #: acknowledged updates that were lost with a server
+    verdict: str = ""
+
+
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one server has done so far."""
 
@@ -71,6 +120,11 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float
     staleness_max: int
     lag_max: int
+    num_refused: int  #: pushes of this worker that were not finite
+    is_quarantined: bool  #: whether this worker only pulls
+    replicas: int  #: servers that have each slice
+    ack: str  #: memory: a push lives as long as its server; replicated: it survives the loss of any one server
+    num_revoked: int  #: acknowledged updates of the job that were lost with a server
     times: StepTimes  #: where the seconds of this worker's steps went
     servers: tuple[ServerStats, ...]
     wire: WireStats  #: of this worker

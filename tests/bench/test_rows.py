@@ -53,6 +53,8 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "sync-scaling": (8, 2),
         "async-8-shm": (8, 8),
         "async-8-tcp": (8, 8),
+        "replicas-sync": (2, 2),
+        "replicas-async": (2, 2),
         "mlp-ddp": (2, 2),
         "mlp-async": (2, 2),
         "scaling-2": (2, 2),

@@ -38,13 +38,26 @@ def refused(
         (["--policy", "sync:2", "train.py"], "policy = 'sync:2': there are sync"),
         (["-w", "0", "train.py"], "workers = 0: must be at least 1"),
         (["-s", "0", "train.py"], "servers = 0: must be at least 1"),
-        (["-w", "many", "train.py"], "Invalid value for '-w' / '--workers'"),
+        (["-w", "many", "train.py"], "-w 'many': give a number of workers, or the least and the most, e.g. 4 or 2:8"),
+        (["-w", "8:2", "train.py"], "-w '8:2': give a number of workers, or the least and the most"),
+        (["-w", "2:3", "-H", "a:2,b:2", "train.py"], "-w 2:3 and -H a:2,b:2 (4 workers) exclude each other"),
+        (["--replicas", "2", "train.py"], "--replicas 2 needs two servers or more; this job has 1: say -s 2"),
+        (["--replicas", "3", "-s", "3", "train.py"], "replicas = 3: must be at most 2"),
+        (["--ack", "disk", "train.py"], "ack = 'disk': there are memory, replicated"),
+        (
+            ["--ack", "memory", "--replicas", "2", "-s", "2", "train.py"],
+            "--ack memory and --replicas 2 exclude each other; say --ack replicated",
+        ),
+        (["--max-restarts", "-1", "train.py"], "max_restarts = -1: must be at least 0"),
+        (["--deadline-seconds", "0", "train.py"], "deadline_seconds = 0.0: must be at least 0.001"),
         (["--sync-every", "0", "train.py"], "sync_every = 0: must be at least 1"),
         (
             ["--sync-every", "4", "--policy", "async", "train.py"],
             "--sync-every 4 needs --policy sync; this job has async",
         ),
         (["--window", "1", "train.py"], "--window 1 needs --policy bounded:K or async"),
+        (["--bad-pushes", "0", "train.py"], "bad_pushes = 0: must be at least 1"),
+        (["--no-check-finte", "train.py"], "there is no option --no-check-finte; did you mean --no-check-finite?"),
         (["--transport", "rdma", "train.py"], "transport = 'rdma': there are auto, shm, tcp"),
         (
             ["--transport", "shm", "-H", "a:1,b:1", "train.py"],
@@ -93,7 +106,7 @@ def test_syncline_toml(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     for text, message in (
-        ("polcy = 'sync'", "unknown setting 'polcy'; there are: bind"),
+        ("polcy = 'sync'", "unknown setting 'polcy'; there are: ack, bad_pushes, beat_seconds, bind"),
         ("workers = 'two'", "workers = 'two': Expected `int`, got `str`"),
         ("workers = ", "syncline.toml: Invalid value"),
     ):
@@ -118,8 +131,46 @@ def test_a_job_file_that_is_none_or_that_others_can_read(
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--every", "often", "--", "train.py"], "--every 'often': give a duration, e.g. 10s, 1.5m, 1h"),
+        (["--for", "-1s", "--", "train.py"], "--for '-1s': give a duration"),
+        (
+            ["--roles", "worker,boss", "--", "train.py"],
+            "--roles 'worker,boss': there are worker, server, ",
+        ),
+        (["--signal", "HUP", "--", "train.py"], "--signal 'HUP': there are KILL, STOP"),
+        (["--", "-H", "a:1,b:1", "train.py"], "syncline chaos kills processes of this host only; leave -H out"),
+        (["--", "-w", "0", "train.py"], "workers = 0: must be at least 1"),
+        (["-w", "2", "--polcy", "x", "train.py"], "there is no option --polcy; did you mean --policy?"),
+        ([], "no script was given"),
+    ],
+)
+def test_chaos(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+) -> None:
+    assert message in refused(capsys, monkeypatch, tmp_path, "chaos", *words)
+
+
+@pytest.mark.parametrize("command", ["status", "why", "scale"])
+def test_a_job_that_does_not_run(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    words = ["-w", "2"] if command == "scale" else []
+    error = refused(capsys, monkeypatch, tmp_path, command, "nothere", *words)
+    assert "no job nothere runs under runs/; none does (--runs DIR says another folder)" in error
+    if command == "scale":
+        assert "say how many: -w WORKERS" in refused(capsys, monkeypatch, tmp_path, command, "nothere")
+
+
 def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("run", "coordinator", "server", "worker", "doctor", "bench"):
+    commands = ("run", "coordinator", "server", "worker", "status", "why", "scale", "chaos", "doctor", "bench")
+    for command in commands:
         monkeypatch.setattr(sys, "argv", ["syncline", command, "--help"])
         with pytest.raises(SystemExit) as ended:
             main()

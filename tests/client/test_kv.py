@@ -238,8 +238,16 @@ def test_a_wait_that_passes_its_deadline_names_who_is_missing() -> None:
 
 
 def test_a_barrier_that_passes_its_deadline_names_who_is_missing() -> None:
-    with local_job(workers=2, wait_seconds=0.3) as jobs:
-        with pytest.raises(WaitTimeout, match="the barrier 'here' waits for worker-1"):
-            jobs[0].barrier("here")
-        with pytest.raises(WaitTimeout, match=r"worker-0 \(the chief\) has not registered yet"):
-            jobs[1].kv.register({"x": np.zeros(1)}, SGD)
+    with (
+        local_job(workers=2, wait_seconds=0.3) as jobs,
+        pytest.raises(WaitTimeout, match=r"worker-0: the barrier 'here' has waited 0.3 s for worker-1 "),
+    ):
+        jobs[0].barrier("here")
+
+
+def test_a_registration_that_passes_its_deadline_names_who_is_missing() -> None:
+    with (
+        local_job(workers=2, wait_seconds=0.3) as jobs,
+        pytest.raises(WaitTimeout, match=r"worker-1: .*registration.* has waited 0.3 s for worker-0"),
+    ):
+        jobs[1].kv.register({"x": np.zeros(1)}, SGD)

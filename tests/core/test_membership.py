@@ -4,59 +4,74 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
-from syncline.core.membership import Address, Barriers, Membership, Outcome
+from syncline.config import JobConfig
+from syncline.core.members import Address
+from syncline.core.membership import Barriers, JobState, Membership, Outcome
+from syncline.core.seats import Seat
 from syncline.errors import ConfigError
 
 
-def formed(num_workers: int = 2, num_servers: int = 1) -> Membership:
-    members = Membership(num_workers, num_servers)
-    for name, role in members.expected.items():
-        members.join(role, name, "here", None)
+def members_of(num_workers: int, num_servers: int, **settings: int) -> Membership:
+    return Membership(JobState(config=JobConfig(workers=num_workers, servers=num_servers, **settings)))
+
+
+def formed(num_workers: int = 2, num_servers: int = 1, **settings: int) -> Membership:
+    members = members_of(num_workers, num_servers, **settings)
+    for name in members.missing():
+        members.join(name.rpartition("-")[0], name, "here", None, process=name)
+    assert members.may_form(False)
+    members.form()
     return members
 
 
 def test_free_names_are_given_out_in_the_order_of_joining() -> None:
     """Twelve workers started by hand: worker-10 comes after worker-9, not after worker-1."""
-    members = Membership(12, 1)
+    members = members_of(12, 1)
     given = [members.join("worker", "", "here", None).name for _ in range(12)]
     assert given == [f"worker-{k}" for k in range(12)]
     assert members.join("server", "", "here", None).name == "server-0"
-    assert [m.name for m in members.ordered()] == ["server-0", *given]
+    assert [m.name for m in members.ordered()] == ["server-0", *given], "before it begins nobody was there first"
     assert members.workers() == given
 
 
 def test_a_free_name_is_none_that_somebody_asked_for() -> None:
-    members = Membership(3, 0)
+    members = members_of(3, 1)
     members.join("worker", "worker-0", "here", None)
     assert members.join("worker", "", "here", None).name == "worker-1"
     members.join("worker", "worker-2", "here", None)
-    with pytest.raises(ConfigError, match="no worker more is expected: the job has 3 workers and 0 servers"):
+    with pytest.raises(
+        ConfigError, match="no worker more is expected: the job has 3 workers and 0 servers, at most 3"
+    ):
         members.join("worker", "", "here", None)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["server-0", "worker-0", "worker-1"])))
 def test_a_job_is_whole_in_any_order_of_joining(order: tuple[str, ...]) -> None:
     """Processes start in any order; only the last one makes the job whole, and generation 1 begins."""
-    members = Membership(2, 1)
+    members = members_of(2, 1)
     for count, name in enumerate(order):
-        assert not members.formed and members.generation == 0
-        assert members.missing() == [n for n in members.expected if n not in order[:count]]
-        members.join(members.expected[name], name, "here", None)
-    assert members.formed and members.generation == 1 and members.missing() == []
+        assert not members.may_form(False) and members.generation == 0
+        assert members.missing() == [n for n in ("server-0", "worker-0", "worker-1") if n not in order[:count]]
+        members.join(name.rpartition("-")[0], name, "here", None)
+    assert members.may_form(False) and members.missing() == []
+    members.form()
+    assert members.formed and members.generation == 1 and not members.may_form(True)
+    assert sorted(members.state.entered) == ["worker-0", "worker-1"]
     assert members.chief == "worker-0"
 
 
 def test_incarnations_never_come_twice() -> None:
-    members = Membership(3, 2)
-    numbers = [members.join(role, name, "here", None).incarnation for name, role in members.expected.items()]
+    members = members_of(3, 2)
+    numbers = [members.join(n.rpartition("-")[0], n, "here", None).incarnation for n in members.missing()]
     assert sorted(numbers) == list(range(1, 6))
 
 
 def test_a_member_is_known_as_it_joined() -> None:
     address = Address("@x", "10.0.0.1", 4000)
-    member = Membership(1, 1).join("server", "server-0", "a", address)
+    member = members_of(1, 1).join("server", "server-0", "a", address)
     assert (member.role, member.host, member.address) == ("server", "a", address)
 
 
@@ -64,30 +79,47 @@ def test_a_member_is_known_as_it_joined() -> None:
     ("role", "name", "message"),
     [
         ("worker", "worker-0", "worker-0 is in the job already; each name is one process"),
-        ("worker", "worker-7", "no worker worker-7 is expected: the job has 2 workers and 1 servers"),
+        ("worker", "worker-7", "no worker worker-7 is expected: the job has 1 workers and 0 servers, at most 2"),
         ("worker", "server-0", "no worker server-0 is expected"),
         ("server", "worker-1", "no server worker-1 is expected"),
-        ("launcher", "", "no launcher more is expected"),
         ("worker", "worker-²", "no worker worker-² is expected"),
     ],
 )
 def test_who_is_not_expected_is_told_why(role: str, name: str, message: str) -> None:
     """Two processes of one name would count every commit of the second as already applied."""
-    members = Membership(2, 1)
+    members = members_of(2, 1)
     members.join("worker", "worker-0", "here", None)
-    before = dict(members.members)
+    before = msgspec.msgpack.encode(members.state)
     with pytest.raises(ConfigError, match=message):
         members.join(role, name, "elsewhere", None)
-    assert members.members == before
+    assert msgspec.msgpack.encode(members.state) == before
+
+
+def test_a_question_asked_again_gets_the_same_answer() -> None:
+    """The answer to a join was lost with its connection: the same process must not become a second member."""
+    members = members_of(2, 1)
+    first = members.join("worker", "worker-0", "here", None, process="one")
+    assert members.join("worker", "worker-0", "here", None, process="one") is first
+    with pytest.raises(ConfigError, match="worker-0 is in the job already"):
+        members.join("worker", "worker-0", "here", None, process="another")
 
 
 def test_the_job_ends_well_when_the_last_worker_has_left() -> None:
     members = formed(2)
     assert members.leave("worker-0") is None
     assert members.workers() == ["worker-1"]
-    assert members.chief == "worker-0", "who was chief when the job was formed stays it"
+    assert members.chief == "worker-1", "the one that has been there longest of those who are there"
     assert members.leave("worker-0") is None, "saying it again is no second leave"
     assert members.generation == 2
+    assert members.leave("worker-1") == Outcome(False, "", "all workers have finished")
+
+
+def test_a_job_does_not_end_while_somebody_is_being_started_again() -> None:
+    members = formed(2)
+    members.evict("worker-1", "was killed")
+    members.await_return("worker-1")
+    assert members.leave("worker-0") is None
+    members.join("worker", "worker-1", "here", None, process="again")
     assert members.leave("worker-1") == Outcome(False, "", "all workers have finished")
 
 
@@ -97,30 +129,29 @@ def test_a_server_that_leaves_does_not_end_the_job() -> None:
     assert members.leave("nobody") is None
 
 
-def test_the_first_death_is_the_verdict() -> None:
+def test_the_first_verdict_counts() -> None:
     """After one worker's exception the others die of lost connections: the user must read the first reason."""
     members = formed()
-    first = members.died("worker-1", "raised ValueError")
+    members.give_up_on("worker-1", "raised ValueError")
+    first = members.outcome
     assert first == Outcome(True, "worker-1", "worker-1 raised ValueError")
-    assert members.died("worker-0", "lost its connection") == first
-    assert members.died("server-0", "was killed by signal 15") == first
-    assert members.leave("worker-0") == first
-    assert members.outcome == first
+    members.fail("worker-0", "lost its connection")
+    assert members.leave("worker-0") == first and members.outcome == first
 
 
 def test_a_death_after_the_good_end_changes_nothing() -> None:
     members = formed(1)
     good = members.leave("worker-0")
-    assert good is not None and not good.failed
-    assert members.died("server-0", "was killed by signal 15") == good
+    members.fail("server-0", "was killed by signal 15")
+    assert good is not None and not good.failed and members.outcome == good
 
 
 def test_the_end_of_a_member_that_has_left_is_no_death() -> None:
     members = formed()
     members.leave("worker-1")
-    generation = members.generation
-    assert members.died("worker-1", "exited") is None
-    assert members.generation == generation
+    before = msgspec.msgpack.encode(members.state)
+    assert members.evict("worker-1", "exited") == []
+    assert msgspec.msgpack.encode(members.state) == before
 
 
 def test_every_join_leave_and_death_is_a_generation() -> None:
@@ -128,13 +159,84 @@ def test_every_join_leave_and_death_is_a_generation() -> None:
     assert members.generation == 1
     members.leave("worker-1")
     assert members.generation == 2
-    members.died("server-0", "was killed")
+    members.evict("server-0", "was killed")
     assert members.generation == 3
+    members.join("server", "server-0", "here", None)
+    assert members.generation == 4
+
+
+def test_an_evicted_worker_is_to_be_fenced_under_the_incarnation_that_took_part() -> None:
+    members = formed()
+    incarnation = members.state.entered["worker-1"]
+    members.evict("worker-1", "not heard of")
+    assert members.state.fencing == {"worker-1": (incarnation, "not heard of")}
+    assert "worker-1" not in members.state.entered
+    again = members.join("worker", "worker-1", "here", None, process="again")
+    assert again.incarnation > incarnation
+    members.evict("worker-1", "again")
+    assert members.state.fencing["worker-1"] == (incarnation, "not heard of"), "who never entered needs no fence"
+
+
+def test_a_servers_death_promotes_backups_and_names_what_nobody_has() -> None:
+    members = formed(1, 3)
+    seats = [Seat(0, "server-0", "server-1"), Seat(1, "server-1", "server-0"), Seat(2, "server-0")]
+    members.state.seats = {seat.slice: seat for seat in seats}
+    assert members.evict("server-0", "was killed") == [2]
+    assert list(members.state.seats.values()) == [Seat(0, "server-1"), Seat(1, "server-1"), Seat(2, "")]
+    assert members.state.lost == [2]
+    assert members.evict("server-2", "was killed") == [], "what was lost before is not lost again"
+    assert members.evict("server-1", "was killed") == [0, 1]
+    assert members.state.lost == [2, 0, 1]
+
+
+def test_ranks_follow_the_time_of_joining() -> None:
+    members = formed(3)
+    members.evict("worker-0", "was killed")
+    members.join("worker", "worker-0", "here", None, process="again")
+    assert members.workers() == ["worker-1", "worker-2", "worker-0"]
+    assert members.chief == "worker-1"
+
+
+def test_a_job_begins_with_the_least_number_after_some_patience() -> None:
+    members = members_of(4, 1, least_workers=2)
+    members.join("server", "", "here", None)
+    members.join("worker", "", "here", None)
+    assert not members.may_form(True)
+    members.join("worker", "", "here", None)
+    assert not members.may_form(False) and members.may_form(True)
+
+
+def test_a_job_grows_to_the_most_and_servers_may_always_come() -> None:
+    members = formed(1, 1, most_workers=2)
+    assert members.join("worker", "", "here", None).name == "worker-1"
+    with pytest.raises(ConfigError, match="at most 2 of these"):
+        members.join("worker", "", "here", None)
+    assert members.join("server", "", "here", None).name == "server-1"
+
+
+def test_a_name_that_is_awaited_is_not_given_to_somebody_else() -> None:
+    members = formed(2, 1, most_workers=3)
+    members.evict("worker-0", "was killed")
+    members.await_return("worker-0")
+    assert members.join("worker", "", "here", None).name == "worker-2"
+    assert members.join("worker", "worker-0", "here", None).name == "worker-0"
+    assert members.awaited == {}
+
+
+def test_all_that_counts_outlives_the_coordinator() -> None:
+    members = formed(2, 2)
+    members.evict("worker-0", "was killed")
+    members.state.seats[3] = Seat(3, "server-0", "server-1")
+    data = msgspec.msgpack.encode(members.state)
+    again = Membership(msgspec.msgpack.decode(data, type=JobState))
+    assert again.state == members.state and again.workers() == members.workers()
+    fresh = again.join("worker", "worker-0", "here", None, process="x")
+    assert fresh.incarnation == members.state.incarnations + 1
 
 
 def test_who_never_came_is_named() -> None:
     """A job that waits must say for whom: all who are missing, by name, and how long it has waited."""
-    members = Membership(2, 2)
+    members = members_of(2, 2)
     members.join("worker", "worker-0", "here", None)
     outcome = members.never_came(2.5)
     assert outcome == Outcome(True, "server-0", "server-0, server-1, worker-1 did not come up within 2.5 s")
@@ -183,3 +285,13 @@ def test_behind_a_barrier_a_stretch_begins_that_nobody_was_in() -> None:
     assert first > max(seen)
     barriers.arrive("epoch", 2, "worker-0", first + 2)
     assert barriers.next_stretch() > first + 2
+
+
+def test_a_barrier_that_all_have_passed_is_open() -> None:
+    """An answer that was lost, or a coordinator that came back: whoever asks again must not wait for ever."""
+    barriers = Barriers()
+    assert barriers.arrive("epoch", 1, "worker-0")
+    assert barriers.whole(["worker-0"]) == [("epoch", 1)]
+    again = Barriers(barriers.next_stretch(), barriers.passed)
+    assert not again.arrive("epoch", 1, "worker-0")
+    assert again.arrive("epoch", 2, "worker-0") and again.arrive("other", 1, "worker-0")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.slices import SliceState
+from syncline.core.slices import SliceState, least_clocks
 from syncline.errors import ProtocolError
 
 ONE, TWO = ("worker-0", 3), ("worker-1", 4)
@@ -78,3 +78,42 @@ def test_whatever_is_said_each_clock_is_applied_once_and_in_order(said: list[tup
     for worker, clocks in applied.items():
         assert clocks == list(range(1, state.clocks.get(worker, 0) + 1))
     assert state.version == sum(map(len, applied.values()))
+
+
+def test_a_fence_refuses_what_is_new_and_answers_what_is_known() -> None:
+    """A late copy of an applied commit is still `already applied`; the first new one is refused, with the reason."""
+    state = SliceState(clocks={ONE: 4})
+    state.fence(ONE)
+    assert state.admit(ONE, 4) == "already applied"
+    with pytest.raises(ProtocolError, match="worker-0, incarnation 3, is fenced on this slice"):
+        state.admit(ONE, 5)
+    assert state.admit(("worker-0", 9), 1) == "new", "a later incarnation is not fenced"
+    assert state.admit(TWO, 1) == "new"
+
+
+def test_only_the_highest_fenced_incarnation_of_a_name_is_kept() -> None:
+    """A thousand deaths of one worker must not leave a thousand clocks behind."""
+    state = SliceState()
+    for incarnation in range(1, 1001):
+        state.applied([(("worker-0", incarnation), 7)], changed=True)
+        state.fence(("worker-0", incarnation))
+    assert state.clocks == {("worker-0", 1000): 7} and state.fences == {"worker-0": 1000}
+    state.fence(("worker-0", 5))
+    assert state.fences == {"worker-0": 1000}, "an old fence that comes late takes nothing back"
+    assert all(state.is_fenced(("worker-0", k)) for k in (1, 500, 1000))
+
+
+def test_a_slice_moves_with_its_version_clocks_and_fences() -> None:
+    state, moved = SliceState(), SliceState(version=3, clocks={TWO: 9})
+    state.applied([(ONE, 1), (TWO, 1)], changed=True)
+    state.fence(("worker-7", 2))
+    moved.take_over(state.version, state.clock_entries(), state.fence_entries())
+    assert (moved.version, moved.clocks, moved.fences) == (1, {ONE: 1, TWO: 1}, {"worker-7": 2})
+
+
+def test_the_clock_of_a_worker_at_a_server_is_the_least_of_its_slices() -> None:
+    """A promoted slice may lack the last round, or know nothing of a worker: from there on commits are made anew."""
+    states = [SliceState(clocks={ONE: 5, TWO: 2}), SliceState(clocks={ONE: 4}), SliceState(clocks={ONE: 5, TWO: 3})]
+    assert least_clocks(states) == {ONE: 4, TWO: 0}
+    assert least_clocks([]) == {}
+    assert least_clocks(states[:1]) == {ONE: 5, TWO: 2}

@@ -69,7 +69,7 @@ def test_what_only_the_launch_can_say(commands: Any) -> None:
     done = python(commands, "import syncline; syncline.init(workers=4)")
     assert done.returncode == 1 and "this is said at launch, e.g. syncline run -w 2 -s 1" in done.stderr
     done = python(commands, "import syncline; syncline.init(polcy='sync')")
-    assert "init(): unknown setting 'polcy'; there are: bind" in done.stderr
+    assert "init(): unknown setting 'polcy'; there are: ack, " in done.stderr
     done = python(commands, "import syncline, torch; syncline.init(policy='sync', window=2)")
     assert "--window 2 needs --policy bounded:K or async" in done.stderr
 

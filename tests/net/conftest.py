@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.messages import Message
+from syncline.core.message import Message
 from syncline.net import tcp
 from syncline.net.connection import SocketConnection
 from syncline.net.frame import Header

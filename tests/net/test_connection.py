@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from syncline.core.control import Leave, Over
 from syncline.core.membership import Address
-from syncline.core.messages import Leave, Over, Upload
+from syncline.core.traffic import Upload
 from syncline.errors import ConnectionLost, TokenError
 from syncline.net import frame, tcp
 from syncline.net.certificate import Certificate, client_context

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.core import messages
-from syncline.core.messages import MAY_SAY, MESSAGES, ROLES, Message, Pull, StateEntry
+from syncline.core.message import Message
+from syncline.core.messages import MAY_SAY, MESSAGES, ROLES
+from syncline.core.traffic import Pull, StateEntry
 from syncline.errors import FrameError, VersionError
 from syncline.net import frame
 from syncline.net.frame import Header
@@ -89,7 +91,7 @@ def test_the_table_in_the_docstring_is_the_header() -> None:
     ("change", "kind", "message"),
     [
         ({0: b"HTTP"}, FrameError, "not a frame of ours: it begins with b'HTTP'"),
-        ({4: b"\x02"}, VersionError, "protocol 2 spoken to protocol 1; use one version of syncline"),
+        ({4: b"\x01"}, VersionError, "protocol 1 spoken to protocol 2; use one version of syncline"),
         ({5: b"\x04"}, FrameError, "unknown flags 0x4"),
         ({5: b"\xff"}, FrameError, "unknown flags 0xff"),
         ({6: b"\xff\xff"}, FrameError, "unknown kind 65535"),
@@ -171,7 +173,7 @@ def test_every_message_has_one_number_and_one_place_to_be_said() -> None:
     answers = {kind.__name__ for kind in set(MESSAGES) - said}
     assert answers == {
         "Done", "Refused", "Joined", "Registered", "GivenStats", "Standings", "GivenServerStats", "Mapped",
-        "GivenPlace", "Passed",
+        "GivenPlace", "Passed", "Entered", "GivenStatus", "Prepared", "Replicated", "Hosted", "GivenCopies",
         "Committed", "AskClip", "Pulled", "Verified", "GivenState", "GivenWhy",
     }  # fmt: skip
 

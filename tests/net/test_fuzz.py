@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import random
 import tracemalloc
+import types
+import typing
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from syncline.config import JobConfig
-from syncline.core import messages
-from syncline.core.layout import Parameter, arrange
-from syncline.core.membership import Address, Member
-from syncline.core.messages import MESSAGES, Message
-from syncline.core.rule import Rule
+from syncline.core.control import Leave
+from syncline.core.layout import Parameter, Ranges, Segment, arrange
+from syncline.core.message import Message
+from syncline.core.messages import MESSAGES
+from syncline.core.rule import Option, Rule
+from syncline.core.traffic import Upload
 from syncline.errors import ConnectionLost, ProtocolError
 from syncline.net import frame, handshake
 from syncline.net.connection import SocketConnection
@@ -27,7 +31,6 @@ from syncline.net.frame import Header
 from syncline.net.handshake import Connecting, Listening, Proof, Welcome, pack
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Peer
-from syncline.stats import ServerStats, StepTimes
 
 NUM_INPUTS, NUM_SOAK_INPUTS, BATCH = 100_000, 10_000_000, 1000
 TOKEN, JOB = bytes(range(32)), "job-1"
@@ -36,29 +39,40 @@ SEGMENT = arrange([Parameter("fc.weight", "float32", (10, 84)), Parameter("n", "
                   [Rule("Adam", lr=1e-3, betas=(0.9, 0.99)), Rule("Add")], "mean")  # fmt: skip
 
 
+SPECIAL: dict[object, object] = {
+    Segment: SEGMENT,
+    JobConfig: JobConfig(),
+    Ranges: ((0, 3), (5, 6)),
+    int: 5,
+    float: 0.5,
+    bool: True,
+    str: "worker-0",
+    bytes: b"1234",
+    Any: [1, {"a": None}],
+    Option: 0.1,
+}
+
+
+def value(kind: Any) -> Any:
+    """Something of this type, with something in every list."""
+    if kind in SPECIAL:
+        return SPECIAL[kind]
+    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return [value(inside[0]), value(inside[0])]
+    if origin is dict:
+        return {value(inside[0]): value(inside[1])}
+    if origin is tuple:
+        return tuple(value(one) for one in inside if one is not ...)
+    if origin in (typing.Union, types.UnionType):
+        return value(next(one for one in inside if one is not type(None)))
+    return kind(**{field.name: value(field.type) for field in msgspec.structs.fields(kind)})
+
+
 def sample(kind: type[Message]) -> Message:
-    """One message of each kind, with something in every list."""
-    stats, report = ServerStats(name="server-0"), None if kind is messages.Report else sample(messages.Report)
-    special: dict[str, object] = {
-        "members": [Member("server-0", "server", 1, "a", Address("@x", "10.0.0.1", 4000))], "config": JobConfig(),
-        "parameters": list(SEGMENT.parameters), "rules": list(SEGMENT.rules), "segments": [SEGMENT],
-        "segment": SEGMENT if kind is messages.Host else 0, "stats": stats, "reports": {"worker-0": report},
-        "servers": [stats], "entries": [messages.StateEntry(1, 0, "exp_avg", "float32", (10, 84))],
-        "overrides": [(0, 1, {"lr": 0.1})], "pushed": ((0, 3), (5, 6)), "address": Address("@x", "10.0.0.1", 4000),
-        "defaults": {"policy": "sync", "more": [1, {"a": None}]}, "missing": ["worker-1"], "left": ["worker-2"],
-    }  # fmt: skip
-    simple: dict[object, object] = {
-        StepTimes: StepTimes(),
-        int: 5,
-        float: 0.5,
-        bool: True,
-        str: "worker-0",
-        list[int]: [1, 2, 70000],
-    }
-    fields = {}
-    for field in msgspec.structs.fields(kind):
-        fields[field.name] = special[field.name] if field.name in special else simple.get(field.type)
-    return kind(**fields)
+    """One message of each kind."""
+    made: Message = value(kind)
+    return made
 
 
 class Bytes:
@@ -74,9 +88,6 @@ class Bytes:
 
     def take_fd(self) -> None:
         return None
-
-    def wait(self, seconds: float) -> bool:
-        return True
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -168,8 +179,8 @@ def corpus() -> list[tuple[Callable[[bytes], None], bytes]]:
     for kind in MESSAGES:
         message = sample(kind)
         found.append((decode_any, bytes([frame.kind_of(message)]) + frame.encode(message)))
-        found.append((read_frames, whole_frame(message) + whole_frame(messages.Leave())))
-    found.append((read_frames, whole_frame(sample(messages.Upload), b"payload" * 9)))
+        found.append((read_frames, whole_frame(message) + whole_frame(Leave())))
+    found.append((read_frames, whole_frame(sample(Upload), b"payload" * 9)))
     one, two = Connecting(TOKEN, JOB, WORKER, ""), Listening(TOKEN, JOB, SERVER, "")
     one._hello = msgspec.structs.replace(one._hello, nonce=bytes(range(32)))  # the same in every run
     two._nonce = bytes(range(32, 64))

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.messages import Attach, Leave, Pull, Upload
+from syncline.core.control import Leave
+from syncline.core.traffic import Attach, Pull, Upload
 from syncline.errors import ConnectionLost, FencedError, FrameError
 from syncline.net import frame, memory
 from syncline.net.frame import Header

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from syncline.core.messages import Committed, Done, GivenWhy, Leave, Rest
+from syncline.core.control import GivenWhy, Leave
+from syncline.core.message import Done
+from syncline.core.traffic import Committed, Rest
 from syncline.errors import ConnectionLost, FrameError, RuleError, WaitTimeout
 from syncline.net import frame, memory
 from syncline.net.frame import MORE, Header

@@ -12,20 +12,9 @@ from typing import Any
 
 import pytest
 
-from syncline.core.messages import (
-    AskServerStats,
-    AskWhy,
-    Barrier,
-    Died,
-    Done,
-    GivenWhy,
-    Leave,
-    Over,
-    Pull,
-    Pulled,
-    Rest,
-    Upload,
-)
+from syncline.core.control import AskServerStats, AskWhy, Barrier, Died, GivenWhy, Leave, Over
+from syncline.core.message import Done
+from syncline.core.traffic import Pull, Pulled, Rest, Upload
 from syncline.errors import (
     ConnectionLost,
     LayoutError,

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.messages import Attach, Leave, Mapped
+from syncline.core.control import Leave
+from syncline.core.traffic import Attach, Mapped
 from syncline.errors import FrameError
 from syncline.net import frame, shm
 from syncline.net.frame import Header

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.messages import Died, Leave, Pull, Upload
+from syncline.core.control import Died, Leave
+from syncline.core.traffic import Pull, Upload
 from syncline.errors import ConfigError, ConnectionLost, FrameError, TokenError, VersionError
 from syncline.net import frame, handshake, tcp
 from syncline.net.frame import Header
@@ -102,17 +103,17 @@ def test_another_job_is_refused_on_both_sides(host: Make) -> None:
 def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     there, ours = host(), handshake.pack
 
-    def pack_as_two(part: handshake.Part) -> bytes:
+    def pack_as_one(part: handshake.Part) -> bytes:
         data = bytearray(ours(part))
-        data[4] = 2 if isinstance(part, handshake.Hello) else 1
+        data[4] = 1 if isinstance(part, handshake.Hello) else 2
         return bytes(data)
 
-    monkeypatch.setattr(handshake, "pack", pack_as_two)
+    monkeypatch.setattr(handshake, "pack", pack_as_one)
     with pytest.raises(
-        VersionError, match="the other side speaks protocol 2, this one 1; use one version of syncline"
+        VersionError, match="the other side speaks protocol 1, this one 2; use one version of syncline"
     ):
         there.connect()
-    assert "was refused: VersionError: the other side speaks protocol 2, this one 1" in there.log()
+    assert "was refused: VersionError: the other side speaks protocol 1, this one 2" in there.log()
     monkeypatch.undo()
     check_works(there)
 
@@ -121,9 +122,9 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
     ("data", "reason"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "FrameError: not a handshake of ours: it begins with b'GET '"),
-        (b"SYNH\x01\xff\xff", "FrameError: a handshake of 65535 bytes; at most 512"),
-        (b"SYNH\x01\x05\x00\xc1\xc1\xc1\xc1\xc1", "FrameError: a handshake that cannot be read"),
-        (b"SYNH\x01", "ConnectionLost: the other side closed the connection during the handshake"),
+        (b"SYNH\x02\xff\xff", "FrameError: a handshake of 65535 bytes; at most 512"),
+        (b"SYNH\x02\x05\x00\xc1\xc1\xc1\xc1\xc1", "FrameError: a handshake that cannot be read"),
+        (b"SYNH\x02", "ConnectionLost: the other side closed the connection during the handshake"),
         (b"", "ConnectionLost: the other side closed the connection during the handshake"),
     ],
 )
@@ -229,7 +230,7 @@ def test_too_many_open_files_do_not_end_the_listener(host: Make) -> None:
         (raw_bytes(Upload(0, [1]), b"x" * 100) + b"x" * 40, "the other side closed the connection"),
         (Header(1, 1, body_bytes=0xFFFFFFFF).pack(), "FrameError: a body of 4294967295 bytes; at most 67108864"),
         (Header(1, 1, payload_bytes=1 << 60).pack(), "FrameError: a payload of 1152921504606846976 bytes; at most"),
-        (b"SYNC\x02" + bytes(47), "VersionError: protocol 2 spoken to protocol 1; use one version of syncline"),
+        (b"SYNC\x01" + bytes(47), "VersionError: protocol 1 spoken to protocol 2; use one version of syncline"),
         (Header(0xFFFF, 1).pack(), "FrameError: unknown kind 65535"),
         (Header(3, 1, body_bytes=4).pack() + b"\xc1\xc1\xc1\xc1", "FrameError: a Joined that cannot be read"),
         (random.Random(1).randbytes(300), "FrameError: not a frame of ours: it begins with"),

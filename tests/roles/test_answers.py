@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
-from syncline.core.messages import Committed
+from syncline.core.traffic import Committed
 from syncline.net.transport import buffer_of
 from syncline.roles import answers
 from syncline.roles.answers import PartialAnswer
@@ -41,6 +42,10 @@ class Request:
 
     def __init__(self) -> None:
         self.frames: list[tuple[bool, list[int], list[int], list[int]]] = []
+        self.held: list[int] = []
+
+    def hold(self, num_bytes: int) -> None:
+        self.held.append(num_bytes)
 
     def sent(self) -> list[int]:
         return [number for frame in self.frames for number in frame[1]]
@@ -69,7 +74,9 @@ class Sender:
 
 def answer_of(pull: list[int], make: Any = None) -> tuple[Any, Request, Sender, list[int]]:
     request, sender, copied = Request(), Sender(), list[int]()
-    made: Any = PartialAnswer(request, 5, pull, make, submit=sender.waiting.append, copied=copied.append)  # type: ignore[arg-type]
+    made: Any = PartialAnswer(
+        request, 5, pull, make, submit=sender.waiting.append, copied=copied.append, hold=request.hold
+    )  # type: ignore[arg-type]
     return made, request, sender, copied
 
 
@@ -192,6 +199,45 @@ def test_a_refusal_is_the_end_and_nothing_comes_after_it() -> None:
     assert ends == [0] and request.frames == []
 
 
+def test_bytes_are_held_until_they_are_sent_dropped_or_refused() -> None:
+    """What is counted as outstanding and never let go would, in the end, cut off a worker that reads."""
+    answer, request, sender, _ = answer_of([1, 2, 3])
+    answer.applied(Slot(1))
+    answer.applied(Slot(9))  # was not asked for
+    assert request.held == [BIG]
+    sender.run()
+    assert sum(request.held) == 0
+    answer.applied(Slot(2))
+    answer.applied(Slot(3, 100))
+    assert sum(request.held) == BIG + 100
+    answer.finish()
+    sender.run()
+    assert sum(request.held) == 0 and request.sent() == [1, 2, 3]
+
+    refused, request, sender, _ = answer_of([1, 2, 3])
+    refused.applied(Slot(1))
+    refused.finish(lambda: None)
+    assert sum(request.held) == 0
+    refused.applied(Slot(2))  # by a thread that did not know of it yet
+    sender.run()
+    assert sum(request.held) == 0 and len(request.held) == 4
+
+    broken, request, sender, _ = answer_of([1])
+    request.reply_part = None  # type: ignore[assignment, method-assign]
+    broken.applied(Slot(1))
+    with pytest.raises(TypeError):
+        sender.run()
+    assert sum(request.held) == 0
+
+
+def test_shared_memory_that_is_only_named_holds_nothing() -> None:
+    answer, request, sender, _ = answer_of([])
+    answer.applied(Slot(4))
+    answer.finish()
+    sender.run()
+    assert request.held == []
+
+
 def applied_by_many_threads() -> Request:
     request, sending = Request(), list[threading.Thread]()
 
@@ -199,7 +245,9 @@ def applied_by_many_threads() -> Request:
         sending.append(threading.Thread(target=send, name="Thread-send"))
         sending[-1].start()
 
-    answer: Any = PartialAnswer(request, 5, [0, 1, 2, 3], None, submit=submit, copied=lambda n: None)  # type: ignore[arg-type]
+    answer: Any = PartialAnswer(
+        request, 5, [0, 1, 2, 3], None, submit=submit, copied=lambda n: None, hold=request.hold
+    )  # type: ignore[arg-type]
     slots = [Slot(number, 1 << 17) for number in range(4)]
     applying = [threading.Thread(target=answer.applied, args=(slot,), name="Thread-apply") for slot in slots]
     for thread in applying:
@@ -218,3 +266,4 @@ def test_many_threads_apply_while_one_sends() -> None:
         request = applied_by_many_threads()
         assert sorted(request.sent()) == [0, 1, 2, 3]
         assert [frame[0] for frame in request.frames].count(True) == 1 and request.frames[-1][0]
+        assert sum(request.held) == 0

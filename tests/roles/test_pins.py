@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from syncline import Rule
 from syncline.client.job import Job
-from syncline.core.messages import Pin, Unpin
 from syncline.core.slices import SliceState
-from syncline.errors import ProtocolError
+from syncline.core.traffic import Pin, Unpin
+from syncline.errors import ConnectionLost, ProtocolError
+from syncline.roles.hosted import HostedSlice
 from syncline.testing import LocalJob, local_job
 
 
@@ -51,6 +53,24 @@ def test_a_pin_ends_with_its_connection() -> None:
         writer = push_in_thread(jobs[0])
         time.sleep(0.05)
         server_of(jobs[1]).close()
+        writer.join(5)
+        assert not writer.is_alive()
+
+
+def test_a_pin_that_comes_after_the_end_of_its_connection_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends while the pin is being made: nobody would let it go."""
+    with local_job(workers=2, policy="async") as jobs:
+        registered(jobs)
+        pin = HostedSlice.pin
+
+        def pinned_too_late(slot: HostedSlice) -> int:
+            server_of(jobs[1]).close()
+            return pin(slot)
+
+        monkeypatch.setattr(HostedSlice, "pin", pinned_too_late)
+        with contextlib.suppress(ConnectionLost):
+            server_of(jobs[1]).call(Pin([0]))
+        writer = push_in_thread(jobs[0])
         writer.join(5)
         assert not writer.is_alive()
 

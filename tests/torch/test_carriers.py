@@ -23,7 +23,7 @@ SIZES = (40, 3, 70, 16, 1)
 def segment_of(dtype: str = "float32") -> Segment:
     parameters = [Parameter(f"p{k}", dtype, (size,)) for k, size in enumerate(SIZES)]
     whole = arrange(parameters, [Rule("SGD", lr=1.0)], "mean")
-    return place(whole, ["server-0"], {}, 128, 0)
+    return place(whole, ["server-0"], {}, 128, 0)[0]
 
 
 class Wire:

@@ -13,8 +13,8 @@ import torch
 from syncline.core.layout import Slice
 from syncline.torch.device_sink import DeviceSink
 
-PARTS = [Slice(k, 0, "float32", 64 * k, 64, "server-0", 64 * k) for k in range(4)]
-ON_HOST = Slice(9, 1, "float32", 0, 64, "server-0", 0)
+PARTS = [Slice(k, 0, "float32", 64 * k, 64) for k in range(4)]
+ON_HOST = Slice(9, 1, "float32", 0, 64)
 
 
 class Setting:
@@ -29,7 +29,7 @@ class Setting:
         self.sink = DeviceSink(side, {0: self.flat}, {1: self.on_host}, lambda: [self.server])
 
     def source(self, part: Slice) -> Any:
-        return self.server[part.host_offset : part.host_offset + part.num_bytes]
+        return self.server[part.offset : part.offset + part.num_bytes]
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_buffers_are_given_again_only_when_they_have_been_read(setting: Setting)
 
 def test_what_stays_on_the_host_is_there_at_once(setting: Setting) -> None:
     assert setting.sink.wants(ON_HOST) and setting.sink.wants(PARTS[0])
-    assert not setting.sink.wants(Slice(10, 2, "float32", 0, 64, "server-0", 0))
+    assert not setting.sink.wants(Slice(10, 2, "float32", 0, 64))
     setting.sink.take([(ON_HOST, setting.source(PARTS[1]))])
     assert setting.on_host.tolist() == list(range(64, 128))
     setting.sink.views(ON_HOST)[0][:] = 1
@@ -122,3 +122,17 @@ def test_two_servers_first_slices_land_in_the_same_memory(setting: Setting, monk
     setting.sink.filled(PARTS[:2])
     setting.sink.order([0, 1])
     assert (setting.flat[:64] == 1).all() and (setting.flat[64:128] == 2).all()
+
+
+def test_a_device_gives_back_what_has_come(slow_side: Any) -> None:
+    flat = torch.zeros(256, dtype=torch.uint8)
+    sink = DeviceSink(slow_side, {0: flat}, {1: np.full(64, 9, np.uint8)}, list)
+    part, host = Slice(0, 0, "uint8", 64, 128), Slice(1, 1, "uint8", 0, 64)
+    sink.take([(part, np.arange(128, dtype=np.uint8))])
+    assert not flat.any(), "the copy is queued"
+    data = sink.copy_of(part)
+    assert data is not None and (data == np.arange(128)).all()
+    assert (sink.copy_of(host) == 9).all() and sink.holds(part) and sink.holds(host)
+    assert not sink.holds(Slice(2, 2, "uint8", 0, 64)) and sink.copy_of(Slice(2, 2, "uint8", 0, 64)) is None
+    data[:] = 0
+    assert flat[64:192].any(), "a copy is a copy"

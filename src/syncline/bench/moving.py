@@ -131,3 +131,23 @@ def adam(name: str, num_bytes: int, *, reach: Reach) -> Row:
         reach=reach,
         measure=measure,
     )
+
+
+def replicas(name: str, num_bytes: int, *, policy: str, reach: Reach) -> Row:
+    """A backup of every slice, acknowledged by both servers, beside the same job without."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="push_pull", num_bytes=num_bytes)
+        ours, reference = (
+            JobSide(task, workers=2, servers=2, policy=policy, replicas=count, transport="shm", side=side)
+            for side, count in (("ours", 2), ("reference", 1))
+        )
+        return play(ours, reference, effort)
+
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} {policy}, 2 workers 2 servers, 2 replicas, from gradients()",
+        reference="the same of ours with 1 replica",
+        reach=reach,
+        measure=measure,
+    )

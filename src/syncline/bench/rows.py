@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 
 from syncline.bench.footprint import server_memory, worker_memory
-from syncline.bench.moving import adam, crowd, push_pull, sync, sync_scaling, tls
+from syncline.bench.moving import adam, crowd, push_pull, replicas, sync, sync_scaling, tls
 from syncline.bench.row import Reach, Row
 from syncline.bench.starting import start
 from syncline.bench.training import beside_ddp, beside_strangers, embedded, on_device
@@ -35,6 +35,8 @@ def _moving_rows() -> list[Row]:
         crowd("async-8-shm", LARGE, workers=8, floor=_MEMORY, transport="shm", reach=_at_most(1.4), num_cores=16),
         crowd("async-8-tcp", LARGE, workers=8, floor="stream", transport="tcp", reach=_at_most(1.4), num_cores=16),
         adam("adam", LARGE, reach=_at_most(1.3)),
+        replicas("replicas-sync", LARGE, policy="sync", reach=_at_most(1.6)),
+        replicas("replicas-async", LARGE, policy="async", reach=_at_most(2.2)),
     ]
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.bench.task import Task, to_arguments
-from syncline.core.messages import Standings
+from syncline.core.control import Standings
 from syncline.errors import JobFailed, SynclineError
 from syncline.launch.processes import MemberProcess, Plan, start_member
 from syncline.launch.running import Script, run_job
@@ -71,7 +71,8 @@ class JobSide:
         self._ended: int | SynclineError | None = None
 
     def start(self, folder: pathlib.Path, path: str) -> None:
-        given = {**self._settings, "name": self._side, "runs": str(folder), "wait_seconds": WAIT_SECONDS}
+        named = {"name": self._side, "runs": str(folder)}
+        given = {**self._settings, **named, "wait_seconds": WAIT_SECONDS, "max_restarts": 0}
         config = configuration.resolve(configuration.check_known(given, "bench"))
         script = Script(path=WORKER, is_module=True, arguments=to_arguments(self._task, self._side, path))
 

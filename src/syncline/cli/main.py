@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from syncline.cli import bench, doctor, roles, run
+from syncline.cli import bench, chaos, doctor, roles, run, status
 from syncline.errors import SynclineError
 
 app = typer.Typer(
@@ -23,6 +23,10 @@ app.command("run", context_settings=_SCRIPT)(run.run)
 app.command("coordinator")(roles.coordinator)
 app.command("server")(roles.server)
 app.command("worker", context_settings=_SCRIPT)(roles.worker)
+app.command("status")(status.status)
+app.command("why")(status.why)
+app.command("scale")(status.scale)
+app.command("chaos", context_settings=_SCRIPT)(chaos.chaos)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
 

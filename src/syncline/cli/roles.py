@@ -10,12 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from syncline.cli.run import chosen_script
+from syncline import config as configuration
+from syncline.cli.run import AckOption, ReplicasOption, chosen_script
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
+from syncline.launch.folder import JOURNAL, hold
+from syncline.launch.hosts import parse_workers
 from syncline.launch.member import run_worker
 from syncline.launch.processes import Plan
-from syncline.launch.running import Script, check_script, listen, settle_here
+from syncline.launch.running import Script, check_script, listen, protection, server_hosts, settle_here
+from syncline.net import tcp
 
 JobOption = Annotated[
     pathlib.Path, typer.Option("--job", metavar="FILE", help="The job file: address and token, mode 0600.")
@@ -27,8 +31,13 @@ FILE_SECONDS = 20.0
 
 def coordinator(
     job: JobOption,
-    workers: Annotated[int, typer.Option("-w", "--workers", help="Number of workers.")] = 1,
+    workers: Annotated[
+        str,
+        typer.Option("-w", "--workers", metavar="N|MIN:MAX", help="Number of workers, or the least and most."),
+    ] = "1",
     servers: Annotated[int, typer.Option("-s", "--servers", help="Number of servers.")] = 1,
+    replicas: ReplicasOption = None,
+    ack: AckOption = None,
     policy: Annotated[str | None, typer.Option(help="sync, bounded:K or async. [default: sync]")] = None,
     sync_every: Annotated[int | None, typer.Option(metavar="H", help="Local steps per average (sync).")] = None,
     window: Annotated[int | None, typer.Option(metavar="W", help="Commits left unanswered (bounded, async).")] = None,
@@ -41,28 +50,57 @@ def coordinator(
 ) -> None:
     """Starts a job's coordinator by hand.
 
-    Writes the job file that the other roles are started with.
+    Writes the job file that the other roles are started with. If the file is there already, and the job has not
+    ended, this coordinator takes that job up again, under the next term, with the settings that it has; its members
+    go on.
 
     Example:  syncline coordinator --job job.json -w 2 -s 1
     """
-    from syncline.launch.coordinating import run_coordinator
-
+    if job.exists():
+        raise typer.Exit(_take_up(job))
     said: dict[str, Any] = {
-        "workers": workers, "servers": servers, "policy": policy, "sync_every": sync_every, "window": window,
-        "transport": transport, "name": name, "bind": bind, "start_seconds": start_seconds,
+        "servers": servers, "replicas": replicas, "ack": ack, "policy": policy, "sync_every": sync_every,
+        "window": window, "transport": transport, "name": name, "bind": bind, "start_seconds": start_seconds,
     }  # fmt: skip
-    launch = {key: value for key, value in said.items() if value is not None}
+    launch = {key: value for key, value in said.items() if value is not None} | parse_workers(workers)
+    launch["workers"] = launch["workers"] or launch["least_workers"]  # who comes by hand is not known yet
     given, config = settle_here(launch, Script(path=job.stem))
     if config.bind.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::") or config.bind in ("0.0.0.0", "::"):
         raise ConfigError(f"--bind {config.bind}: members must know where to connect; give an address of this host")
-    sock = listen(config)
-    file = jobfile.new(str(sock.getsockname()[0]), sock.getsockname()[1], given)
-    jobfile.write(job, file)
-    sys.stderr.write(f"syncline: coordinator: listens on {file.host}:{file.port}; the job file is {job}\n")
+    with listen(config) as sock, hold(config):
+        file = jobfile.new(str(sock.getsockname()[0]), sock.getsockname()[1], given)
+        jobfile.write(job, file)
+        sys.stderr.write(f"syncline: coordinator: {protection(config.replicas, server_hosts(config))}\n")
+        raise typer.Exit(_coordinate(job, file, sock, takes_up=False))
+
+
+def _take_up(job: pathlib.Path) -> int:
+    """The job of this file goes on with a new coordinator; the journal decides whether it can."""
+    file = jobfile.read(job)
+    config = configuration.resolve(file.given)
+    if not (file.folder / JOURNAL).exists():
+        raise ConfigError(
+            f"{job} is there, but not the journal of its job ({file.folder / JOURNAL}), so that it cannot be taken "
+            f"up; remove {job} to start a new one"
+        )
+    with hold(config, keeps=True):
+        sock = tcp.bind(file.host, file.port)
+        sock.listen(128)
+        with sock:
+            return _coordinate(job, file, sock, takes_up=True)
+
+
+def _coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, takes_up: bool) -> int:
+    from syncline.launch.coordinating import run_coordinator
+
+    what = "takes the job up again and listens" if takes_up else "listens"
+    sys.stderr.write(f"syncline: coordinator: {what} on {file.host}:{file.port}; the job file is {job}\n")
     try:
-        raise typer.Exit(run_coordinator(file, None, sock))
-    finally:
-        job.unlink(missing_ok=True)
+        code = run_coordinator(file, None, sock, takes_up=takes_up)
+    except KeyboardInterrupt:
+        code = 130
+    job.unlink(missing_ok=True)  # the job has ended; after any other death it can be taken up by this file
+    return code
 
 
 def server(
@@ -70,7 +108,7 @@ def server(
     name: Annotated[str, typer.Option(help="e.g. server-0. [default: the next free one]")] = "",
     host: HostOption = "",
 ) -> None:
-    """Starts one server of a job.
+    """Starts one server of a job, also one that runs already: it takes over slices of the others.
 
     Example:  syncline server --job job.json
     """
@@ -89,9 +127,9 @@ def worker(
     name: Annotated[str, typer.Option(help="e.g. worker-0. [default: the next free one]")] = "",
     host: HostOption = "",
 ) -> None:
-    """Starts one worker of a job.
+    """Starts one worker of a job, also one that runs already, on any host that reaches its coordinator.
 
-    Runs the script, whose init() joins the job.
+    Runs the script, whose init() joins the job. The job file of `syncline run` is runs/NAME/job.json.
 
     Example:  syncline worker --job job.json train.py --epochs 3
     """

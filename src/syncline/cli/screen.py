@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from syncline.core.messages import Standings
+from syncline.core.control import Standings
 
 #: Without a terminal, progress is a plain line now and then.
 PLAIN_SECONDS = 10.0
@@ -20,8 +20,8 @@ PLAIN_SECONDS = 10.0
 class TerminalScreen:
     """Shows the chief's lines as they are, the others' with their names, and progress below."""
 
-    def __init__(self, policy: str, num_workers: int) -> None:
-        self._policy, self._num_workers = policy, num_workers
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, transient=True, refresh_per_second=4)
         self._lock = threading.Lock()
@@ -67,7 +67,8 @@ class TerminalScreen:
             self._rate = (samples - before) / (standings.seconds - seconds)
             self._last = (standings.seconds, samples)
         step = max((report.step for report in reports), default=0)
-        workers = "1 worker" if self._num_workers == 1 else f"{self._num_workers} workers"
+        count = sum(name.startswith("worker-") for name in standings.incarnations)
+        workers = "1 worker" if count == 1 else f"{count} workers"
         parts = [f"{self._policy}, {workers}", f"{standings.seconds:.0f} s", f"step {step:,}"]
         leading = max(reports, key=lambda report: (report.epoch, report.epoch_step), default=None)
         if leading is not None and leading.epoch_steps:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from syncline.client.arrays import Bytes
 from syncline.config import JobConfig
 from syncline.core.layout import Segment, Slice
-from syncline.core.messages import Attach
+from syncline.core.traffic import Attach
 from syncline.errors import ConfigError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Endpoint
@@ -15,17 +15,21 @@ from syncline.net.transport import Memory, buffer_of
 
 
 class Arenas:
-    """One arena per segment and slot, made when it is first needed."""
+    """One arena per segment and slot, made when it is first needed, attached to all who are to read it in place."""
 
     def __init__(
         self,
         endpoints: Mapping[str, Endpoint],
+        hosting: Callable[[int], Collection[str]],
         num_slots: int,
         config: JobConfig,
         say: Callable[[str], None],
     ) -> None:
-        self._endpoints, self._num_slots, self._config, self._say = endpoints, num_slots, config, say
+        """`hosting`: the servers that are primaries of anything of a segment; they and the endpoints change."""
+        self._endpoints, self._hosting = endpoints, hosting
+        self._num_slots, self._config, self._say = num_slots, config, say
         self._memories: dict[tuple[int, int], Memory] = {}
+        self._sizes: dict[int, int] = {}
         self._shared: set[tuple[str, int, int]] = set()  # server, segment, slot
         self._fell_back = False
 
@@ -33,8 +37,13 @@ class Arenas:
         """All of the arena, laid out as the segment is."""
         key = (segment.index, slot)
         if key not in self._memories:
-            self._memories[key] = self._create(segment, slot)
+            self._memories[key] = self._create(segment)
+            self._sizes[segment.index] = segment.num_bytes
+            self._attach(*key)
         return self._memories[key].array
+
+    def has(self, segment: int, slot: int) -> bool:
+        return (segment, slot) in self._memories
 
     def view(self, part: Slice, slot: int) -> memoryview:
         array = self._memories[part.segment, slot].array
@@ -44,23 +53,34 @@ class Arenas:
         """Whether this server reads the arena in place."""
         return (server, segment, slot) in self._shared
 
-    def _create(self, segment: Segment, slot: int) -> Memory:
-        hosting = {part.server for part in segment.slices}
-        sharing = [n for n, e in self._endpoints.items() if e.shares_memory and n in hosting]
+    def _create(self, segment: Segment) -> Memory:
+        sharing = [self._endpoints[n] for n in self._hosting(segment.index) if self._endpoints[n].shares_memory]
         if sharing and not self._fell_back:
             try:
-                memory = self._endpoints[sharing[0]].create_memory(segment.num_bytes)
+                return sharing[0].create_memory(segment.num_bytes)
             except OSError as error:
                 self._fall_back(segment, error)
-            else:
-                for name in sharing:
-                    call = self._endpoints[name].call(
-                        Attach(segment.index, slot, segment.num_bytes), attachment=memory
-                    )
-                    call.wait(self._config.wait_seconds)
-                    self._shared.add((name, segment.index, slot))
-                return memory
         return HeapMemory(segment.num_bytes)
+
+    def attach(self) -> None:
+        """Whoever has become a primary reads the arenas in place from now on, where it can."""
+        for segment, slot in self._memories:
+            self._attach(segment, slot)
+
+    def _attach(self, segment: int, slot: int) -> None:
+        memory = self._memories[segment, slot]
+        for server in self._hosting(segment):
+            endpoint, key = self._endpoints[server], (server, segment, slot)
+            if key not in self._shared and not self._fell_back and endpoint.shares_memory:
+                if not endpoint.can_carry(memory):
+                    continue  # it was made when all servers were elsewhere
+                message = Attach(segment, slot, self._sizes[segment])
+                endpoint.call(message, attachment=memory).wait(self._config.wait_seconds)
+                self._shared.add(key)
+
+    def forget(self, server: str) -> None:
+        """The connection to this server is gone, and what was attached by it."""
+        self._shared = {key for key in self._shared if key[0] != server}
 
     def _fall_back(self, segment: Segment, error: OSError) -> None:
         needed = segment.num_bytes * self._num_slots

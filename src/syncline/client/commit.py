@@ -12,11 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from syncline.core.messages import AskClip, Committed, Message
-from syncline.errors import ProtocolError, SynclineError, WaitTimeout
+from syncline import faults
+from syncline.core.message import Message
+from syncline.core.traffic import AskClip, Committed
+from syncline.errors import ConnectionLost, FencedError, ProtocolError, Refresh, SynclineError, WaitTimeout
 from syncline.net.rpc import Call, Latch
 
 _MOMENT = 0.002
+#: What the next roster mends: the commit is made anew.
+MENDED = (ConnectionLost, Refresh)
 
 
 class Lane(Protocol):
@@ -37,43 +41,101 @@ class Lane(Protocol):
     answer: Committed | None
 
 
-class CommitFlow:
-    """The state machine of one commit over all servers."""
+_NOBODY: list[CommitFlow] = []
 
-    def __init__(self, clock: int, lanes: Sequence[Lane]) -> None:
-        self.clock, self.lanes = clock, lanes
+
+class CommitFlow:
+    """The state machine of one commit over all servers.
+
+    With a window there are several: what is told to count is told in the order of the clocks (`before`), whichever
+    is acknowledged first. `squared_norm`: the one it was clipped by, when it is made anew.
+    """
+
+    def __init__(
+        self,
+        clock: int,
+        lanes: Sequence[Lane],
+        before: CommitFlow | None = None,
+        squared_norm: float | None = None,
+    ) -> None:
+        self.clock, self.lanes, self.squared_norm = clock, lanes, squared_norm
+        self._before, self._is_told = before, False
+        self._behind: list[CommitFlow] = _NOBODY
         self._latch = Latch()
         self._lock = threading.Lock()
         self._left = 0
         self._next: Callable[[], None] = self._staged
         self._is_staging = False
+        self._is_given_up = False
+        self._following = 0
         self.error: SynclineError | None = None
 
     def start(self) -> None:
         self._is_staging = len(self.lanes) > 1
         self._next = self._staged if self._is_staging else self._answered
-        self._ask_all(lambda lane: lane.stage())
+        self._ask_all(lambda lane: lane.stage(), self.lanes)
 
-    def _ask_all(self, ask: Callable[[Lane], Call]) -> None:
-        self._left = len(self.lanes)
+    def _ask_all(self, ask: Callable[[Lane], Call], lanes: Sequence[Lane]) -> None:
+        self._left = len(lanes)
         try:
-            for lane in self.lanes:
+            for lane in lanes:
                 lane.call = ask(lane)
-            for lane in self.lanes:
+            for lane in lanes:
                 assert lane.call is not None
                 lane.call.when_done(self._one_done)
         except SynclineError as error:
             self._end(error)
 
-    def _one_done(self) -> None:
+    def _follow(self, ask: Callable[[Lane], Call], lanes: Sequence[Lane]) -> None:
+        """What follows from the answers, in whichever thread brought the last of them; unless it was given up."""
         with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            try:
-                self._next()
-            except SynclineError as error:
-                self._end(error)
+            if self._is_given_up:
+                return
+            self._following += 1
+        try:
+            self._ask_all(ask, lanes)
+        finally:
+            with self._lock:
+                self._following -= 1
+
+    def _one_done(self) -> None:
+        if len(self.lanes) > 1:
+            with self._lock:
+                self._left -= 1
+                last = self._left == 0
+            if not last:
+                self._see_what_broke()
+                return
+        try:
+            self._next()
+        except SynclineError as error:
+            self._end(error)
+
+    def _see_what_broke(self) -> None:
+        """A server that is gone, or knows of a change: the others may not answer before that is seen to."""
+        error = self.refusal()
+        if isinstance(error, (*MENDED, FencedError)):
+            self._end(error)  # anything else is told when all have answered, or when it takes long
+
+    def refusal(self) -> SynclineError | None:
+        """What a server has said instead of an answer; what can be mended comes first."""
+        found: SynclineError | None = None
+        for lane in self.lanes:
+            if lane.call is not None and lane.call.is_done and lane.call.answer is None:
+                try:
+                    lane.call.wait(0)
+                except MENDED as error:
+                    return error
+                except SynclineError as error:
+                    found = found or error
+        return found
+
+    def give_up(self) -> None:
+        """Returns when nothing more is said for this commit: it is made anew."""
+        with self._lock:
+            self._is_given_up = True
+        while self._following:
+            time.sleep(_MOMENT)
 
     def _answers(self) -> list[Message]:
         answers = []
@@ -86,17 +148,40 @@ class CommitFlow:
 
     def _staged(self) -> None:
         self._answers()
+        if faults.armed is not None:
+            faults.reach("commit.staged")
+        before, self._before = self._before, None
+        if before is None or before._let_pass(self):
+            self._tell()
+
+    def _let_pass(self, other: CommitFlow) -> bool:
+        """Whether the one behind may be told to count; if not, it is when this one has been."""
+        with self._lock:
+            if self._latch.is_open and self.error is not None:
+                raise self.error
+            if not self._is_told and not self._latch.is_open:
+                self._behind = [*self._behind, other]
+                return False
+        return True
+
+    def _tell(self) -> None:
+        """What is staged counts, on every server."""
         self._next = self._answered
-        self._ask_all(lambda lane: lane.commit(self.clock))
+        self._follow(lambda lane: lane.commit(self.clock), self.lanes)
+        if faults.armed is not None:
+            faults.reach("commit.told")
         self._is_staging = False
+        with self._lock:
+            self._is_told = True
+            behind, self._behind = self._behind, _NOBODY
+        for other in behind:
+            other._tell()
 
     def _answered(self) -> None:
         answers = self._answers()
         shares = [answer.squared_norm for answer in answers if isinstance(answer, AskClip)]
-        if len(shares) == len(answers):
-            # In the order of the servers: every worker comes to the same sum.
-            norm = sum(shares)
-            self._ask_all(lambda lane: lane.clip(self.clock, norm))
+        if shares:
+            self._clip(shares)
             return
         for lane, answer in zip(self.lanes, answers, strict=True):
             if not isinstance(answer, Committed):
@@ -104,9 +189,28 @@ class CommitFlow:
             lane.answer = answer
         self._end(None)
 
+    def _clip(self, shares: Sequence[float]) -> None:
+        if len(shares) == len(self.lanes):
+            # In the order of the servers: every worker comes to the same sum.
+            self.squared_norm = sum(shares)
+        elif self.squared_norm is None:
+            # It was lost with another server; some other worker may know it, and bring it there meanwhile. A Refresh
+            # would wait for the next roster: this is asked again in a moment.
+            raise ConnectionLost(f"step {self.clock} is clipped on some servers, and its norm is not known here")
+        norm = self.squared_norm
+        asking = [lane for lane in self.lanes if lane.call is not None and isinstance(lane.call.answer, AskClip)]
+        self._follow(lambda lane: lane.clip(self.clock, norm), asking)
+
     def _end(self, error: SynclineError | None) -> None:
-        self.error = error
-        self._latch.open()
+        with self._lock:
+            if self._latch.is_open:
+                return
+            self.error = error
+            self._latch.open()
+            behind, self._behind = self._behind, _NOBODY
+        if error is not None:
+            for other in behind:  # would be refused for want of this one
+                other._end(error)
 
     @property
     def is_over(self) -> bool:
@@ -120,13 +224,15 @@ class CommitFlow:
                     lane.call.done()
         return self._latch.is_open
 
-    def wait(self, timeout_seconds: float) -> None:
-        until = time.monotonic() + timeout_seconds
+    def arrives(self, seconds: float) -> bool:
+        """Waits; whether it was over in time, well or not."""
+        if self.is_over:
+            return True
+        until = time.monotonic() + seconds
         while not self._latch.is_open:
             if not self.go_on(until - time.monotonic()):
-                raise WaitTimeout(f"no answer within {timeout_seconds:g} s")
-        if self.error is not None:
-            raise self.error
+                return self._latch.is_open
+        return True
 
     def wait_until_staged(self, timeout_seconds: float) -> None:
         """Where the waiter reads: until every server has acknowledged, and was told that it counts."""

@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from syncline.client.arrays import Bytes
-from syncline.client.sinks import Sink
+from syncline.client.copies import KeptArrays
+from syncline.client.sinks import ArraySink, Sink
 from syncline.client.times import StepClock
 from syncline.core.layout import Layout, Ranges, Segment, Slice
-from syncline.core.messages import StateEntry
 from syncline.core.rule import Option
+from syncline.core.seats import Seat
+from syncline.core.traffic import StateEntry
 from syncline.stats import WireStats
 
 
@@ -24,6 +26,7 @@ class Push:
     skip: bool = False  #: an overflow: the clock advances, the round changes nothing
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, Mapping[str, Option]]] = ()
+    is_finite: bool = False  #: found to be so while it was copied, and not written since; else it is looked at
 
 
 class Ticket(Protocol):
@@ -45,6 +48,7 @@ class Exchange(Protocol):
     layout: Layout
     clock: int
     times: StepClock
+    checks_finite: bool  #: whether pushes that are not finite are refused
 
     @property
     def slot(self) -> int:
@@ -56,8 +60,8 @@ class Exchange(Protocol):
     def mapped(self) -> list[Bytes]:
         """The servers' parameters, as far as they are mapped into this process."""
 
-    def add(self, segments: Sequence[Segment]) -> None:
-        """The job's layout has grown."""
+    def add(self, segments: Sequence[Segment], seats: Sequence[Seat]) -> None:
+        """The job's layout has grown; these servers have its slices."""
 
     def upload(self, segment: Segment, values: Bytes) -> None:
         """The chief's first values."""
@@ -86,6 +90,12 @@ class Exchange(Protocol):
 
     def pull(self, slices: Sequence[Slice], sink: Sink, min_version: int | None) -> list[int]:
         """Parameters into the sink; their versions."""
+
+    def keep(self, sink: Sink, slices: Sequence[Slice], arrays: KeptArrays) -> None:
+        """What a sink has of these slices lies in the caller's arrays: a copy for as long as they live."""
+
+    def overwrites(self, sink: ArraySink) -> None:
+        """This sink lies in the caller's own arrays, whatever they have held so far."""
 
     def rest(self) -> None:
         """Takes part in no more rounds until the next commit."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import pathlib
 import sys
 import threading
@@ -14,33 +13,38 @@ from typing import Any
 
 import msgspec
 
+from syncline.client.finite import FiniteCheck
+from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
 from syncline.client.servers import ServersExchange
 from syncline.config import JobConfig
-from syncline.core.membership import Member
-from syncline.core.messages import (
+from syncline.core.control import (
     AskStats,
     AskWhy,
     Barrier,
+    Beat,
     GivenStats,
     GivenWhy,
     Joined,
     Leave,
-    Message,
-    Over,
     Passed,
+    Register,
     Report,
+    Roster,
 )
+from syncline.core.members import Member
+from syncline.core.message import Message
 from syncline.core.policy import policy_of
 from syncline.core.rounds import by_name
-from syncline.errors import ConfigError, ConnectionLost, JobFailed, ProtocolError, SynclineError, WaitTimeout
-from syncline.net.rpc import Endpoint, Request
-from syncline.net.transport import Buffer, Peer
+from syncline.errors import ConfigError, ConnectionLost, FencedError, SynclineError, WaitTimeout
+from syncline.net.link import Link
+from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats, ServerStats, StepTimes, apply_seconds
 
 REPORT_SECONDS = 0.5
 #: How long a broken connection waits for the coordinator's word on why.
 VERDICT_SECONDS = 4.0
+_WAITS: dict[type[Message], str] = {Register: "registration"}
 _current: Job | None = None
 _of_thread = threading.local()  # several workers in one process: each thread has its own
 
@@ -57,32 +61,6 @@ def has_current_job() -> bool:
     return getattr(_of_thread, "job", None) is not None or _current is not None
 
 
-class FromCoordinator:
-    """What the coordinator says to a worker: that the job is over."""
-
-    def __init__(self) -> None:
-        self.over: Over | None = None
-        self.heard = threading.Event()
-        self.on_failure: Callable[[], None] = lambda: None
-
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> list[Buffer]:
-        raise ProtocolError(f"{type(message).__name__} has no payload")
-
-    def handle(self, request: Request) -> None:
-        if isinstance(request.message, Over):
-            self._hear(request.message)
-
-    def lost(self, endpoint: Endpoint, reason: str) -> None:
-        self._hear(Over(True, "coordinator", f"the coordinator is gone: {reason}"))
-
-    def _hear(self, over: Over) -> None:
-        if self.over is None:
-            self.over = over
-            self.heard.set()
-            if over.failed:
-                self.on_failure()
-
-
 class Job:
     """One worker's place in a job. Made by `syncline.init()`; also a context manager."""
 
@@ -90,25 +68,35 @@ class Job:
         self,
         joined: Joined,
         me: Member,
-        coordinator: Endpoint,
+        link: Link,
         hearing: FromCoordinator,
         dial: Callable[[Member], Endpoint],
+        stamp: Stamp,
         *,
         folder: pathlib.Path,
         say: Callable[[str], None],
         embedded: bool,
+        beats: bool = True,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens."""
         self.config: JobConfig = joined.config
-        self.name, self.generation = me.name, joined.generation
+        self.name = me.name
         self.folder = folder  #: where the job's files go
-        self._members, self._me = joined.members, me
-        self._coordinator, self._hearing, self._say = coordinator, hearing, say
+        self._me, self._link, self._hearing, self._say = me, link, hearing, say
         self._on_close = on_close
-        servers = {m.name: dial(m) for m in joined.members if m.role == "server"}
-        self.exchange = ServersExchange(self.config, servers, explain=self.explain, say=say)
-        hearing.on_failure = self._break_off
-        self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped)
+        self._place = (0, 1, 0)  # rank, world size, local rank
+        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
+        hearing.rosters.listen(self._take_place)
+        hearing.begin(link, joined, me.name, beats=beats and not embedded)
+        self._take_place(hearing.rosters.newest)
+        finite = FiniteCheck(self.config, me.name, say)
+        self.exchange = ServersExchange(
+            self.config, hearing, link, dial, stamp, name=me.name, is_late=joined.late, say=say, finite=finite
+        )
+        hearing.on_failure = self.exchange.break_off
+        hearing.copies, hearing.beat = self.exchange, self._beat
+        self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped, self.leave_if_asked)
         self.step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
         self.samples_taken = 0  #: handed out to this worker's training so far
@@ -126,29 +114,39 @@ class Job:
 
     # -- who I am -----------------------------------------------------------------------------------------
 
-    def _workers(self) -> list[Member]:
-        workers = [member for member in self._members if member.role == "worker"]
-        return sorted(workers, key=lambda member: by_name(member.name))
+    def _take_place(self, roster: Roster) -> None:
+        """Ranks are the places in the roster: who was there first comes first."""
+        workers = [member for member in (*roster.members, *roster.finished) if member.role == "worker"]
+        workers.sort(key=lambda member: (member.since, by_name(member.name)))
+        names = [member.name for member in workers]
+        if self.name in names:
+            local = [member.name for member in workers if member.host == self._me.host]
+            self._place = (names.index(self.name), len(names), local.index(self.name) if self.name in local else 0)
 
-    @functools.cached_property
+    @property
+    def generation(self) -> int:
+        """Number of the membership that this worker knows of."""
+        return self._hearing.rosters.newest.generation
+
+    @property
     def rank(self) -> int:
         """Position among the workers of this generation."""
-        return [member.name for member in self._workers()].index(self.name)
+        return self._place[0]
 
     @property
     def world_size(self) -> int:
         """Number of workers."""
-        return len(self._workers())
+        return self._place[1]
 
     @property
     def local_rank(self) -> int:
         """Position among the workers on this host."""
-        return [m.name for m in self._workers() if m.host == self._me.host].index(self.name)
+        return self._place[2]
 
     @property
     def is_chief(self) -> bool:
         """Whether this is the worker of rank 0, whose registration and buffers are the job's."""
-        return self.rank == 0
+        return self._place[0] == 0
 
     @property
     def device(self) -> Any:
@@ -165,7 +163,8 @@ class Job:
             if self.config.device.startswith("cuda") and torch is not None and not torch.cuda.is_available():
                 raise ConfigError(f"--device {self.config.device}: torch sees no GPU here; leave it out, or say cpu")
             return self.config.device
-        num_local = sum(member.host == self._me.host for member in self._workers())
+        members = self._hearing.rosters.newest.members
+        num_local = sum(member.role == "worker" and member.host == self._me.host for member in members)
         num_gpus = torch.cuda.device_count() if torch is not None else 0
         return f"cuda:{self.local_rank}" if num_gpus >= num_local else "cpu"
 
@@ -202,8 +201,20 @@ class Job:
         """Something to be done before all open pushes are waited for: at a barrier, a rest, the end."""
         self._before_settle.append(action)
 
+    def retire(self) -> None:
+        """This worker is to leave when its step is done; from any thread, and from a signal's handler."""
+        self._hearing.is_retiring = True
+
+    def leave_if_asked(self) -> None:
+        """Between two steps: ends this worker's script, well, when it was asked to leave."""
+        if self._hearing.is_retiring and not self._closed.is_set():
+            self._hearing.is_retiring, self._hearing.has_retired = False, True  # what is sent now may come by here
+            self.close()
+            raise SystemExit(0)
+
     def rest(self) -> None:
         """Takes part in no round until the next push: this worker has finished its part."""
+        self.leave_if_asked()
         for action in (*self._before_rest, *self._before_settle):
             action()
         self.exchange.rest()
@@ -213,6 +224,7 @@ class Job:
 
     def barrier(self, name: str) -> None:
         """Returns when every worker has come here, as often as this one. Raises WaitTimeout."""
+        self.leave_if_asked()
         for action in self._before_settle:
             action()
         turn = self._turns[name] = self._turns.get(name, 0) + 1
@@ -221,21 +233,30 @@ class Job:
         self.exchange.begin_stretch(answer.stretch)
 
     def _ask(self, message: Message) -> Message:
+        what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
-            return self._coordinator.call(message).wait(self.config.wait_seconds)
+            with self.exchange.waits.of(what):
+                return self._link.call(message, self.config.wait_seconds)
         except WaitTimeout:
-            seconds = self.config.wait_seconds
-            what = type(message).__name__.lower()
-            raise WaitTimeout(f"{self.name}: {what} has waited {seconds:g} s: {self._why()}") from None
+            seconds, why = self.config.wait_seconds, self._why()
+            words = why if "has waited" in why else f"{what} has waited {seconds:g} s: {why}"
+            raise WaitTimeout(f"{self.name}: {words}") from None
+        except FencedError as error:
+            self._hearing.fenced(error)
+            raise
         except ConnectionLost as error:
             raise self.explain(error) from None
 
     def _why(self) -> str:
         try:
-            answer = self._coordinator.call(AskWhy()).wait(5.0)
+            answer = self._link.try_call(AskWhy()).wait(5.0)
         except SynclineError as error:
             return str(error)
         return answer.reason if isinstance(answer, GivenWhy) else ""
+
+    def _beat(self) -> Beat:
+        step, waits, finite = self.exchange.num_landed, self.exchange.waits.told(), self.exchange.finite
+        return Beat(0.0, step, {}, waits, finite.num_refused, finite.is_quarantined)
 
     def stats(self) -> JobStats:
         """The job's numbers and this worker's own."""
@@ -245,20 +266,25 @@ class Job:
         servers = tuple(answer.servers)
         pushes = sum(server.staleness_count for server in servers)
         stale = sum(server.staleness_sum for server in servers)
-        seconds, busy = answer.seconds, answer.sample_seconds
+        busy = answer.sample_seconds
         return JobStats(
             name=self.name,
             step=self.step,
-            seconds=seconds,
+            seconds=answer.seconds,
             samples=answer.samples,
             samples_per_second=answer.samples / busy if busy else 0.0,
             own_samples=self.samples_taken,
             staleness_mean=stale / pushes if pushes else 0.0,
             staleness_max=max((server.staleness_max for server in servers), default=0),
             lag_max=max((server.lag_max for server in servers), default=0),
+            num_refused=self.exchange.finite.num_refused,
+            is_quarantined=self.exchange.finite.is_quarantined,
+            replicas=max(1, self.config.replicas),
+            ack="replicated" if self.config.replicas > 1 else "memory",
+            num_revoked=answer.num_revoked,
             times=self._times(servers),
             servers=servers,
-            wire=self.exchange.stats() + self._coordinator.stats(),
+            wire=self.exchange.stats() + self._link.stats(),
         )
 
     def _times(self, servers: Sequence[ServerStats]) -> StepTimes:
@@ -268,14 +294,14 @@ class Job:
     def _report(self) -> None:
         epoch, step, steps = self._progress
         with contextlib.suppress(SynclineError):
-            times = self.exchange.times.times()
-            taken, seconds = self.samples_taken, self._sample_seconds
-            self._coordinator.tell(Report(self.step, taken, seconds, epoch, step, steps, times))
+            times, taken, seconds = self.exchange.times.times(), self.samples_taken, self._sample_seconds
+            self._link.tell(Report(self.step, taken, seconds, epoch, step, steps, times))
 
     def _report_regularly(self) -> None:
         last = -1
         while not self._closed.wait(REPORT_SECONDS):
-            if self.step != last and self._coordinator.is_open:
+            self.exchange.waits.look()
+            if self.step != last and self._link.is_open:
                 last = self.step
                 self._report()
 
@@ -284,14 +310,16 @@ class Job:
     def explain(self, error: SynclineError) -> SynclineError:
         """Why a connection broke, by the coordinator's word if it comes soon."""
         self._hearing.heard.wait(VERDICT_SECONDS)
-        over = self._hearing.over
-        if over is None or not over.failed:
-            return error
-        return JobFailed(f"the job has ended: {over.reason}")
+        try:
+            self._hearing.check()
+        except SynclineError as found:
+            return found
+        return error
 
-    def _break_off(self) -> None:
-        """The job has failed: whoever waits for a server must not wait any longer."""
-        self.exchange.break_off()
+    @property
+    def evicted(self) -> FencedError | None:
+        """Why this worker is out, if it is."""
+        return self._hearing.evicted
 
     def close(self) -> None:
         """Finishes what is open and leaves the job. Safe to call again."""
@@ -304,9 +332,18 @@ class Job:
             self._report()
             self._tell_staleness()
             self.exchange.leave()
-            self._ask(Leave())
+            self._say_leave()
         finally:
             self.abandon()
+
+    def _say_leave(self) -> None:
+        try:
+            with self.exchange.waits.of("leave"):
+                self._link.call(Leave(self._hearing.has_retired), self.config.wait_seconds)
+        except FencedError:
+            return  # it was taken already
+        except ConnectionLost as error:
+            raise self.explain(error) from None
 
     def _tell_staleness(self) -> None:
         """What the policy has cost so far, at the chief's end of a job in which nobody waits for everybody."""
@@ -323,8 +360,8 @@ class Job:
         self._closed.set()
         if _current is self:
             _current = None
+        self._link.close()
         self.exchange.close()
-        self._coordinator.close()
         self._on_close()
 
     def __enter__(self) -> Job:

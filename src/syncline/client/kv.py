@@ -13,8 +13,9 @@ from syncline.client.arrays import Array, Bytes
 from syncline.client.exchange import Exchange, Ticket
 from syncline.client.plans import PullPlan, PushPlan
 from syncline.client.sinks import ArraySink
+from syncline.core.control import Register, Registered, Uploaded
 from syncline.core.layout import Layout, Parameter, Segment, Slice, to_ranges
-from syncline.core.messages import Message, Register, Registered, Uploaded
+from syncline.core.message import Message
 from syncline.core.rule import Rule
 from syncline.errors import LayoutError, ProtocolError, RuleError
 
@@ -33,8 +34,10 @@ class Pulled(dict[str, Array]):
 class KvTicket:
     """A push under way; `wait` returns what it pulled, if it was to pull."""
 
-    def __init__(self, ticket: Ticket, result: Callable[[], Pulled | None]) -> None:
-        self._ticket, self._result = ticket, result
+    def __init__(
+        self, ticket: Ticket, result: Callable[[], Pulled | None], leave_if_asked: Callable[[], None]
+    ) -> None:
+        self._ticket, self._result, self._leave_if_asked = ticket, result, leave_if_asked
 
     def done(self) -> bool:
         return self._ticket.done()
@@ -42,7 +45,9 @@ class KvTicket:
     def wait(self, timeout_seconds: float | None = None) -> Pulled | None:
         """Returns when the push is applied. Raises WaitTimeout, which names who is waited for."""
         self._ticket.wait(timeout_seconds)
-        return self._result()
+        result = self._result()
+        self._leave_if_asked()
+        return result
 
 
 class KeyValue:
@@ -54,8 +59,11 @@ class KeyValue:
         ask: Callable[[Message], Message],
         who: str,
         stepped: Callable[[], None],
+        leave_if_asked: Callable[[], None],
     ) -> None:
+        """`leave_if_asked`: between two steps, this worker may have to go."""
         self._exchange, self._ask, self._who, self._stepped = exchange, ask, who, stepped
+        self._leave_if_asked = leave_if_asked
         self._ordinal = 0
         self._as_torch: dict[str, bool] = {}
         self._push_plans: dict[int, tuple[int, PushPlan]] = {}  # by slot, with the number of segments
@@ -72,6 +80,7 @@ class KeyValue:
         weights (`reduce="mean"`) or added up (`"sum"`). Who is not the chief waits for the chief. Once a layout
         exists it wins; another one is an error; calling again adds parameters.
         """
+        self._leave_if_asked()
         named = list(params.items() if isinstance(params, Mapping) else params)
         rules, parameters = self._describe(named, rule)
         for name, array in named:
@@ -83,7 +92,7 @@ class KeyValue:
         if not isinstance(answer, Registered):
             raise ProtocolError(f"a registration was answered with {type(answer).__name__}")
         values = dict(named)
-        self._exchange.add(answer.segments)
+        self._exchange.add(answer.segments, answer.seats)
         if answer.upload is not None:
             segment = self.layout.segments[answer.upload]
             self._exchange.upload(segment, self._flat(segment, values))
@@ -158,20 +167,24 @@ class KeyValue:
                 )
             if known.num_items and arrays.address_of(grads[name]) != arrays.address_of(self._in_arena(name)):
                 offset = segment.offsets[index]
-                targets.append((name, self._exchange.arena(segment.index)[offset : offset + known.num_bytes]))
+                place = self._exchange.arena(segment.index)[offset : offset + known.num_bytes]
+                targets.append((name, place, known.dtype))
         pushed = to_ranges(self.layout.parameter_id(name) for name in grads)
-        return PushPlan(grads, pushed, targets)
+        return PushPlan(grads, pushed, targets, self._exchange.checks_finite)
 
     def push(self, grads: Mapping[str, Array], weight: float = 1.0) -> KvTicket:
         """Sends gradients (any subset of names) and commits one clock."""
-        return KvTicket(self._commit(grads, weight, None), lambda: None)
+        self._leave_if_asked()
+        return KvTicket(self._commit(grads, weight, None), lambda: None, self._leave_if_asked)
 
     def push_pull(
         self, grads: Mapping[str, Array], out: Mapping[str, Array] | None = None, weight: float = 1.0
     ) -> KvTicket:
         """Sends gradients, commits, and brings back new parameters: those of `out`, or of the pushed names."""
+        self._leave_if_asked()
         plan = self._pull_plan(list(grads) if out is None else list(out), out)
-        return KvTicket(self._commit(grads, weight, plan.sink), functools.partial(self._finish, plan))
+        result = functools.partial(self._finish, plan)
+        return KvTicket(self._commit(grads, weight, plan.sink), result, self._leave_if_asked)
 
     def _commit(self, grads: Mapping[str, Array], weight: float, sink: ArraySink | None) -> Ticket:
         if not (math.isfinite(weight) and weight >= 0):
@@ -179,15 +192,15 @@ class KeyValue:
         self._exchange.times.lap("compute")
         self._exchange.make_room()
         plan = self._push_plan(grads)
-        plan.fill(grads)
-        ticket = self._exchange.commit(plan.push(float(weight)), sink)
+        ticket = self._exchange.commit(plan.push(float(weight), plan.fill(grads)), sink)
         self._stepped()
         return ticket
 
-    @staticmethod
-    def _finish(plan: PullPlan) -> Pulled:
+    def _finish(self, plan: PullPlan) -> Pulled:
         for name, data in plan.late.items():
             arrays.fill(plan.result[name], data)
+        if plan.own:  # its sink goes, these arrays stay
+            self._exchange.keep(plan.sink, plan.sink.slices(), plan.kept(self.layout))
         result = Pulled()
         result.update(plan.result)
         return result
@@ -201,8 +214,9 @@ class KeyValue:
         min_version: int | None = None,
     ) -> Pulled:
         """Parameters now, or as soon as they have seen `min_version` updates; into `out` where it is given."""
+        self._leave_if_asked()
         wanted = self._known(out if names is None and out is not None else names)
-        plan = self._plan_pull(wanted, out)
+        plan = self._pull_plan(wanted, out) if names is None else self._plan_pull(wanted, out)
         slices = plan.sink.slices()
         versions = self._exchange.pull(slices, plan.sink, min_version)
         result = self._finish(plan)
@@ -239,7 +253,11 @@ class KeyValue:
                 data = targets[name] = np.empty(parameter.num_bytes, np.uint8)
                 as_torch = self._as_torch.get(name, False)
                 result[name] = arrays.from_bytes(data, parameter.dtype, parameter.shape, as_torch=as_torch)
-        return PullPlan(out, result, late, ArraySink(self.layout, targets))
+        sink = ArraySink(self.layout, targets)
+        made = {name: data for name, data in targets.items() if out is None or name not in out}
+        if len(made) < len(targets):
+            self._exchange.overwrites(sink)
+        return PullPlan(out, result, late, made, sink)
 
     def _versions(self, names: Sequence[str], slices: Sequence[Slice], found: Sequence[int]) -> dict[str, int]:
         """A parameter's version is that of its oldest slice."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from syncline.client.copying import copy
 from syncline.client.reading import ServerReader
-from syncline.client.sinks import Sink, Wanted, scattered
+from syncline.client.sinks import Sink, Wanted, landed, scattered
 from syncline.core.layout import Slice
-from syncline.core.messages import Committed, Message
+from syncline.core.message import Message
+from syncline.core.traffic import Committed
 from syncline.errors import ProtocolError
 from syncline.net.transport import Buffer, buffer_of
 
@@ -24,6 +27,8 @@ class Landing:
         self._reader, self._wanted, self._sink = reader, wanted, sink
         self._settled, self._slot = settled, slot
         self._landed: set[int] = set()
+        self.versions: dict[int, int] = {}  # of the slices that came in parts
+        self._is_given_up = False
 
     @property
     def pull(self) -> list[int]:
@@ -43,9 +48,16 @@ class Landing:
         if not isinstance(answer, Committed):
             raise ProtocolError(f"a commit was answered with {type(answer).__name__} and bytes")
         parts = self._parts(answer)
+        if self._is_given_up:
+            return [buffer_of(np.empty(part.num_bytes, np.uint8)) for part in parts]
         if self._slot is not None:
             return [buffer_of(self._reader.buffer(self._slot, part)) for part in parts]
+        self._sink.kept.update((part.id, None) for part in parts)
         return [buffer_of(view) for part in parts for view in self._sink.views(part)]
+
+    def give_up(self) -> None:
+        """The commit is made anew: whatever still comes by this way goes nowhere."""
+        self._is_given_up = True
 
     def _parts(self, answer: Committed) -> list[Slice]:
         try:
@@ -56,6 +68,8 @@ class Landing:
     def arrived(self, answer: Message) -> None:
         """Some slices are applied; those that come over the socket are here."""
         assert isinstance(answer, Committed)
+        if self._is_given_up:
+            return
         by_id = self._wanted.by_id  # without bytes, the server names slices that nobody here wants, too
         parts = [by_id[number] for number in answer.slices if number in by_id and number not in self._landed]
         remote = [part for part in parts if part.id in self._wanted.remote]
@@ -63,12 +77,23 @@ class Landing:
             self._sink.filled(remote)
         mapped = [(part, self._reader.source(part)) for part in parts if part.id not in self._wanted.remote]
         if mapped and self._settled:
+            self._sink.kept.update((part.id, None) for part, _ in mapped)
             self._sink.take(mapped)
+        if parts:
+            self._keep(answer, parts if self._settled else remote)
         with self._reader.change:
             self._landed.update(part.id for part in remote)
             if self._settled:
                 self._landed.update(part.id for part, _ in mapped)
             self._reader.change.notify_all()
+
+    def _keep(self, answer: Committed, parts: Sequence[Slice]) -> None:
+        """These slices are what this part of the answer says; without clocks that is known with its end only."""
+        ids = {part.id for part in parts}
+        found = {n: v for n, v in zip(answer.slices, answer.versions, strict=False) if n in ids}
+        self.versions.update(found)
+        if self._slot is None and answer.clocks:
+            self._sink.kept.update((n, landed(v, answer.clocks, answer.clock)) for n, v in found.items())
 
     def has(self, numbers: Collection[int]) -> bool:
         return self._landed.issuperset(numbers)
@@ -80,24 +105,40 @@ class Landing:
 
     def finish(self, answer: Committed) -> None:
         """The commit is whole: whatever has not landed yet lands now."""
+        wanted, kept = self._wanted, self._sink.kept
+        wanted.answer = None  # until all of it is there
         if answer.slices:
             self.arrived(answer)
-        if self._slot is not None and self.pull:
+        if self._slot is not None and wanted.pull:
             self._unload()
+        self._land_mapped(answer)
+        if self.versions:
+            kept.update((n, landed(v, answer.clocks, answer.clock)) for n, v in self.versions.items())
+        elif self._settled:
+            wanted.answer = answer
+            if kept:
+                for number in wanted.by_id:
+                    kept.pop(number, None)
+
+    def _land_mapped(self, answer: Committed) -> None:
         left = [(k, part) for k, part in self._wanted.mapped if part.id not in self._landed]
         if not left:
             return
         if self._settled:
+            if self._sink.kept:
+                self._sink.kept.update((part.id, None) for _, part in left)
             self._sink.take([(part, self._reader.source(part)) for _, part in left])
-        elif self.pull or len(answer.versions) < self._wanted.num_hosted:
+        elif self.pull or len(answer.versions) < len(self._wanted.hosted):
             # Some segments came by socket, some by shared memory: ask for the versions of these.
             self._reader.pull([part for _, part in left], self._sink, None)
         else:
-            self._reader.copy_verified([part for _, part in left], [answer.versions[k] for k, _ in left], self._sink)
+            versions = [answer.versions[k] for k, _ in left]
+            self._reader.copy_verified([part for _, part in left], versions, answer.clocks, self._sink)
 
     def _unload(self) -> None:
         assert self._slot is not None
         parts = list(self._wanted.remote.values())
+        self._sink.kept.update((part.id, None) for part in parts)
         buffers = [(part, self._reader.buffer(self._slot, part)) for part in parts]
         copy([pair for part, buffer in buffers for pair in scattered(buffer, self._sink.views(part))])
         self._sink.filled(parts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from syncline.client.landing import Landing
-from syncline.core.messages import CommitStaged, Committed, GiveClip, Message, Stage
+from syncline.core.message import Message
+from syncline.core.traffic import CommitStaged, Committed, GiveClip, Stage
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer
 
@@ -13,17 +14,18 @@ from syncline.net.transport import Buffer
 class ServerLane:
     """How to ask one server in the course of a commit, and what it answered."""
 
-    __slots__ = ("_buffers", "_endpoint", "_message", "_parts", "answer", "call", "earlier", "landing")
+    __slots__ = ("_buffers", "_endpoint", "_message", "_parts", "answer", "call", "earlier", "landing", "server")
 
     def __init__(
         self,
+        server: str,
         endpoint: Endpoint,
         message: Stage,
         buffers: Sequence[Buffer],
         landing: Landing | None,
         earlier: Sequence[Call],
     ) -> None:
-        self._endpoint, self._message, self._buffers = endpoint, message, buffers
+        self.server, self._endpoint, self._message, self._buffers = server, endpoint, message, buffers
         self.landing, self.earlier = landing, earlier
         self._parts = landing is not None and landing.in_parts
         self.call: Call | None = None
@@ -60,3 +62,8 @@ class ServerLane:
         if self.landing is not None:
             assert self.answer is not None
             self.landing.finish(self.answer)
+
+    def give_up(self) -> None:
+        """The commit is made anew, with other servers: nothing lands by this lane any more."""
+        if self.landing is not None:
+            self.landing.give_up()

@@ -8,10 +8,12 @@ from typing import Any
 
 from syncline.client import arrays
 from syncline.client.arrays import Array, Bytes
+from syncline.client.copies import KeptArrays
 from syncline.client.copying import copy
 from syncline.client.exchange import Push
+from syncline.client.finite import LOOK_BYTES, copy_finite
 from syncline.client.sinks import ArraySink
-from syncline.core.layout import Ranges
+from syncline.core.layout import Layout, Ranges
 
 
 class Given:
@@ -48,20 +50,30 @@ def _place(array: Array) -> Any:
 class PushPlan:
     """How some arrays go into the arena of one slot: those that do not lie there already are copied."""
 
-    def __init__(self, grads: Mapping[str, Array], pushed: Ranges, targets: Sequence[tuple[str, Bytes]]) -> None:
+    def __init__(
+        self, grads: Mapping[str, Array], pushed: Ranges, targets: Sequence[tuple[str, Bytes, str]], look: bool
+    ) -> None:
         self._given = Given(grads)
         self._targets = targets
         self._push = Push(pushed=pushed)
+        num_bytes = sum(target.size for _, target, _ in targets)
+        self._looks = look and len(targets) == len(grads) and num_bytes >= LOOK_BYTES
 
     def fits(self, grads: Mapping[str, Array]) -> bool:
         return self._given.is_again(grads)
 
-    def fill(self, grads: Mapping[str, Array]) -> None:
+    def fill(self, grads: Mapping[str, Array]) -> bool:
+        """Copies what has to be; whether all of it was found to be finite by the way."""
+        if self._looks:
+            return copy_finite([(place, arrays.to_bytes(grads[name]), dtype) for name, place, dtype in self._targets])
         if self._targets:
-            copy([(target, arrays.to_bytes(grads[name])) for name, target in self._targets])
+            copy([(target, arrays.to_bytes(grads[name])) for name, target, _ in self._targets])
+        return False
 
-    def push(self, weight: float) -> Push:
-        return self._push if weight == 1.0 else Push(pushed=self._push.pushed, weight=weight)
+    def push(self, weight: float, is_finite: bool = False) -> Push:
+        if weight == 1.0 and not is_finite:
+            return self._push
+        return Push(pushed=self._push.pushed, weight=weight, is_finite=is_finite)
 
 
 class PullPlan:
@@ -71,10 +83,20 @@ class PullPlan:
     """
 
     def __init__(
-        self, out: Mapping[str, Array] | None, result: Mapping[str, Array], late: Mapping[str, Bytes], sink: ArraySink
+        self,
+        out: Mapping[str, Array] | None,
+        result: Mapping[str, Array],
+        late: Mapping[str, Bytes],
+        own: Mapping[str, Bytes],
+        sink: ArraySink,
     ) -> None:
+        """`own`: the memory of those results that were made for this pull."""
         self._given = Given(out) if out is not None else None
-        self.result, self.late, self.sink = result, late, sink
+        self.result, self.late, self.own, self.sink = result, late, own, sink
 
     def fits(self, out: Mapping[str, Array] | None) -> bool:
         return out is not None and self._given is not None and self._given.is_again(out)
+
+    def kept(self, layout: Layout) -> KeptArrays:
+        """What was made for this pull, for as long as the caller keeps it: each result lies in its memory."""
+        return KeptArrays(layout, {name: weakref.ref(data) for name, data in self.own.items()})

@@ -4,118 +4,162 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
-from syncline.client.arena import Arenas
+from syncline import faults
 from syncline.client.arrays import Bytes
-from syncline.client.commit import CommitFlow
+from syncline.client.commit import MENDED, CommitFlow
+from syncline.client.copies import Copies, KeptArrays
 from syncline.client.exchange import Push
+from syncline.client.finite import FiniteCheck
+from syncline.client.hearing import FromCoordinator
 from syncline.client.landing import Landing
 from syncline.client.lane import ServerLane
-from syncline.client.reading import ServerReader
-from syncline.client.sinks import Sink, Wanted
+from syncline.client.placement import Placement
+from syncline.client.redo import Redo
+from syncline.client.sending import Sending
+from syncline.client.sinks import ArraySink, Sink
 from syncline.client.states import read_state, write_state
+from syncline.client.taking_part import TakingPart
 from syncline.client.ticket import ServersTicket
 from syncline.client.times import StepClock
+from syncline.client.values import pull, upload
+from syncline.client.waits import LOUD_SECONDS, Waits
 from syncline.config import JobConfig
-from syncline.core.layout import Layout, Ranges, Segment, Slice
-from syncline.core.messages import (
-    AskPlace,
-    AskWhy,
-    GivenPlace,
-    GivenWhy,
-    Leave,
-    Message,
-    Prefer,
-    Rest,
-    Stage,
-    StateEntry,
-    Upload,
-)
+from syncline.core.control import AskWhy, GivenWhy
+from syncline.core.layout import Layout, Segment, Slice
+from syncline.core.members import Member
+from syncline.core.message import Message
 from syncline.core.policy import policy_of
-from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
-from syncline.net.rpc import Call, Endpoint, wait_all
-from syncline.net.transport import buffer_of
+from syncline.core.seats import Seat
+from syncline.core.slices import Copy, life_of
+from syncline.core.traffic import Prefer, StateEntry
+from syncline.errors import FencedError, SynclineError, WaitTimeout
+from syncline.net.link import Link
+from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import WireStats
 
-_MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
-_MOST_OPEN = 16
-_LOOK_SECONDS = 0.05
+T = TypeVar("T")
+_LOOK_SECONDS, _LONG_LOOK_SECONDS = 0.05, 0.25
+_WHY_SECONDS = 2.0
+_NOTHING = Push(pushed=())
 
 
 class ServersExchange:
-    """One worker's view of all servers."""
+    """One worker's view of all servers. What it says, it says again when they change (`redo`)."""
 
     def __init__(
         self,
         config: JobConfig,
-        endpoints: Mapping[str, Endpoint],
+        hearing: FromCoordinator,
+        link: Link,
+        dial: Callable[[Member], Endpoint],
+        stamp: Stamp,
         *,
-        explain: Callable[[SynclineError], SynclineError],
+        name: str,
+        is_late: bool,
         say: Callable[[str], None],
+        finite: FiniteCheck,
     ) -> None:
-        self._config, self._endpoints, self._explain = config, dict(endpoints), explain
+        self._config, self._hearing, self._link, self._dial = config, hearing, link, dial
         policy = policy_of(config)
-        self._in_rounds, self._is_bounded = policy.in_rounds, policy.kind == "bounded"
         self._num_slots = config.window + 1
-        self.layout = Layout()
         self.clock = 0
-        self._stretch, self._rested = 0, False
-        self._is_active = True  # whether rounds and lag count this worker
-        self._back_at: int | None = None
-        self._arenas = Arenas(self._endpoints, self._num_slots, config, say)
-        self._readers = {name: ServerReader(endpoint, config.wait_seconds) for name, endpoint in endpoints.items()}
-        self._names = sorted(self._endpoints)
-        self._hosted: dict[str, list[Slice]] = {name: [] for name in endpoints}
+        self.num_landed = 0  # commits that are acknowledged, and have landed
+        self._placement = Placement(config, dial, self._num_slots, say)
+        self.layout: Layout = self._placement.layout
+        # The one before the last as well: of the last, not all may have come yet.
+        num_kept = config.window + 2 if config.replicas < 2 else 0
+        self._copies = Copies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
+        self._sending = Sending(
+            self._placement, self._copies, stamp, in_rounds=policy.in_rounds, has_window=config.window > 0
+        )
+        self._part = TakingPart(
+            self._placement, link,
+            is_bounded=policy.kind == "bounded", is_late=is_late, wait_seconds=config.wait_seconds,
+        )  # fmt: skip
+        self._rosters = hearing.rosters
+        self._redo = self._part.redo = Redo(
+            self._placement, self._rosters, stamp,
+            ask=self._ask_coordinator, check=hearing.check, fenced=self._fenced,
+            give_up=self._give_up, make_anew=self._make_anew,
+        )  # fmt: skip
         self._open: collections.deque[ServersTicket] = collections.deque()
-        self._early: dict[str, list[Call]] = {name: [] for name in endpoints}
-        self._sent: set[int] = set()
-        self.times = StepClock()
+        self.times, self.finite, self.checks_finite = StepClock(), finite, config.check_finite
+        self.waits = Waits(name, self._ask_why, self.why, say)
         self._before_commit: list[Callable[[], None]] = []
-        self._unshared: dict[tuple[str, Ranges, int], list[Slice]] = {}
+        self._rosters.listen(self._placement.hear)
 
     @property
     def _wait_seconds(self) -> float:
         return self._config.wait_seconds
 
+    @property
+    def _endpoints(self) -> dict[str, Endpoint]:
+        return self._placement.endpoints
+
     # -- layout -------------------------------------------------------------------------------------------
 
-    def add(self, segments: Sequence[Segment]) -> None:
-        self._unshared.clear()
+    def add(self, segments: Sequence[Segment], seats: Sequence[Seat]) -> None:
         self.times.pause()
-        for segment in segments[len(self.layout.segments) :]:
-            self.layout.add(segment)
-            for part in segment.slices:
-                self._hosted[part.server].append(part)
-            for server, reader in self._readers.items():
-                if any(part.server == server for part in segment.slices):
-                    reader.map(segment)
+        known = self._placement.primaries
+        self._placement.add(segments, [seat for seat in seats if seat.slice not in known])
+        self._sending.forget()
+        self._again(self._redo.take_over)
         self.times.resume()
 
     def upload(self, segment: Segment, values: Bytes) -> None:
-        # Few are open at a time: answers that nobody reads yet would fill the socket, and stop the server.
-        calls: collections.deque[Call] = collections.deque()
-        for part in segment.slices:
-            view = values[part.offset : part.offset + part.num_bytes]
-            message = Upload(segment.index, [part.id])
-            calls.append(self._ask(self._endpoints[part.server], message, [buffer_of(view)], view.nbytes))
-            if len(calls) >= _MOST_OPEN:
-                self._wait_all([calls.popleft()])
-        self._wait_all(list(calls))
+        self._again(lambda: upload(self._placement, segment, values, self._wait_seconds))
 
-    def _ask(
-        self, endpoint: Endpoint, message: Message, buffers: Sequence[memoryview] = (), num_bytes: int = 0
-    ) -> Call:
-        try:
-            return endpoint.call(message, buffers=buffers, payload_bytes=num_bytes)
-        except ConnectionLost as error:
-            raise self._explain(error) from None
+    def _again(self, action: Callable[[], T]) -> T:
+        """Something is said to the servers, and again when they change."""
+        return self._redo.again(action, self._wait_seconds)
 
-    def _wait_all(self, calls: Sequence[Call]) -> list[Message]:
+    # -- when servers change ------------------------------------------------------------------------------
+
+    def _ask_coordinator(self, message: Message, seconds: float) -> Message:
+        return self._link.try_call(message).wait(seconds)
+
+    def _fenced(self, error: FencedError) -> None:
+        if not self._part.is_leaving:  # a server that has taken our leave already says the same
+            self._hearing.fenced(error)
+
+    def _give_up(self) -> None:
+        for ticket in self._open:
+            ticket.give_up()
+        for action in self._before_commit:
+            action()
+        self._sending.forget()
+        self._copies.begin_anew()
+
+    def _make_anew(self) -> None:
+        """All that is open, in the order of the clocks, whole: the clocks on each slice decide what is new there."""
+        self._part.tell()
+        before: ServersTicket | None = None
+        for ticket in self._open:
+            if ticket.sink is not None:
+                ticket.sink.begin_anew()
+            flow, before = self._sending.send(ticket, before), ticket
+            self._stage_everywhere(flow)
+            if flow.is_over and flow.error is not None:
+                raise flow.error
+
+    def _mend(self, ticket: ServersTicket, error: SynclineError, began: float, until: float) -> None:
+        """A commit failed: it is under way again after this, or whatever cannot be mended is raised."""
+        if isinstance(error, FencedError):
+            self._fenced(error)
+        # Behind a commit that is to be made anew, others are refused for want of it.
+        errors = [error, *(other.flow.error for other in self._open)]
+        broken = next((found for found in errors if isinstance(found, MENDED)), None)
+        if broken is None or isinstance(error, WaitTimeout | FencedError):
+            raise self._has_waited(ticket, began) if isinstance(error, WaitTimeout) else error
         try:
-            return wait_all(calls, self._wait_seconds)
-        except ConnectionLost as error:
-            raise self._explain(error) from None
+            if time.monotonic() > until:
+                raise WaitTimeout(str(broken))
+            self._redo.recover(broken, ticket.generation, until)
+        except WaitTimeout:
+            raise self._has_waited(ticket, began) from broken
 
     # -- pushing ------------------------------------------------------------------------------------------
 
@@ -125,7 +169,10 @@ class ServersExchange:
 
     def arena(self, segment: int) -> Bytes:
         self.make_room()
-        return self._arenas.array(self.layout.segments[segment], self.slot)
+        slot, known = self.slot, self.layout.segments[segment]
+        if not self._placement.arenas.has(segment, slot):
+            return self._again(lambda: self._placement.arenas.array(known, slot))
+        return self._placement.arenas.array(known, slot)
 
     def make_room(self) -> None:
         """One open clock at a time, and `window` more: the slot of the next commit is free after this."""
@@ -134,67 +181,49 @@ class ServersExchange:
 
     @property
     def needs_bytes(self) -> bool:
-        """Whether any server gets its bytes over a socket, so that sending early helps."""
-        return not all(endpoint.shares_memory for endpoint in self._endpoints.values())
+        return self._placement.needs_bytes
 
     def stage(self, slices: Sequence[Slice]) -> None:
         """Sends slices early where a socket carries them; shared memory is read at the commit anyway."""
-        for server, endpoint in self._endpoints.items():
-            parts = [p for p in slices if p.server == server and not self._is_shared(server, p)]
-            if parts:
-                message = self._stage_message(Push(pushed=()), parts, None)
-                buffers = [self._arenas.view(part, message.slot) for part in parts]
-                call = endpoint.call(message, buffers=buffers, payload_bytes=sum(map(len, buffers)))
-                self._early[server].append(call)
-                self._sent.update(part.id for part in parts)
+        if not self._part.is_late:
+            self._sending.stage(self._draft(_NOTHING, None), slices)
 
     def restage(self, part: Slice) -> None:
-        """This slice of the arena has changed since it was staged."""
-        self._sent.discard(part.id)
+        self._sending.restage(part)
 
-    def _is_shared(self, server: str, part: Slice) -> bool:
-        return self._arenas.is_shared(server, part.segment, self.slot)
-
-    def _stage_message(
-        self, push: Push, parts: Sequence[Slice], landing: Landing | None, commit: bool = False
-    ) -> Stage:
-        return Stage(
-            clock=self.clock + 1,
-            stretch=self._stretch + self._rested,
-            slot=self.slot,
-            pushed=push.pushed,
-            weight=push.weight,
-            skip=push.skip,
-            clip_norm=push.clip_norm,
-            overrides=[(segment, group, dict(options)) for segment, group, options in push.overrides],
-            back_at=self._back_at,
-            slices=[part.id for part in parts],
-            commit=commit,
-            pull=landing.pull if commit and landing is not None else [],
-            parts=commit and landing is not None and landing.in_parts,
-        )
+    def _draft(self, push: Push, sink: Sink | None) -> ServersTicket:
+        """The next commit."""
+        part = self._part
+        return ServersTicket(self, push, sink, self.clock + 1, part.stretch, part.back_at, self.slot)
 
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
         self.make_room()
+        push = self.finite.admit(push, self.clock + 1, self.layout, self._placement.arenas.array, self.slot)
         for action in self._before_commit:
             action()
-        self._come_back()
-        lanes = [self._lane(server, push, sink) for server in self._names]
-        flow = CommitFlow(self.clock + 1, lanes)
-        ticket = ServersTicket(self, flow, lanes)
-        flow.start()
+        if self._redo.roster is not self._rosters.newest or (self._open and self._is_broken()):
+            self._again(self._redo.take_over)
+        if self._part.must_come_back:
+            with self.waits.of("the entry into the rounds"):
+                self._part.come_back()
+        before = self._open[-1] if self._open else None
+        ticket = self._draft(push, sink)
         self._open.append(ticket)
-        self.clock += 1
-        self._stretch, self._rested = self._stretch + self._rested, False
-        if self._sent:
-            self._early = {name: [] for name in self._endpoints}
-            self._sent.clear()
-        self._is_active, self._back_at = True, None
-        if len(lanes) > 1:
-            self._stage_everywhere(flow)
+        self.clock = ticket.clock
+        self._part.committed(ticket.stretch)
+        try:
+            flow = self._sending.send(ticket, before)
+            if len(ticket.lanes) > 1:
+                self._stage_everywhere(flow)
+        except MENDED as error:
+            ticket.generation = self._redo.generation
+            self._mend(ticket, error, time.monotonic(), time.monotonic() + self._wait_seconds)
         self.times.num_steps += 1
         self.times.lap("stage")
         return ticket
+
+    def _is_broken(self) -> bool:
+        return any(isinstance(ticket.flow.error, MENDED) for ticket in self._open)
 
     def _stage_everywhere(self, flow: CommitFlow) -> None:
         """With several servers the commit follows from their answers: it must not wait until the script waits."""
@@ -203,61 +232,58 @@ class ServersExchange:
         except WaitTimeout:
             raise WaitTimeout(f"step {flow.clock} could not be staged: {self.why()}") from None
 
-    def _come_back(self) -> None:
-        """After a rest: where this worker stands from now on must be the same at every server."""
-        if not self._is_active and self._is_bounded and len(self._endpoints) > 1:
-            answers = self._wait_all([self._ask(e, AskPlace()) for e in self._endpoints.values()])
-            self._back_at = max(answer.position for answer in answers if isinstance(answer, GivenPlace))
+    # -- waiting ------------------------------------------------------------------------------------------
 
-    def _lane(self, server: str, push: Push, sink: Sink | None) -> ServerLane:
-        parts = [part for part in self._parts_to_send(server, push) if part.id not in self._sent]
-        landing = self._landing(server, sink) if sink is not None else None
-        message = self._stage_message(push, parts, landing, commit=len(self._names) == 1)
-        buffers = [self._arenas.view(part, message.slot) for part in parts]
-        return ServerLane(self._endpoints[server], message, buffers, landing, self._early[server])
-
-    def _parts_to_send(self, server: str, push: Push) -> list[Slice]:
-        """The slices whose bytes this server cannot read in place; the arena is there after this."""
-        slot = self.slot
-        key = (server, push.pushed, slot)
-        if key not in self._unshared:
-            touched = self.layout.slices_with(push.pushed)
-            hosted = [part for part in self._hosted[server] if part.id in touched]
-            for segment in {part.segment for part in hosted}:
-                self._arenas.array(self.layout.segments[segment], slot)
-            if len(self._unshared) >= _MOST_PLANS:
-                self._unshared.clear()
-            self._unshared[key] = [part for part in hosted if not self._is_shared(server, part)]
-        return self._unshared[key]
-
-    def _landing(self, server: str, sink: Sink) -> Landing:
-        reader, hosted = self._readers[server], self._hosted[server]
-        wanted = sink.wanted.get(server)
-        if wanted is None or wanted.num_hosted != len(hosted):
-            wanted = sink.wanted[server] = Wanted(hosted, sink, reader.maps)
-        slot = self.slot if self._config.window else None
-        return Landing(reader, wanted, sink, settled=self._in_rounds, slot=slot)
-
-    def finish(self, flow: CommitFlow, lanes: Sequence[ServerLane], timeout_seconds: float | None) -> None:
+    def finish(self, ticket: ServersTicket, timeout_seconds: float | None) -> None:
         """Waits for a commit and lands its parameters."""
         self.times.lap("compute")
         began = time.monotonic()
-        try:
-            flow.wait(self._wait_seconds if timeout_seconds is None else timeout_seconds)
-            self.times.lap("wait")
-            for lane in lanes:
-                lane.finish()
-        except WaitTimeout:
-            raise self._has_waited(flow, began) from None
-        except ConnectionLost as error:
-            raise self._explain(error) from None
+        until = began + (self._wait_seconds if timeout_seconds is None else timeout_seconds)
+        while True:
+            try:
+                if not ticket.flow.arrives(min(LOUD_SECONDS, until - began)):
+                    self._await_long(ticket, began, until)
+                if ticket.flow.error is not None:
+                    raise ticket.flow.error
+                self.times.lap("wait")
+                for lane in ticket.lanes:
+                    lane.finish()
+                break
+            except SynclineError as error:
+                self._mend(ticket, error, began, until)
+        self._has_landed(ticket)
         self.times.lap("pull")
 
-    def wait_for(self, flow: CommitFlow, lanes: Sequence[ServerLane], slices: Collection[int]) -> bool:
-        """Waits until these slices have landed; False when the whole commit is answered before that."""
+    def _has_landed(self, ticket: ServersTicket) -> None:
+        """Its slot may be used again."""
+        ticket.landed = True
+        self.num_landed = ticket.clock
+        self._copies.has_landed(ticket.sink)
+        told, hosted = self._copies.told, self._placement.hosted
+        for lane in ticket.lanes:
+            assert lane.answer is not None
+            parts = lane.landing.versions if lane.landing is not None else None
+            told[lane.server] = (hosted[lane.server], parts or lane.answer)
+        self._open.remove(ticket)
+        if faults.armed is not None:
+            faults.reach("commit.landed")
+
+    def _await_long(self, ticket: ServersTicket, began: float, until: float) -> None:
+        with self.waits.of("step", step=ticket.clock, began=began, servers=ticket.unanswered):
+            while not ticket.flow.arrives(max(0.0, min(_LONG_LOOK_SECONDS, until - time.monotonic()))):
+                if time.monotonic() >= until:
+                    raise WaitTimeout
+                ticket.flow.done()  # one that is gone may not be the one whose answer is awaited
+                refusal = ticket.flow.refusal()
+                if refusal is not None:
+                    raise refusal  # the others may wait for ever
+
+    def wait_for(self, ticket: ServersTicket, slices: Collection[int]) -> bool:
+        """Waits until these slices have landed; False when the whole commit is answered, or broken, before that."""
         self.times.lap("compute")
         began = time.monotonic()
-        wanted = [(lane, lane.landing, lane.landing.wants(slices)) for lane in lanes if lane.landing is not None]
+        flow = ticket.flow
+        wanted = [(x, x.landing, x.landing.wants(slices)) for x in ticket.lanes if x.landing is not None]
         try:
             while not flow.is_over:
                 missing = next((found for found in wanted if not found[1].has(found[2])), None)
@@ -265,12 +291,8 @@ class ServersExchange:
                     return True
                 left = began + self._wait_seconds - time.monotonic()
                 if left < 0:
-                    raise WaitTimeout
-                self._await_lane(flow, *missing, left)
-        except WaitTimeout:
-            raise self._has_waited(flow, began) from None
-        except ConnectionLost as error:
-            raise self._explain(error) from None
+                    raise self._has_waited(ticket, began)
+                self._await_lane(flow, *missing, min(left, LOUD_SECONDS))
         finally:
             self.times.lap("wait")
         return False
@@ -286,25 +308,16 @@ class ServersExchange:
         elif not flow.done():  # looks at the lanes that nobody else reads
             landing.wait_for(numbers, min(seconds, _LOOK_SECONDS))
 
-    def _has_waited(self, flow: CommitFlow, began: float) -> WaitTimeout:
-        return WaitTimeout(f"step {flow.clock} has waited {time.monotonic() - began:.1f} s: {self.why()}")
+    def _has_waited(self, ticket: ServersTicket, began: float) -> WaitTimeout:
+        return WaitTimeout(f"step {ticket.clock} has waited {time.monotonic() - began:.1f} s: {self.why()}")
 
-    def forget(self, ticket: ServersTicket) -> None:
-        """This ticket has landed: its slot may be used again."""
-        if ticket in self._open:
-            self._open.remove(ticket)
+    def _ask_why(self, step: int, servers: Sequence[str]) -> str:
+        answer = self._ask_coordinator(AskWhy(step, list(servers)), _WHY_SECONDS)
+        return answer.reason if isinstance(answer, GivenWhy) else ""
 
     def why(self) -> str:
         """For whom this worker waits, by the servers' own words."""
-        found = []
-        for endpoint in self._endpoints.values():
-            try:
-                answer = endpoint.call(AskWhy()).wait(5.0)
-            except SynclineError as error:
-                return str(error)
-            if isinstance(answer, GivenWhy):
-                found.append(answer.reason)
-        return "; ".join(found)
+        return self._placement.why(_WHY_SECONDS)
 
     # -- pulling and state --------------------------------------------------------------------------------
 
@@ -313,59 +326,57 @@ class ServersExchange:
         return lambda: self._before_commit.remove(action)
 
     def prefer(self, slices: Sequence[int]) -> None:
-        self._wait_all([self._ask(e, Prefer(list(slices))) for e in self._endpoints.values()])
+        self._again(lambda: self._placement.ask_all(Prefer(list(slices))))
 
     def pull(self, slices: Sequence[Slice], sink: Sink, min_version: int | None) -> list[int]:
         self.make_room()  # what is read has this worker's own pushes, but for those in the window
-        versions: dict[int, int] = {}
+        self._copies.landed_in(sink)
         try:
-            for server, reader in self._readers.items():
-                parts = [part for part in slices if part.server == server]
-                if parts:
-                    found = reader.pull(parts, sink, min_version)
-                    versions.update(zip((part.id for part in parts), found, strict=True))
+            with self.waits.of("pull", servers=lambda: self._placement.names):
+                return self._again(lambda: pull(self._placement, slices, sink, min_version))
         except WaitTimeout:
             raise WaitTimeout(f"a pull has waited {self._wait_seconds:g} s for version {min_version}") from None
-        except ConnectionLost as error:
-            raise self._explain(error) from None
-        return [versions[part.id] for part in slices]
 
     def mapped(self) -> list[Bytes]:
-        return [array for reader in self._readers.values() for array in reader.mapped()]
+        return self._placement.mapped()
 
     def read_state(self, slices: Sequence[Slice]) -> list[tuple[StateEntry, Bytes]]:
-        try:
-            return read_state(self._endpoints, slices, self._wait_seconds)
-        except ConnectionLost as error:
-            raise self._explain(error) from None
+        return self._again(lambda: read_state(self._placement, slices, self._wait_seconds))
 
     def write_state(self, slices: Sequence[Slice], entries: Sequence[tuple[StateEntry, Bytes]]) -> None:
-        try:
-            write_state(self._endpoints, slices, entries, self._wait_seconds)
-        except ConnectionLost as error:
-            raise self._explain(error) from None
+        self._again(lambda: write_state(self._placement, slices, entries, self._wait_seconds))
+
+    # -- copies -------------------------------------------------------------------------------------------
+
+    def keep(self, sink: Sink, slices: Sequence[Slice], arrays: KeptArrays) -> None:
+        self._copies.keep(sink, slices, arrays)
+
+    def overwrites(self, sink: ArraySink) -> None:
+        self._copies.overwrites(sink, sink.slices())
+
+    def copies_of(self, slices: list[int]) -> list[Copy]:
+        """From any thread."""
+        return self._copies.copies_of(slices)
+
+    def give_copies(self, copies: list[Copy], target: Member) -> None:
+        """From any thread."""
+        self._copies.give(copies, target, self._dial)
 
     # -- comings and goings -------------------------------------------------------------------------------
 
     def rest(self) -> None:
         self.settle()
         self.times.pause()
-        self._stretch += self._rested
-        self._rested, self._is_active = True, False
-        self._wait_all([self._ask(e, Rest(self._stretch, False)) for e in self._endpoints.values()])
+        self._part.rest()
         self.times.resume()
 
     def step_aside(self) -> int:
-        """No round waits for this worker until its next push; the stretch it was in."""
         self.settle()
         self.times.pause()
-        self._is_active = False
-        self._wait_all([self._ask(e, Rest(self._stretch, True)) for e in self._endpoints.values()])
-        return self._stretch + self._rested
+        return self._part.step_aside()
 
     def begin_stretch(self, stretch: int) -> None:
-        """Behind a barrier everyone is in the same, new stretch."""
-        self._stretch, self._rested, self._is_active = stretch, False, True
+        self._part.begin_stretch(stretch)
         self.times.resume()
 
     def settle(self) -> None:
@@ -374,22 +385,14 @@ class ServersExchange:
             self._open[0].wait()
 
     def leave(self) -> None:
-        self._wait_all([self._ask(e, Leave()) for e in self._endpoints.values() if e.is_open])
+        self._part.leave()
 
     def stats(self) -> WireStats:
-        total = WireStats()
-        for endpoint in self._endpoints.values():
-            total += endpoint.stats()
-        return total
+        return self._placement.stats()
 
     def break_off(self) -> None:
-        """The job has failed: every wait ends now."""
-        for endpoint in self._endpoints.values():
-            endpoint.close("the job has ended")
+        """The job has failed, or this worker is out: every wait ends now."""
+        self._placement.break_off("the job has ended")
 
     def close(self) -> None:
-        for endpoint in self._endpoints.values():
-            endpoint.close()
-        for reader in self._readers.values():
-            reader.close()
-        self._arenas.close()
+        self._placement.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from syncline.client.arrays import Bytes
+from syncline.client.placement import Placement
 from syncline.core.layout import Slice
-from syncline.core.messages import AskState, GivenState, LoadState, Message, StateEntry
+from syncline.core.message import Message
+from syncline.core.traffic import AskState, GivenState, LoadState, StateEntry
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.net.transport import buffer_of
@@ -16,13 +18,11 @@ from syncline.net.transport import buffer_of
 Entries = Sequence[tuple[StateEntry, Bytes]]
 
 
-def read_state(
-    endpoints: Mapping[str, Endpoint], slices: Sequence[Slice], seconds: float
-) -> list[tuple[StateEntry, Bytes]]:
+def read_state(placement: Placement, slices: Sequence[Slice], seconds: float) -> list[tuple[StateEntry, Bytes]]:
     """What the rules remember about these slices, one slice after the other."""
     found: list[tuple[StateEntry, Bytes]] = []
     for part in slices:
-        found += _read_one(endpoints[part.server], part.id, seconds)
+        found += _read_one(placement.endpoints[placement.primaries[part.id]], part.id, seconds)
     return found
 
 
@@ -40,11 +40,11 @@ def _read_one(endpoint: Endpoint, number: int, seconds: float) -> list[tuple[Sta
     return list(zip(answer.entries, landed, strict=True)) if landed else []
 
 
-def write_state(endpoints: Mapping[str, Endpoint], slices: Sequence[Slice], entries: Entries, seconds: float) -> None:
+def write_state(placement: Placement, slices: Sequence[Slice], entries: Entries, seconds: float) -> None:
     """Gives the rules their state on these slices."""
     calls = []
-    for server, endpoint in endpoints.items():
-        numbers = [part.id for part in slices if part.server == server]
+    for server, endpoint in placement.endpoints.items():
+        numbers = [part.id for part in slices if placement.primaries[part.id] == server]
         mine = [(entry, data) for entry, data in entries if entry.slice in set(numbers)]
         if numbers:
             message = LoadState(numbers, [entry for entry, _ in mine])

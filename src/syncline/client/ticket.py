@@ -6,29 +6,58 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from syncline.client.commit import CommitFlow
+from syncline.client.exchange import Push
 from syncline.client.lane import ServerLane
+from syncline.client.sinks import Sink
 
 if TYPE_CHECKING:
     from syncline.client.servers import ServersExchange
 
+_NOT_YET = CommitFlow(0, ())
+
 
 class ServersTicket:
-    """A push to the servers. `wait` may be called again after a WaitTimeout."""
+    """A push to the servers: all that is needed to make it anew. `wait` may be called again after a WaitTimeout."""
 
-    def __init__(self, exchange: ServersExchange, flow: CommitFlow, lanes: Sequence[ServerLane]) -> None:
-        self._exchange, self._flow, self._lanes = exchange, flow, lanes
-        self._landed = False
+    __slots__ = (
+        "_exchange", "back_at", "clock", "flow", "generation", "landed", "lanes", "push", "sink", "slot", "stretch",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        exchange: ServersExchange,
+        push: Push,
+        sink: Sink | None,
+        clock: int,
+        stretch: int,
+        back_at: int | None,
+        slot: int,
+    ) -> None:
+        self._exchange, self.push, self.sink = exchange, push, sink
+        self.clock, self.stretch, self.back_at, self.slot = clock, stretch, back_at, slot
+        self.lanes: Sequence[ServerLane] = ()
+        self.flow = _NOT_YET  # on its way
+        self.generation = 0  # under which it is on its way
+        self.landed = False
 
     def done(self) -> bool:
-        return self._flow.done()
+        return self.landed or self.flow.done()
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        if not self._landed:
-            self._exchange.finish(self._flow, self._lanes, timeout_seconds)
-            self._landed = True
-            self._exchange.forget(self)
+        if not self.landed:
+            self._exchange.finish(self, timeout_seconds)
 
     def wait_for(self, slices: Collection[int]) -> None:
         """Returns when these slices are in the sink; others may still be under way."""
-        if not self._landed and not self._exchange.wait_for(self._flow, self._lanes, slices):
+        if not self.landed and not self._exchange.wait_for(self, slices):
             self.wait()
+
+    def unanswered(self) -> list[str]:
+        """The servers whose answer is not here."""
+        return [lane.server for lane in self.lanes if lane.call is None or not lane.call.is_done]
+
+    def give_up(self) -> None:
+        """Nothing more is said for it, and nothing of it lands, until it is made anew."""
+        self.flow.give_up()
+        for lane in self.lanes:
+            lane.give_up()

@@ -49,8 +49,6 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     offset: int  # bytes, within the segment
     num_bytes: int
-    server: str
-    host_offset: int  # bytes, within the server's memory for this segment
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -93,11 +91,6 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
                 size = ITEM_BYTES[parameter.dtype]
                 found.append(Piece(index, (low - begin) // size, (high - low) // size, low - part.offset))
         return found
-
-    def server_bytes(self, server: str) -> int:
-        """How much memory a server needs for its slices of this segment."""
-        ends = [s.host_offset + aligned(s.num_bytes) for s in self.slices if s.server == server]
-        return max(ends, default=0)
 
 
 def aligned(num_bytes: int) -> int:

@@ -1,35 +1,20 @@
-"""Membership: who is in the job, in which generation, who is awaited, and how the job ends."""
+"""Membership: who is in the job, in which generation, who is awaited, and how the job ends.
+
+Pure: what must outlive the coordinator is in `JobState`, which its owner keeps on disk before anybody is told.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 
+from syncline.config import JobConfig
+from syncline.core.members import Address, Member
 from syncline.core.rounds import after_barrier, by_name
+from syncline.core.seats import Seat, without
 from syncline.errors import ConfigError
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a member listens: a Unix socket for its own host, host and port for the others."""
-
-    unix: str
-    host: str
-    port: int
-
-
-class Member(msgspec.Struct, frozen=True, array_like=True):
-    """One live process, as everyone in a generation knows it."""
-
-    name: str
-    role: str
-    incarnation: int
-    host: str
-    address: Address | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """How a job ended: well, or by the death of a member, for a reason."""
 
     failed: bool
@@ -37,99 +22,227 @@ class Outcome:
     reason: str
 
 
+class JobState(msgspec.Struct, kw_only=True):
+    """All that a coordinator must remember through its own death."""
+
+    config: JobConfig
+    generation: int = 0
+    incarnations: int = 0  # given out so far
+    members: dict[str, Member] = {}  # that live
+    processes: dict[str, str] = {}  # which process a member is: a question asked again gets the same answer
+    formed: bool = False
+    entered: dict[str, int] = {}  # workers that take part in rounds, with their incarnations
+    left: list[str] = []  # workers that have finished, or were asked to leave
+    finished: dict[str, Member] = {}  # those that have finished: they keep their ranks, nobody else becomes the chief
+    fencing: dict[str, tuple[int, str]] = {}  # evicted, not settled on every server yet: incarnation, reason
+    seats: dict[int, Seat] = {}
+    lost: list[int] = []  # slices that no server has
+    ready: list[int] = []  # segments whose values are on the servers
+    wanted: dict[str, int] = {}  # role: how many there are to be
+    num_scalings: int = 0  # how often that was said
+    stretch: int = 0
+    passed: dict[str, int] = {}  # barriers: the last turn of each name that all have passed
+    awaited: dict[str, str] = {}  # dead, and being started again: name, role
+    num_revoked: int = 0  # acknowledged updates that were lost with a server
+    is_changing: bool = False  # the change to this generation may not be installed everywhere
+    outcome: Outcome | None = None
+
+
 class Membership:
-    """The members of a job with a fixed number of workers and servers. Today a death ends the job."""
+    """The members of a job, as they come, go, die and return."""
 
-    def __init__(self, num_workers: int, num_servers: int) -> None:
-        self.expected = {
-            **{f"server-{k}": "server" for k in range(num_servers)},
-            **{f"worker-{k}": "worker" for k in range(num_workers)},
-        }
-        self.members: dict[str, Member] = {}
-        self.left: set[str] = set()
-        self.generation = 0
-        self.outcome: Outcome | None = None
-        self._incarnations = 0
+    def __init__(self, state: JobState) -> None:
+        self.state = state
+        if not state.wanted:
+            state.wanted = {"worker": state.config.workers, "server": state.config.servers}
 
-    def join(self, role: str, name: str, host: str, address: Address | None) -> Member:
-        """A new member, or a ConfigError that says why not. An empty name takes the next free one."""
-        if not name:
-            free = [n for n, r in self.expected.items() if r == role and n not in self.members]
-            name = min(free, key=by_name, default="")
-        if self.expected.get(name) != role:
-            counts = f"{self.count('worker')} workers and {self.count('server')} servers"
-            raise ConfigError(f"no {role} {name or 'more'} is expected: the job has {counts}")
-        if name in self.members:
-            raise ConfigError(f"{name} is in the job already; each name is one process")
-        self._incarnations += 1
-        member = Member(name, role, self._incarnations, host, address)
-        self.members[name] = member
-        if self.formed:
-            self.generation = 1
-        return member
+    # -- who there is -------------------------------------------------------------------------------------
 
-    def count(self, role: str) -> int:
-        return sum(expected == role for expected in self.expected.values())
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.state.outcome
+
+    @property
+    def awaited(self) -> dict[str, str]:
+        return self.state.awaited
+
+    @property
+    def generation(self) -> int:
+        return self.state.generation
 
     @property
     def formed(self) -> bool:
-        return len(self.members) == len(self.expected)
+        return self.state.formed
 
-    def missing(self) -> list[str]:
-        """Who is expected and not there yet."""
-        return [name for name in self.expected if name not in self.members]
+    def named(self, role: str) -> list[str]:
+        """The live members of a role: who was there first comes first."""
+        found = [member for member in self.state.members.values() if member.role == role]
+        return [member.name for member in sorted(found, key=lambda m: (m.since, by_name(m.name)))]
 
     def workers(self) -> list[str]:
-        """The workers that have not left, in the order of their ranks."""
-        names = [n for n, m in self.members.items() if m.role == "worker" and n not in self.left]
-        return sorted(names, key=by_name)
+        """The live workers in the order of their ranks."""
+        return self.named("worker")
+
+    def servers(self) -> list[str]:
+        return sorted(self.named("server"), key=by_name)
 
     def ordered(self) -> list[Member]:
-        return sorted(self.members.values(), key=lambda member: by_name(member.name))
+        return sorted(self.state.members.values(), key=lambda m: (m.since, by_name(m.name)))
 
     @property
     def chief(self) -> str:
-        """The worker of rank 0 of the generation in which the job was formed."""
-        return min((n for n, role in self.expected.items() if role == "worker"), key=by_name)
+        """The worker of rank 0: of those who are there, the one that has been there longest."""
+        names = self.workers()
+        if names and (self.formed or len(names) >= self._least("worker")):
+            return names[0]
+        return "worker-0"
 
-    def leave(self, name: str) -> Outcome | None:
-        """A member has finished. The job ends well when its last worker has."""
-        if name in self.members and name not in self.left:
-            self.left.add(name)
-            self.generation += 1
-            if self.formed and not self.workers():
-                self._end(Outcome(False, "", "all workers have finished"))
+    def _least(self, role: str) -> int:
+        config = self.state.config
+        return (config.least_workers or config.workers) if role == "worker" else config.servers
+
+    def missing(self) -> list[str]:
+        """Who is expected at the start and not there yet."""
+        return [
+            f"{role}-{k}"
+            for role in ("server", "worker")
+            for k in range(self.state.wanted[role])
+            if f"{role}-{k}" not in self.state.members
+        ]
+
+    def may_form(self, has_gathered: bool) -> bool:
+        """Whether the job can begin: all who are wanted are there; or the least number, after some patience."""
+        if self.formed or len(self.servers()) < self.state.wanted["server"]:
+            return False
+        count = len(self.workers())
+        return count >= self.state.wanted["worker"] or (has_gathered and count >= self._least("worker"))
+
+    def form(self) -> None:
+        """The job is whole: its first generation, in which everyone takes part."""
+        state = self.state
+        state.formed, state.generation = True, state.generation + 1
+        state.members = {n: msgspec.structs.replace(m, since=state.generation) for n, m in state.members.items()}
+        state.entered = {name: state.members[name].incarnation for name in self.workers()}
+
+    # -- comings ------------------------------------------------------------------------------------------
+
+    def join(
+        self, role: str, name: str, host: str, address: Address | None, process: str = "", kind: str = ""
+    ) -> Member:
+        """A new member, or a ConfigError that says why not. An empty name takes the next free one."""
+        state = self.state
+        if name and process and state.processes.get(name) == process:
+            return state.members[name]
+        most = self._most(role)
+        if not name:
+            free = (f"{role}-{k}" for k in range(most) if f"{role}-{k}" not in state.members)
+            name = next((n for n in free if n not in self.state.awaited), "")
+        stem, _, number = name.rpartition("-")
+        if stem != role or not number.isdecimal() or int(number) >= most or len(self.named(role)) >= most:
+            counts = f"{len(self.workers())} workers and {len(self.servers())} servers"
+            raise ConfigError(
+                f"no {role} {name or 'more'} is expected: the job has {counts}, at most {most} of these"
+            )
+        if name in state.members:
+            raise ConfigError(f"{name} is in the job already; each name is one process")
+        state.incarnations += 1
+        if self.formed:
+            state.generation += 1
+        member = Member(name, role, state.incarnations, host, address, state.generation, kind)
+        state.members[name], state.processes[name] = member, process
+        self.state.awaited.pop(name, None)
+        state.finished.pop(name, None)
+        if name in state.left:
+            state.left.remove(name)
+        return member
+
+    def _most(self, role: str) -> int:
+        """How many of this role there may be; servers may always come, to take over slices."""
+        config, wanted = self.state.config, self.state.wanted[role]
+        if role == "server":
+            return wanted if not self.formed else 1 << 16
+        return max(config.most_workers or config.workers, wanted)
+
+    # -- goings -------------------------------------------------------------------------------------------
+
+    def leave(self, name: str, retired: bool = False) -> Outcome | None:
+        """A member has finished, or was asked to leave. The job ends well when its last worker has."""
+        member = self._remove(name)
+        if member is not None and member.role == "worker":
+            if not retired:
+                self.state.finished[name] = member
+            if name in self.state.entered:
+                # A server that came to its slices after it had said so may still count it.
+                self.state.fencing[name] = (self.state.entered.pop(name), "has left")
+            if name not in self.state.left:
+                self.state.left.append(name)
+        self.end_if_done()
         return self.outcome
 
-    def died(self, name: str, reason: str) -> Outcome | None:
-        """A member's process is gone without having left: the job ends, once, with this verdict."""
-        if name in self.left:
-            return self.outcome
-        self.generation += 1
-        self._end(Outcome(True, name, f"{name} {reason}"))
-        return self.outcome
+    def _remove(self, name: str) -> Member | None:
+        member = self.state.members.pop(name, None)
+        self.state.processes.pop(name, None)
+        if member is not None and self.formed:
+            self.state.generation += 1
+        return member
+
+    def evict(self, name: str, reason: str) -> list[int]:
+        """A member is dead, or counts as dead: it is out. The slices that no server has any more, by this."""
+        member = self._remove(name)
+        if member is None:
+            return []
+        if member.role == "worker":
+            if name in self.state.entered:
+                self.state.fencing[name] = (self.state.entered.pop(name), reason)
+            return []
+        seats, lost = without(self.state.seats.values(), {name})
+        self.state.seats.update((seat.slice, seat) for seat in seats)
+        fresh = [number for number in lost if number not in self.state.lost]
+        self.state.lost += fresh
+        return fresh
+
+    def await_return(self, name: str) -> None:
+        """This dead member is being started again."""
+        self.state.awaited[name] = name.rpartition("-")[0]
+
+    def give_up_on(self, name: str, reason: str) -> None:
+        """This member does not come back: the job ends with this verdict."""
+        self.state.awaited.pop(name, None)
+        self.fail(name, f"{name} {reason}")
+
+    def fail(self, culprit: str, reason: str) -> None:
+        self._end(Outcome(True, culprit, reason))
+
+    def end_if_done(self) -> None:
+        if self.formed and self.state.left and not self.workers() and "worker" not in self.state.awaited.values():
+            self._end(Outcome(False, "", "all workers have finished"))
 
     def never_came(self, seconds: float) -> Outcome | None:
         """The deadline for all members to be there has passed."""
         names = self.missing()
-        if names:
+        if names and not self.formed:
             self._end(Outcome(True, names[0], f"{', '.join(names)} did not come up within {seconds:g} s"))
         return self.outcome
 
     def _end(self, outcome: Outcome) -> None:
-        self.outcome = self.outcome or outcome
+        self.state.outcome = self.state.outcome or outcome
 
 
 class Barriers:
     """Barriers by name and turn: whole when every worker that has not left is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, stretch: int = 0, passed: dict[str, int] | None = None) -> None:
         self._waiting: dict[tuple[str, int], set[str]] = {}
-        self._stretch = 0
+        self._stretch = stretch
+        self.passed: dict[str, int] = {} if passed is None else passed
 
-    def arrive(self, name: str, turn: int, worker: str, stretch: int = 0) -> None:
+    def arrive(self, name: str, turn: int, worker: str, stretch: int = 0) -> bool:
+        """Whether it waits: a barrier that all have passed is open to whoever comes later, or asks again."""
+        if turn <= self.passed.get(name, 0):
+            return False
         self._waiting.setdefault((name, turn), set()).add(worker)
         self._stretch = max(self._stretch, stretch)
+        return True
 
     def next_stretch(self) -> int:
         """The stretch that begins behind a barrier: later than any that a worker was in."""
@@ -137,11 +250,32 @@ class Barriers:
         return self._stretch
 
     def whole(self, workers: list[str]) -> list[tuple[str, int]]:
-        """Barriers that all of these have reached; they are forgotten by that."""
-        ready = [key for key, there in self._waiting.items() if there.issuperset(workers)]
-        for key in ready:
-            del self._waiting[key]
+        """Barriers that all of these have reached; they are passed, and forgotten by that."""
+        ready = self.ready(workers)
+        for name, turn in ready:
+            self.passed[name] = max(turn, self.passed.get(name, 0))
+        self.forget(ready)
         return ready
+
+    def ready(self, workers: list[str]) -> list[tuple[str, int]]:
+        """Barriers that all of these have reached."""
+        return [key for key, there in self._waiting.items() if workers and there.issuperset(workers)]
+
+    def pass_all(self, keys: list[tuple[str, int]]) -> list[int]:
+        """They are open from now on; the stretch that begins behind each."""
+        for name, turn in keys:
+            self.passed[name] = max(turn, self.passed.get(name, 0))
+        return [self.next_stretch() for _ in keys]
+
+    def take_back(self, passed: dict[str, int]) -> None:
+        """They could not be kept as passed, and nobody has heard of it."""
+        self.passed.clear()
+        self.passed.update(passed)
+
+    def forget(self, keys: list[tuple[str, int]]) -> None:
+        """Nobody waits at these any more."""
+        for key in keys:
+            self._waiting.pop(key, None)
 
     def missing(self, name: str, turn: int, workers: list[str]) -> list[str]:
         there = self._waiting.get((name, turn), set())

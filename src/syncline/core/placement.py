@@ -1,4 +1,4 @@
-"""Placement: which server hosts which slice, and where a segment is cut."""
+"""Placement: where a segment is cut into slices, and which server gets which."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from syncline.core.layout import ALIGN, Segment, Slice, aligned
+from syncline.core.seats import Seat
 
 #: A run of bytes of one dtype that goes to one server.
 Run = tuple[str, str, int, int]  # server, dtype, offset, num_bytes
@@ -15,8 +16,8 @@ Run = tuple[str, str, int, int]  # server, dtype, offset, num_bytes
 
 def place(
     segment: Segment, servers: Sequence[str], loads: Mapping[str, int], slice_bytes: int, first_slice: int
-) -> Segment:
-    """The segment with its slices, so that the servers' bytes come out even.
+) -> tuple[Segment, list[Seat]]:
+    """The segment with its slices, and a primary for each, so that the servers' bytes come out even.
 
     What must stay whole goes first, largest first, to the server with the least; what may be cut then fills
     every server up to the same level and is cut into slices of about `slice_bytes`.
@@ -31,7 +32,8 @@ def place(
         runs.append((server, dtype, offset, num_bytes))
     for dtype, offset, num_bytes in sorted(blocks, key=lambda item: item[2]):
         runs += _pour(dtype, offset, num_bytes, servers, level)
-    return msgspec.structs.replace(segment, slices=tuple(_cut(segment, runs, slice_bytes, first_slice)))
+    slices, seats = _cut(segment, runs, slice_bytes, first_slice)
+    return msgspec.structs.replace(segment, slices=tuple(slices)), seats
 
 
 Block = tuple[str, int, int]  # dtype, offset, num_bytes
@@ -74,11 +76,11 @@ def _pour(dtype: str, offset: int, num_bytes: int, servers: Sequence[str], level
     return runs
 
 
-def _cut(segment: Segment, runs: list[Run], slice_bytes: int, first_slice: int) -> list[Slice]:
+def _cut(segment: Segment, runs: list[Run], slice_bytes: int, first_slice: int) -> tuple[list[Slice], list[Seat]]:
     slices: list[Slice] = []
-    hosted: dict[str, int] = {}
+    seats: list[Seat] = []
     whole_starts = {
-        offset: aligned(parameter.num_bytes)
+        offset
         for parameter, offset in zip(segment.parameters, segment.offsets, strict=True)
         if parameter.num_bytes and not segment.rule_of(parameter).elementwise
     }
@@ -87,8 +89,7 @@ def _cut(segment: Segment, runs: list[Run], slice_bytes: int, first_slice: int) 
         edges = [round(num_bytes * k / count / ALIGN) * ALIGN for k in range(count)] + [num_bytes]
         for begin, end in itertools.pairwise(edges):
             if end > begin:
-                host_offset = hosted.get(server, 0)
-                hosted[server] = host_offset + aligned(end - begin)
                 number = first_slice + len(slices)
-                slices.append(Slice(number, segment.index, dtype, offset + begin, end - begin, server, host_offset))
-    return slices
+                slices.append(Slice(number, segment.index, dtype, offset + begin, end - begin))
+                seats.append(Seat(number, server))
+    return slices, seats

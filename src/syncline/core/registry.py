@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from syncline.core.layout import Layout, Parameter, Segment, arrange
 from syncline.core.placement import place
 from syncline.core.rule import RuleSpec
+from syncline.core.seats import Seat
 from syncline.errors import LayoutError
 
 
@@ -27,8 +28,9 @@ class Registry:
     def __init__(self, servers: Sequence[str], slice_bytes: int) -> None:
         self.layout = Layout()
         self.ready: set[int] = set()  # segments whose first values are on the servers
-        self._servers, self._slice_bytes = list(servers), slice_bytes
-        self._loads = dict.fromkeys(servers, 0)
+        self.seats: dict[int, Seat] = {}
+        self.servers, self._slice_bytes = list(servers), slice_bytes
+        self.sizes: dict[int, int] = {}  # of slices
 
     def register(
         self,
@@ -72,7 +74,7 @@ class Registry:
         """A segment could not be hosted, and nobody has heard of it: as if it had not been registered."""
         if self.layout.segments and self.layout.segments[-1] is segment:
             for part in self.layout.drop_last().slices:
-                self._loads[part.server] -= part.num_bytes
+                del self.seats[part.id], self.sizes[part.id]
 
     def _check_new(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:
@@ -99,8 +101,20 @@ class Registry:
         return all(self.layout.where[p.name][0].index in self.ready for p in parameters)
 
     def _add(self, segment: Segment) -> Segment:
-        placed = place(segment, self._servers, self._loads, self._slice_bytes, self.layout.num_slices)
-        for part in placed.slices:
-            self._loads[part.server] += part.num_bytes
-        self.layout.add(placed)
+        loads = dict.fromkeys(self.servers, 0)
+        for seat in self.seats.values():
+            if seat.primary in loads:
+                loads[seat.primary] += self.sizes[seat.slice]
+        placed, seats = place(segment, self.servers, loads, self._slice_bytes, self.layout.num_slices)
+        self.restore(placed, seats)
         return placed
+
+    def use_slices_of(self, num_bytes: int) -> None:
+        """About how large slices are from now on."""
+        self._slice_bytes = num_bytes
+
+    def restore(self, segment: Segment, seats: Iterable[Seat] = ()) -> None:
+        """A segment that has its slices: placed now, or by an earlier life of this coordinator."""
+        self.layout.add(segment)
+        self.sizes.update((part.id, part.num_bytes) for part in segment.slices)
+        self.seats.update((seat.slice, seat) for seat in seats)

@@ -13,9 +13,10 @@ all must set it to the same place (`back_at`), or two of them could make two wor
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
 
 from syncline.core.policy import Policy
 from syncline.errors import FencedError, ProtocolError
@@ -30,8 +31,7 @@ def after_barrier(stretch: int) -> int:
     return (stretch // ERA + 1) * ERA
 
 
-@dataclasses.dataclass(slots=True)
-class Standing:
+class Standing(msgspec.Struct, array_like=True):
     """Where one worker stands: its clock is the number of its commits, and the table of what is applied."""
 
     name: str
@@ -43,6 +43,7 @@ class Standing:
     away: bool = False  # at a barrier: no round waits for it until its next push, or the next era
     left: bool = False
     position: int = 0  # its clock for the sake of lag: a worker that comes back from a rest is not behind
+    fenced: bool = False  # evicted: nothing more is taken from it, and rounds wait until that is settled everywhere
 
     @property
     def active(self) -> bool:
@@ -64,7 +65,7 @@ class Commit(NamedTuple, Generic[T]):
 class Verdict(NamedTuple, Generic[T]):
     """What follows from an event: the rounds to apply now, in order, and why (not)."""
 
-    kind: Literal["new", "already applied"]
+    kind: Literal["new", "open", "already applied"]
     apply: tuple[tuple[Commit[T], ...], ...]
     why: Callable[[], str]
 
@@ -88,8 +89,8 @@ class Rounds(Generic[T]):
         standing = self.standings.get(worker)
         if standing is None:
             raise ProtocolError(f"{worker} takes no part in this job's rounds")
-        if incarnation != standing.incarnation or standing.left:
-            raise FencedError(f"{worker}, incarnation {incarnation}, has been replaced or has left")
+        if incarnation != standing.incarnation or standing.left or standing.fenced:
+            raise FencedError(f"{worker}, incarnation {incarnation}, has been evicted, replaced or has left")
         return standing
 
     def commit(
@@ -97,11 +98,15 @@ class Rounds(Generic[T]):
     ) -> Verdict[T]:
         """A worker commits; a clock at or below its own is answered `already applied`, a gap is refused.
 
+        Said again while its round is open, it is answered with the round: what is given now counts.
+
         `back_at`: where it stands if this ends its rest, the same number at every server (the most that any of
         them gave as `slowest()`); None: beside the slowest one here.
         """
         standing = self.standing(worker, incarnation)
         if clock <= standing.clock:
+            if self._again(standing, clock, item):
+                return Verdict("open", (), self.waiting_reason)
             return Verdict("already applied", (), lambda: f"{worker} is at clock {standing.clock} already")
         if clock != standing.clock + 1:
             raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
@@ -115,12 +120,32 @@ class Rounds(Generic[T]):
         self._open.setdefault(standing.turn(), {})[worker] = commit
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
+    def _again(self, standing: Standing, clock: int, item: T) -> bool:
+        """Whether an open commit is made anew by this: the latest of this very incarnation, never one before it."""
+        commits = self._open.get(standing.turn(), {})
+        known = commits.get(standing.name)
+        if known is None or known.clock != clock or clock != standing.clock:
+            return False
+        commits[standing.name] = Commit(standing.name, clock, item)
+        return True
+
+    def open_commit(self, worker: str, clock: int) -> T | None:
+        """What a worker's latest commit brought, while its round is open."""
+        standing = self.standings.get(worker)
+        known = self._open.get(standing.turn(), {}).get(worker) if standing is not None else None
+        return known.item if known is not None and known.clock == clock else None
+
+    def open_commits(self) -> Iterator[Commit[T]]:
+        """All that wait for their rounds, the oldest round first."""
+        for turn in sorted(self._open):
+            yield from self._open[turn].values()
+
     def _enter_era(self, stretch: int) -> None:
         """The first word from behind a barrier: everyone has passed it, nothing is open, all stand level."""
         if stretch < self._era + ERA:
             return
         self._era = stretch // ERA * ERA
-        level = max(standing.position for standing in self.standings.values())
+        level = max((standing.position for standing in self.standings.values()), default=0)
         for standing in self.standings.values():
             standing.stretch, standing.stretch_began = self._era, standing.clock
             standing.position = level
@@ -143,7 +168,8 @@ class Rounds(Generic[T]):
         standing = self.standing(worker, incarnation)
         self._enter_era(stretch)
         if away:
-            standing.away = True
+            # One that comes late, when others are behind the barrier already, is not from this era.
+            standing.away = standing.away or stretch >= standing.stretch
             return Verdict("new", self._whole_rounds(), self.waiting_reason)
         if stretch > standing.stretch:
             standing.stretch, standing.stretch_began = stretch, standing.clock
@@ -155,6 +181,65 @@ class Rounds(Generic[T]):
         """The worker has finished: no round waits for it any more."""
         self.standing(worker, incarnation).left = True
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
+
+    # -- generations --------------------------------------------------------------------------------------
+
+    def fence(self, worker: str, incarnation: int) -> None:
+        """Nothing more is taken from this worker; rounds still wait for it until `leave_fenced`."""
+        standing = self.standings.get(worker)
+        if standing is not None and standing.incarnation <= incarnation:
+            standing.fenced = True
+
+    def settle(self, worker: str, clock: int, stretch: int, item: T, back_at: int | None = None) -> Verdict[T]:
+        """A fenced worker's commit that counts, since another server has it."""
+        standing = self.standings[worker]
+        assert standing.fenced
+        standing.fenced = False
+        try:
+            return self.commit(worker, standing.incarnation, clock, stretch, item, back_at)
+        finally:
+            standing.fenced = True
+
+    def leave_fenced(self, worker: str, incarnation: int) -> Verdict[T]:
+        """It is settled on every server what of a fenced worker counts: no round waits for it any more."""
+        standing = self.standings.get(worker)
+        if standing is not None and standing.incarnation <= incarnation:
+            standing.left = True
+        return Verdict("new", self._whole_rounds(), self.waiting_reason)
+
+    def enter(self, standing: Standing) -> None:
+        """A worker takes part from now on; an earlier incarnation of it has left, or this one has not begun."""
+        self._enter_era(standing.stretch)  # else the first commit of the new era would move it to its beginning
+        known = self.standings.get(standing.name)
+        if known is None or known.incarnation < standing.incarnation or known.clock == 0:
+            self.standings[standing.name] = standing
+
+    def forget_left(self, worker: str) -> None:
+        """Nothing of a worker that has left is open: its standing is not needed any more."""
+        standing = self.standings.get(worker)
+        if standing is not None and standing.left and not any(worker in commits for commits in self._open.values()):
+            del self.standings[worker]
+
+    def begin_anew(self, standings: Iterable[Standing], clocks: Mapping[tuple[str, int], int]) -> list[Commit[T]]:
+        """Slices came or went: open commits are given back, to be made anew; `clocks` are what every slice has."""
+        dropped = [commit for commits in self._open.values() for commit in commits.values()]
+        self._open.clear()
+        self.standings = {s.name: s for s in standings}
+        for standing in self.standings.values():
+            clock = clocks.get((standing.name, standing.incarnation), 0)
+            standing.position -= standing.clock - clock
+            standing.clock = clock
+            standing.stretch_began = min(standing.stretch_began, clock)
+        self._era = max((s.stretch // ERA * ERA for s in self.standings.values()), default=self._era)
+        return dropped
+
+    def num_orphans(self) -> int:
+        """Open commits of workers that are out: nobody could make them anew."""
+        return sum(
+            self.standings[name].left or self.standings[name].fenced
+            for commits in self._open.values()
+            for name in commits
+        )
 
     def _whole_rounds(self) -> tuple[tuple[Commit[T], ...], ...]:
         whole = []
@@ -204,15 +289,17 @@ class Rounds(Generic[T]):
         """Whether this commit of a worker may be answered now, and for whom it waits if not."""
         if self.policy.kind != "bounded":
             return True, "applied"
-        position = self._position(worker, clock)
-        behind = [
-            other.name
-            for other in self.standings.values()
-            if other.active and other.position < position - self.policy.bound
-        ]
-        if self.standings[worker].active and behind:
-            return False, f"{self.policy}: {worker} waits for {', '.join(sorted(behind, key=by_name))}"
+        behind = self.behind(worker, clock)
+        if behind:
+            return False, f"{self.policy}: {worker} waits for {', '.join(behind)}"
         return True, "within the bound"
+
+    def behind(self, worker: str, clock: int) -> list[str]:
+        """In `bounded`: for whom the answer to this commit waits."""
+        if not self.standings[worker].active:
+            return []
+        least = self._position(worker, clock) - self.policy.bound
+        return sorted((s.name for s in self.standings.values() if s.active and s.position < least), key=by_name)
 
     def clocks(self) -> dict[str, tuple[int, int]]:
         """Clock and incarnation of every worker."""
@@ -223,3 +310,26 @@ def by_name(name: str) -> tuple[str, int, str]:
     """Sort key that puts worker-10 after worker-2."""
     stem, dash, number = name.rpartition("-")
     return (stem, int(number), name) if dash and number.isdecimal() else (name, -1, name)
+
+
+def merged(reports: Iterable[Iterable[Standing]]) -> dict[str, Standing]:
+    """Where every worker stands by the word of several servers: the one that heard more of it is right."""
+    found: dict[str, Standing] = {}
+    for report in reports:
+        for one in report:
+            known = found.get(one.name)
+            if known is None or (known.incarnation, known.clock, known.stretch) < (
+                one.incarnation,
+                one.clock,
+                one.stretch,
+            ):
+                found[one.name] = msgspec.structs.replace(one)
+            elif (known.incarnation, known.clock, known.stretch) == (one.incarnation, one.clock, one.stretch):
+                known.resting, known.away = known.resting or one.resting, known.away or one.away
+                known.left, known.position = known.left or one.left, max(known.position, one.position)
+    return found
+
+
+def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
+    """The highest round that any server has opened, of all these standings."""
+    return max((standing.turn() for standing in standings), default=(0, 0))

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
+
+import msgspec
 
 from syncline.errors import ProtocolError
 
 Identity = tuple[str, int]  # name, incarnation
 
 
+def life_of(name: str, incarnation: int) -> str:
+    """One key for a name and its incarnation: who comes back under a name has made none of its earlier commits."""
+    return f"{name}#{incarnation}"
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's copy of a slice: all that is left of it when its only server is gone."""
+
+    slice: int
+    version: int
+    clocks: dict[str, int]  # of the workers whose commits are in it, by their lives
+    known: int  # the highest version that was acknowledged to this worker
+
+
 @dataclasses.dataclass(slots=True)
 class SliceState:
-    """Version and clocks of one slice. The vector clock is the table of what has been applied here."""
+    """Version, clocks and fences of one slice. The vector clock is the table of what has been applied here."""
 
     version: int = 0
     clocks: dict[Identity, int] = dataclasses.field(default_factory=dict)
+    fences: dict[str, int] = dataclasses.field(default_factory=dict)  # highest fenced incarnation of each name
     seen: dict[str, int] = dataclasses.field(default_factory=dict)  # version that each worker pulled last
     pins: int = 0
     writing: bool = False
@@ -25,6 +43,8 @@ class SliceState:
         known = self.clocks.get(worker, 0)
         if clock <= known:
             return "already applied"
+        if self.is_fenced(worker):
+            raise ProtocolError(f"{worker[0]}, incarnation {worker[1]}, is fenced on this slice")
         if clock != known + 1:
             raise ProtocolError(f"{worker[0]} commits clock {clock} on a slice that is at {known}")
         return "new"
@@ -36,6 +56,32 @@ class SliceState:
         if changed:
             self.version += 1
 
+    def fence(self, worker: Identity) -> None:
+        """Nothing more of this incarnation, or an earlier one of its name; earlier ones are forgotten."""
+        name, incarnation = worker
+        self.fences[name] = max(incarnation, self.fences.get(name, 0))
+        for known in [k for k in self.clocks if k[0] == name and k[1] < self.fences[name]]:
+            del self.clocks[known]
+        self.seen.pop(name, None)
+
+    def is_fenced(self, worker: Identity) -> bool:
+        return worker[1] <= self.fences.get(worker[0], 0)
+
+    def clock_entries(self) -> list[tuple[str, int, int]]:
+        """The clocks, for the wire."""
+        return [(name, incarnation, clock) for (name, incarnation), clock in self.clocks.items()]
+
+    def fence_entries(self) -> list[tuple[str, int]]:
+        return list(self.fences.items())
+
+    def take_over(
+        self, version: int, clocks: Iterable[tuple[str, int, int]], fences: Iterable[tuple[str, int]]
+    ) -> None:
+        """Becomes the state that another server had."""
+        self.version = version
+        self.clocks = {(name, incarnation): clock for name, incarnation, clock in clocks}
+        self.fences = dict(fences)
+
     def staleness(self, worker: str) -> int:
         """Updates applied since this worker pulled: version at apply minus version at pull."""
         return self.version - self.seen.get(worker, self.version)
@@ -43,3 +89,15 @@ class SliceState:
     def is_still(self, version: int) -> bool:
         """Whether an optimistic copy of this version, taken before now, cannot be torn."""
         return self.version == version and not self.writing
+
+
+def least_clocks(states: Iterable[SliceState]) -> dict[Identity, int]:
+    """For every worker, the commits that are on all of these slices: from there on they must be made anew."""
+    found: dict[Identity, int] | None = None
+    for state in states:
+        if found is None:
+            found = dict(state.clocks)
+        else:
+            for worker in [*found, *state.clocks]:
+                found[worker] = min(found.get(worker, 0), state.clocks.get(worker, 0))
+    return found or {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
 import socket
 import threading
 
+from syncline import faults
 from syncline.core.membership import Outcome
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import say
@@ -12,20 +14,28 @@ from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.roles.coordinator import Coordinator
+from syncline.store.journal import Journal
 
 #: After the end, this long for the others to hear of it and for the launcher to ask for the verdict.
 LINGER_SECONDS = 1.5
+JOURNAL = "journal.db"
 
 
-def run_coordinator(file: JobFile, listen_fd: int | None, sock: socket.socket | None = None) -> int:
-    """Serves until the job has ended; the exit code says how."""
+def run_coordinator(
+    file: JobFile, listen_fd: int | None, sock: socket.socket | None = None, *, takes_up: bool = False
+) -> int:
+    """Serves until the job has ended; the exit code says how. `takes_up`: an earlier one has died."""
     outcomes: list[Outcome] = []
     log = say("coordinator")
-    coordinator = Coordinator(file.given, log=log, ended=outcomes.append)
+    faults.arm("coordinator", file.folder)
+    journal = open_journal(file, takes_up=takes_up)
+    coordinator = Coordinator(file.given, log=log, ended=outcomes.append, journal=journal, job=file.job)
+    coordinator.term = journal.term
     if sock is None:
         sock = socket.socket(fileno=listen_fd) if listen_fd is not None else tcp.bind(file.host, file.port)
     stamp = Stamp(file.job)
-    stamp.term = 1
+    stamp.term, stamp.is_coordinators = journal.term, True
+    stamp.superseded = lambda term: coordinator.ending.superseded(f"a coordinator of term {term} has the job")
 
     def accept(connection: Connection) -> None:
         Endpoint(connection, stamp, coordinator)
@@ -37,4 +47,14 @@ def run_coordinator(file: JobFile, listen_fd: int | None, sock: socket.socket | 
     threading.Event().wait(LINGER_SECONDS)
     listener.close()
     coordinator.close()
+    journal.close()
     return 1 if outcomes and outcomes[0].failed else 0
+
+
+def open_journal(file: JobFile, *, takes_up: bool) -> Journal:
+    """The job's memory: a new one for a new job, the old one for one that goes on. Never the one for the other."""
+    path = pathlib.Path(file.folder) / JOURNAL
+    if takes_up:
+        return Journal.open(path, file.job)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Journal.create(path, file.job)

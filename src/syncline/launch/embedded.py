@@ -2,104 +2,157 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import secrets
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from syncline import config as configuration
-from syncline.client.job import FromCoordinator, Job
-from syncline.core.membership import Member
-from syncline.core.messages import Join, Joined, Over
+from syncline.client.hearing import FromCoordinator
+from syncline.client.job import Job
+from syncline.core.control import Join, Joined, Over
+from syncline.core.members import Member
+from syncline.errors import ConnectionLost, FencedError
 from syncline.launch import jobfile
 from syncline.launch.membership import join, myself, reach, say, waiter_reads
 from syncline.net import memory, tcp
+from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
-from syncline.net.transport import Peer
+from syncline.net.transport import Connection, Peer
 from syncline.roles.coordinator import Coordinator
 
 
 class InProcess:
-    """A coordinator and some servers in this process; workers are added to it."""
+    """A coordinator and some servers in this process; workers are added to it, and any of them may be killed."""
 
     def __init__(self, given: Mapping[str, Any], folder: pathlib.Path, job: str = "in-process") -> None:
         self._job = job
         self.folder = folder
-        self.coordinator = Coordinator(given, log=say("coordinator"))
+        self.coordinator = Coordinator(given, log=say("coordinator"), watches=False, job=job)
         self._servers: dict[str, Any] = {}
-        self._endpoints: list[Endpoint] = []
+        self._endpoints: dict[str, list[Endpoint]] = {}  # by the member that they belong to
+        self._links: dict[str, Link] = {}
 
     def stamp(self) -> Stamp:
         return Stamp(self._job)
 
-    def _pair(self, one: Peer, two: Peer, mine: Any, theirs: Any, stamp: Stamp) -> Endpoint:
+    def _pair(self, one: Peer, two: Peer, theirs: Any) -> Connection:
+        """A connection held by `one`, whose other end answers by `theirs`."""
         left, right = memory.pair(one, two)
         other = Endpoint(right, self.stamp(), theirs)
-        self._endpoints.append(other)
+        for name in (one.name, two.name):
+            self._endpoints.setdefault(name, []).append(other)
         greet = getattr(theirs, "greet", None)
         if greet is not None:
             greet(other)
-        return Endpoint(left, stamp, mine)
+        return left
 
-    def to_coordinator(self, role: str, name: str, service: Any, stamp: Stamp) -> Endpoint:
-        peer = Peer("coordinator", "coordinator", 0)
-        return self._pair(Peer(role, name, 0), peer, service, self.coordinator, stamp)
+    def link(self, role: str, name: str, service: Any, stamp: Stamp) -> Link:
+        """A member's way to the coordinator."""
 
-    def add_server(self, name: str) -> None:
+        def dial() -> Connection:
+            return self._pair(Peer(role, name, 0), Peer("coordinator", "coordinator", 0), self.coordinator)
+
+        def fenced(error: FencedError) -> None:
+            hear = getattr(service, "fenced", None)
+            if hear is not None:
+                hear(error)
+
+        made = Link(
+            dial, service, stamp, patience_seconds=0.0, say=say(name), fenced=fenced, gone=lambda reason: None
+        )
+        self._links[name] = made
+        return made
+
+    def add_server(self, name: str) -> Call:
         # Imported here: a worker without torch has its server in a child process.
         from syncline.roles.homes import home_of
         from syncline.roles.pool import InlinePool
         from syncline.roles.server import Server
 
         home = home_of(self.coordinator.config.server_device, say(name))
-        server = Server(name, InlinePool(), create_memory=HeapMemory, log=say(name), over=_ignore, home=home)
-        self._servers[name] = server
         stamp = self.stamp()
-        endpoint = self.to_coordinator("server", name, server, stamp)
-        call = endpoint.call(Join("server", name, "local", 0, None, {}))
+
+        def dial(member: Member) -> Endpoint:
+            me = Peer("server", name, stamp.incarnation)
+            there = Peer("server", member.name, 0)
+            return Endpoint(self._pair(me, there, self._server(member.name)), stamp)
+
+        server = Server(
+            name, InlinePool(), create_memory=HeapMemory, log=say(name), over=_ignore, home=home, dial=dial
+        )
+        self._servers[name] = server
+        link = self.link("server", name, server, stamp)
+        call = link.try_call(Join("server", name, "local", 0, None, {}, secrets.token_hex(8), "in-process"))
 
         def joined() -> None:
             if isinstance(call.answer, Joined):
                 stamp.incarnation = call.answer.incarnation
+                stamp.generation = call.answer.generation
+                link.begin(name, call.answer.incarnation, beat=None, beat_seconds=1.0, on_roster=server.hear)
                 server.form(call.answer)
 
         call.when_done(joined)
+        return call
 
-    def ask_to_join(self, name: str, defaults: Mapping[str, Any]) -> tuple[Endpoint, FromCoordinator, Stamp, Call]:
+    def _server(self, name: str) -> Any:
+        if name not in self._servers:
+            raise ConnectionLost(f"{name} is gone")
+        return self._servers[name]
+
+    def ask_to_join(self, name: str, defaults: Mapping[str, Any]) -> tuple[Link, FromCoordinator, Stamp, Call]:
         """A worker's question to be a member, not waited for."""
         stamp, hearing = self.stamp(), FromCoordinator()
-        endpoint = self.to_coordinator("worker", name, hearing, stamp)
-        return endpoint, hearing, stamp, endpoint.call(Join("worker", name, "local", 0, None, dict(defaults)))
+        link = self.link("worker", name, hearing, stamp)
+        call = link.try_call(
+            Join("worker", name, "local", 0, None, dict(defaults), secrets.token_hex(8), "in-process")
+        )
+        return link, hearing, stamp, call
 
     def dial(self, me: Member, stamp: Stamp, member: Member) -> Endpoint:
         one, two = Peer("worker", me.name, me.incarnation), Peer("server", member.name, 0)
-        return self._pair(one, two, None, self._servers[member.name], stamp)
+        return Endpoint(self._pair(one, two, self._server(member.name)), stamp)
 
-    def make_job(
-        self, endpoint: Endpoint, hearing: FromCoordinator, stamp: Stamp, joined: Joined, embedded: bool
-    ) -> Job:
+    def make_job(self, link: Link, hearing: FromCoordinator, stamp: Stamp, joined: Joined, embedded: bool) -> Job:
         me = myself(joined)
-        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
         return Job(
             joined,
             me,
-            endpoint,
+            link,
             hearing,
             lambda member: self.dial(me, stamp, member),
+            stamp,
             folder=self.folder,
             say=say(me.name),
             embedded=embedded,
+            beats=False,
             on_close=self.close if embedded else lambda: None,
         )
 
+    def kill(self, name: str) -> None:
+        """This member is gone from one moment to the next: its connections break, and nobody answers for it."""
+        server = self._servers.pop(name, None)
+        for endpoint in self._endpoints.pop(name, []):
+            endpoint.close("killed")
+        link = self._links.pop(name, None)
+        if link is not None:
+            link.close()
+        if server is not None:
+            server.close()
+
     def close(self) -> None:
         self.coordinator.close()
+        for link in self._links.values():
+            link.close()
         for server in self._servers.values():
             server.close()
-        for endpoint in self._endpoints:
-            endpoint.close()
+        for endpoints in self._endpoints.values():
+            for endpoint in endpoints:
+                endpoint.close()
 
 
 def _ignore(over: Over) -> None:
@@ -109,7 +162,8 @@ def _ignore(over: Over) -> None:
 def start_embedded(defaults: Mapping[str, Any]) -> Job:
     """A job of one worker in this process. Without torch in it, the server is a child process."""
     toml = configuration.read_toml(pathlib.Path.cwd())
-    given = {key: value for key, value in toml.items() if key not in ("hosts", "remote", "env", "bind")}
+    elsewhere = ("hosts", "remote", "env", "bind", "replicas", "ack", "least_workers", "most_workers")
+    given = {key: value for key, value in toml.items() if key not in elsewhere}
     given.update(workers=1, servers=1)
     name = str(given.get("name") or f"{_script_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
     given["name"] = name
@@ -117,11 +171,11 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
     if "torch" not in sys.modules:
         return _with_child_server(given, folder, defaults)
     process = InProcess(given, folder)
-    endpoint, hearing, stamp, call = process.ask_to_join("worker-0", defaults)
+    link, hearing, stamp, call = process.ask_to_join("worker-0", defaults)
     process.add_server("server-0")
     joined = call.wait(process.coordinator.config.start_seconds)
     assert isinstance(joined, Joined)
-    return process.make_job(endpoint, hearing, stamp, joined, embedded=True)
+    return process.make_job(link, hearing, stamp, joined, embedded=True)
 
 
 def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Mapping[str, Any]) -> Job:
@@ -145,27 +199,27 @@ def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Ma
 
     try:
         stamp, hearing = process.stamp(), FromCoordinator()
-        endpoint = process.to_coordinator("worker", "worker-0", hearing, stamp)
+        link = process.link("worker", "worker-0", hearing, stamp)
         process.coordinator.start_deadline()
-        joined = join(
-            endpoint, "worker", "worker-0", "local", None, defaults, process.coordinator.config.start_seconds
-        )
+        joined = join(link, "worker", "worker-0", "local", None, defaults, process.coordinator.config.start_seconds)
         me = myself(joined)
-        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
         proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
         return Job(
             joined,
             me,
-            endpoint,
+            link,
             hearing,
             lambda member: Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined)),
+            stamp,
             folder=folder,
             say=say(me.name),
             embedded=True,
+            beats=False,
             on_close=close,
         )
     except BaseException:
-        close()
+        with contextlib.suppress(Exception):
+            close()
         raise
 
 

@@ -1,7 +1,11 @@
-"""Which member runs on which host."""
+"""How many workers there are, and which member runs on which host."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from syncline import config as configuration
 from syncline.config import JobConfig
 from syncline.errors import ConfigError
 
@@ -19,6 +23,46 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
             raise ConfigError(f"-H {text!r}: {host} is there twice")
         found.append((host, int(count)))
     return found
+
+
+def parse_workers(text: str) -> dict[str, int]:
+    """`4`, or `2:8`: the least and the most; the number to start with then follows from what is there (0)."""
+    least, colon, most = text.partition(":")
+    if not colon and text.removeprefix("-").isdecimal():
+        return {"workers": int(text), "least_workers": 0, "most_workers": 0}
+    if not (least.isdecimal() and most.isdecimal()) or not 1 <= int(least) <= int(most):
+        raise ConfigError(f"-w {text!r}: give a number of workers, or the least and the most, e.g. 4 or 2:8")
+    return {"workers": 0, "least_workers": int(least), "most_workers": int(most)}
+
+
+def settle_workers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings with a number of workers to start with: as many as the hosts have, or as there is room."""
+    settled = dict(given)
+    least, most = int(given.get("least_workers", 0)), int(given.get("most_workers", 0))
+    said = int(given.get("workers", 0))
+    if "hosts" in given:
+        count = sum(number for _, number in parse_hosts(str(given["hosts"])))
+        known = said if said or "workers" not in given or most else -1
+        if known not in (0, count) or count < least or (most and count > most):
+            workers = f"{least}:{most}" if most and not said else f"{said}"
+            raise ConfigError(f"-w {workers} and -H {given['hosts']} ({count} workers) exclude each other")
+        settled["workers"] = count
+    elif not said and (least or most):
+        there = configuration.num_gpus() or configuration.num_cores()
+        settled["workers"] = max(least, 1, min(there, most or there))
+    elif "workers" in given and said and (said < least or (most and said > most)):
+        raise ConfigError(f"workers = {said}: least_workers = {least} and most_workers = {most} exclude this")
+    return settled
+
+
+def quietest(role: str, where: Mapping[str, str], config: JobConfig) -> str:
+    """The host for one more member: the one with the fewest of its role, the first of them."""
+    hosts = [host for host, _ in parse_hosts(config.hosts)] if config.hosts else ["local"]
+    counts = dict.fromkeys(hosts, 0)
+    for name, host in where.items():
+        if name.startswith(f"{role}-") and host in counts:
+            counts[host] += 1
+    return min(hosts, key=lambda host: counts[host])
 
 
 def assign(config: JobConfig) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The launcher: starts the roles, forwards their output and signals, exits with the job's verdict."""
+"""The launcher: starts the roles, and again those that die; forwards their output and signals; exits with the job's
+verdict."""
 
 from __future__ import annotations
 
@@ -7,34 +8,35 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from syncline.core.messages import Died, Standings, Watch
-from syncline.errors import SynclineError
-from syncline.launch.jobfile import JobFile
-from syncline.launch.membership import connect_service
+import msgspec
+
+from syncline.core.control import Died, Standings
+from syncline.launch.folder import JOURNAL
+from syncline.launch.lives import Life, Lives, Screen
 from syncline.launch.processes import MemberProcess, Plan, describe_exit, exit_code, start_member
-from syncline.net.rpc import Endpoint, Stamp
-from syncline.net.transport import Peer
+from syncline.launch.restarts import Restarts, is_of_the_script
+from syncline.launch.watching import Watching
+
+__all__ = ["Launcher", "Screen"]
 
 POLL_SECONDS = 0.05
-WATCH_SECONDS = 0.25
 #: From the first word to end until nothing is left.
 STOP_SECONDS = 2.0
+#: After a failure, for members to hear of it before they are told to end.
+HEAR_SECONDS = 0.5
+#: After a good end, for servers and coordinator to end by themselves.
+CLOSE_SECONDS = 5.0
+#: For a look at how things stood when a member died.
+LOOK_SECONDS = 0.5
+#: A process that was evicted hears of it with its next word; one that says nothing for so long is ended.
+FENCED_SECONDS = 30.0
+#: For a coordinator that is away to say whether a worker that ended well has left.
+UNSURE_SECONDS = 10.0
 
-
-class Screen(Protocol):
-    """Where the job's output and progress are shown."""
-
-    def line(self, member: str, text: str) -> None:
-        """One line that a member wrote."""
-
-    def progress(self, standings: Standings) -> None:
-        """How the job stands."""
-
-    def verdict(self, text: str) -> None:
-        """How the job ended."""
+#: Makes the plan of one more member: its name, and where the others are.
+Grow = Callable[[str, Mapping[str, str]], Plan]
 
 
 class Launcher:
@@ -42,133 +44,240 @@ class Launcher:
 
     def __init__(
         self,
-        file: JobFile,
         plans: Sequence[Plan],
         screen: Screen,
+        watching: Watching,
         *,
         folder: pathlib.Path,
+        grow: Grow,
+        max_restarts: int = 3,
         remote: str = "",
         start: Callable[[Plan, str], MemberProcess] = start_member,
     ) -> None:
-        self._file, self._plans, self._screen, self._folder = file, plans, screen, folder
-        self._remote, self._start = remote, start
-        self._processes: dict[str, MemberProcess] = {}
-        self._ended: dict[str, int] = {}
-        self._forwarders: list[threading.Thread] = []
-        self._log_failed = False
+        self._plans, self._screen, self._watching, self._folder = plans, screen, watching, folder
+        self._grow = grow
+        self._lives = Lives(screen, folder, lambda plan: start(plan, remote), self._unread)
+        self._restarts = Restarts(max_restarts)
+        self._due: dict[str, tuple[float, Plan, str]] = {}  # to be started again: when, what, why
+        self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started
+        self._finished: set[str] = set()  # ended well
+        self._own_mistakes: dict[str, tuple[str, int]] = {}  # workers that ended by their script, the first first
+        self._codes: dict[str, int] = {}
+        self._standings: Standings | None = None
+        self._incarnations: dict[str, int] = {}  # the last known of each member
+        self._has_stepped = False
+        self._is_fresh = False  # whether the coordinator answered when it was last asked
+        self._unsure: dict[str, tuple[Life, float]] = {}
+        self._num_scalings = 0
+        self._wanted = {role: sum(plan.role == role for plan in plans) for role in ("worker", "server")}
         self._signal: int | None = None
-        self._endpoint: Endpoint | None = None
         self._failure: tuple[str, str, int] | None = None  # member, reason, exit code
 
     def run(self) -> int:
         """Starts everything and returns the exit code for the job."""
         with self._signals():
+            self._watching.start()
             try:
-                self._start_all()
+                for plan in self._plans:
+                    if self._signal is None:
+                        self._lives.begin(plan)
                 self._watch()
             finally:
                 self._stop_all()
         return self._conclude()
 
-    def _start_all(self) -> None:
-        for plan in self._plans:
-            if self._signal is not None:
-                return
-            process = self._start(plan, self._remote)
-            self._processes[plan.name] = process
-            thread = threading.Thread(target=self._forward, args=(process,), name=f"log {plan.name}", daemon=True)
-            thread.start()
-            self._forwarders.append(thread)
-
-    def _forward(self, process: MemberProcess) -> None:
-        """A member's output: into its log, and onto the screen. Whatever fails there, the member is read on."""
-        with contextlib.suppress(ValueError, OSError):  # the pipe is closed at the end
-            for raw in iter(process.output.readline, b""):
-                self._keep(process.name, raw)
-                if b"JobFailed: " in raw:
-                    continue  # it says what our own verdict will say
-                try:
-                    self._screen.line(process.name, raw.decode("utf-8", "replace").rstrip("\n"))
-                except BrokenPipeError:
-                    self._signal = self._signal or signal.SIGPIPE  # nobody reads us any more
-
-    def _keep(self, name: str, raw: bytes) -> None:
-        try:
-            with open(self._folder / f"{name}.log", "ab") as log:
-                log.write(raw)
-        except OSError as error:
-            if not self._log_failed:
-                self._log_failed = True
-                self._screen.verdict(f"logs cannot be kept in {self._folder}: {error.strerror or error}")
+    def _say(self, text: str) -> None:
+        self._screen.line("launcher", f"syncline: {text}")
 
     # -- while it runs ------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        next_look = 0.0
         while self._signal is None and self._failure is None:
+            for standings in self._watching.take():
+                self._learn(standings)
             self._reap()
-            if self._workers_done() or (self._failure is None and self._all_gone()):
+            if self._is_over():
                 return
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + WATCH_SECONDS
-                standings = self._look()
-                if standings is not None:
-                    self._screen.progress(standings)
-                    if standings.verdict and standings.culprit:
-                        self._note_verdict(standings)
+            self._start_due()
+            self._end_fenced()
             time.sleep(POLL_SECONDS)
 
-    def _reap(self) -> None:
-        for name, process in self._processes.items():
-            code = process.poll()
-            if code is None or name in self._ended:
-                continue
-            self._ended[name] = code
-            if name.startswith("worker-") and code == 0 and self._has_left(name):
-                continue
-            if name.startswith("worker-") and code == 0:
-                reason = "ended without having joined the job; does the script call syncline.init()?"
-                self._fail(name, reason, 1)
-            elif code != 0:  # a server or the coordinator ends well only when the job is over
-                self._fail(name, describe_exit(code), exit_code(code) or 1)
+    def _learn(self, standings: Standings) -> None:
+        """What the coordinator says: who lives, who was of use, how many there are to be, how it ended."""
+        self._standings = standings
+        self._screen.progress(standings)
+        self._has_stepped |= any(report.step for report in standings.reports.values())
+        for name, incarnation in standings.incarnations.items():
+            life = self._lives.get(name)
+            if life is None or (incarnation <= self._incarnations.get(name, 0) and not life.incarnation):
+                continue  # of the life before
+            life.incarnation = self._incarnations[name] = incarnation
+            life.has_pushed |= name in standings.pushed
+            self._has_stepped |= name in standings.pushed and life.plan.role == "worker"
+        if standings.verdict and standings.culprit:
+            self._note_verdict(standings)
+        elif not standings.verdict and standings.formed:
+            self._grow_to(standings)
 
-    def _workers_done(self) -> bool:
-        workers = [plan.name for plan in self._plans if plan.role == "worker"]
-        return all(self._ended.get(name) == 0 for name in workers)
-
-    def _all_gone(self) -> bool:
-        return len(self._ended) == len(self._processes)
-
-    def _has_left(self, name: str) -> bool:
-        standings = self._look()
-        return standings is None or name in standings.left
-
-    def _look(self) -> Standings | None:
-        try:
-            if self._endpoint is None:
-                stamp = Stamp(self._file.job)
-                self._endpoint = connect_service(self._file, Peer("launcher", "launcher", 0), stamp, None)
-            answer = self._endpoint.call(Watch()).wait(1.0)
-            return answer if isinstance(answer, Standings) else None
-        except SynclineError:
-            return None
-
-    def _fail(self, name: str, reason: str, code: int) -> None:
-        """The first death is the verdict; everyone is told who died, and how."""
-        if self._failure is None:
-            self._failure = (name, f"{name} {reason}", code)
-            if self._endpoint is not None:
-                with contextlib.suppress(SynclineError):
-                    self._endpoint.call(Died(name, reason)).wait(1.0)
+    @property
+    def _has_ended(self) -> bool:
+        return self._standings is not None and bool(self._standings.verdict)
 
     def _note_verdict(self, standings: Standings) -> None:
         """The coordinator knows of a failure before a process has ended: give that process a moment."""
         for _ in range(10):
+            for life, code in self._lives.take_ended():
+                self._codes[life.plan.name] = code
+            if standings.culprit in self._codes:
+                break
             time.sleep(POLL_SECONDS)
-            self._reap()
-            if self._failure is not None:
+        code = exit_code(self._codes.get(standings.culprit, 1)) or 1
+        self._failure = (standings.culprit, standings.verdict, code)
+
+    def _is_over(self) -> bool:
+        if self._failure is not None:
+            return True
+        if self._workers <= self._finished:
+            return not self._others_at_work()
+        return not self._lives.alive() and not self._due
+
+    def _others_at_work(self) -> bool:
+        """Workers that were started elsewhere, by the job file; the job is theirs too."""
+        if self._standings is None or self._has_ended:
+            return False
+        self._look_now()
+        names = self._standings.incarnations if not self._has_ended else ()
+        return any(name.startswith("worker-") and name not in self._finished for name in names)
+
+    def _look_now(self) -> None:
+        self._is_fresh = "coordinator" in self._lives and self._watching.look_now(LOOK_SECONDS)
+        if self._is_fresh:
+            for standings in self._watching.take():
+                self._learn(standings)
+
+    # -- deaths -------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        ended = self._lives.take_ended()
+        self._codes |= {life.plan.name: code for life, code in ended}
+        if ended:
+            self._look_now()
+        for life, code in ended:
+            if self._failure is None:
+                self._see_end(life, code)
+        if self._unsure and self._failure is None:
+            self._look_at_unsure()
+
+    def _see_end(self, life: Life, code: int) -> None:
+        name, role = life.plan.name, life.plan.role
+        reason = describe_exit(code)
+        left = self._standings is None or name in self._standings.left
+        if code == 0 and (role != "worker" or left):
+            self._finished.add(name)  # a server has left, or the job is over
+        elif code == 0 and not self._is_fresh and name not in self._unsure:
+            self._unsure[name] = (life, time.monotonic() + UNSURE_SECONDS)  # the coordinator may know better, soon
+        elif code == 0:
+            self._fail(name, "ended without having joined the job; does the script call syncline.init()?", 1)
+        elif self._has_ended and not is_of_the_script(code):
+            self._finished.add(name)  # the job is over: who falls now takes nothing with it
+            self._say(f"{name} {reason} after the end of the job")
+        elif role == "worker" and self._standings and left and not life.had_left and not is_of_the_script(code):
+            self._finished.add(name)  # it has left, and falls on its way out
+            self._say(f"{name} {reason} after it had left")
+        elif code == -signal.SIGTERM and role != "coordinator":
+            self._finished.add(name)  # somebody wants it to go, at once
+            self._say(f"{name} {reason}; it is not started again")
+            self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))
+        elif self._has_ended or (left and role == "worker" and self._standings and not life.had_left):
+            self._fail(name, reason, exit_code(code))
+        elif self._standings is not None and name in self._standings.retiring:
+            self._finished.add(name)  # it was to go anyway: the coordinator sees its connection end
+            self._say(f"{name} {reason} while it was leaving")
+        else:
+            self._see_death(life, code, reason)
+
+    def _look_at_unsure(self) -> None:
+        """Workers that ended well while no coordinator could say that they have left."""
+        for name, (life, until) in list(self._unsure.items()):
+            has_left = self._standings is not None and name in self._standings.left
+            if has_left or self._has_ended or time.monotonic() > until:
+                self._see_end(life, 0)
+                del self._unsure[name]
+
+    def _see_death(self, life: Life, code: int, reason: str) -> None:
+        name = life.plan.name
+        if life.plan.role == "worker" and is_of_the_script(code):
+            self._own_mistakes.setdefault(name, (reason, code))
+            if not self._has_stepped and self._workers <= self._own_mistakes.keys():
+                first, (reason, code) = next(iter(self._own_mistakes.items()))
+                self._fail(first, reason, exit_code(code))  # trying again would not help
                 return
-        self._failure = (standings.culprit, standings.verdict, 1)
+        again = self._restarts.died(name, life.has_pushed, time.monotonic())
+        if not again.starts_again:
+            self._fail(name, reason, exit_code(code), again.describe(name, reason))
+            return
+        self._say(again.describe(name, reason))
+        self._due[name] = (time.monotonic() + again.pause_seconds, life.plan, reason)
+        if name != "coordinator":
+            self._watching.tell(Died(name, reason))
+
+    def _fail(self, name: str, reason: str, code: int, verdict: str = "") -> None:
+        """This is the verdict; everyone is told who died, and how."""
+        if self._failure is None:
+            self._failure = (name, verdict or f"{name} {reason}", code or 1)
+            if name != "coordinator":
+                self._watching.tell(Died(name, reason, comes_back=False), 1.0)
+
+    # -- starting again, and more -------------------------------------------------------------------------
+
+    def _start_due(self) -> None:
+        """A member starts again after its pause, and not before the coordinator has heard of its death."""
+        for name, (when, plan, why) in list(self._due.items()):
+            if time.monotonic() < when or not self._watching.is_told(name) or self._has_ended:
+                continue
+            del self._due[name]
+            begun = self._watching.has_answered or (self._folder / JOURNAL).exists()
+            takes_up = plan.role == "coordinator" and begun
+            self._lives.begin(msgspec.structs.replace(plan, takes_up=takes_up, starts_again=True), why)
+        if self._has_ended:
+            self._due.clear()
+
+    def _grow_to(self, standings: Standings) -> None:
+        """More are wanted: the next free names. When fewer are, the coordinator retires some itself."""
+        for role, wanted in standings.wanted.items():
+            before, self._wanted[role] = self._wanted.get(role, wanted), wanted
+            if wanted <= before and standings.num_scalings == self._num_scalings:
+                continue
+            where = {life.plan.name: life.plan.host for life in self._lives.values()}
+            where |= {name: plan.host for name, (_, plan, _) in self._due.items()}
+            taken = {name for name in (*where, *standings.incarnations) if name.startswith(f"{role}-")}
+            staying = taken - set(standings.retiring)
+            free = (name for k in range(1 << 16) if (name := f"{role}-{k}") not in taken)
+            for _ in range(wanted - len(staying)):
+                plan = self._grow(next(free), where)
+                where[plan.name] = plan.host
+                self._finished.discard(plan.name)
+                if role == "worker":
+                    self._workers.add(plan.name)
+                self._say(f"{plan.name} starts on host {plan.host}")
+                self._lives.begin(plan).had_left = plan.name in standings.left
+        self._num_scalings = standings.num_scalings
+
+    def _end_fenced(self) -> None:
+        """Who was evicted and does not hear of it, because it hangs or is stopped, is ended here."""
+        standings, now = self._standings, time.monotonic()
+        if standings is None or not standings.formed or self._has_ended:
+            return
+        for life in self._lives.values():
+            name = life.plan.name
+            if not life.incarnation or standings.incarnations.get(name) == life.incarnation or name in standings.left:
+                life.missing_since = None
+            elif life.missing_since is None:
+                life.missing_since = now
+            elif now - life.missing_since > FENCED_SECONDS:
+                self._say(f"{name} was evicted {FENCED_SECONDS:g} s ago and has not ended; it is ended now")
+                life.missing_since = now
+                life.process.signal(signal.SIGKILL)
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -178,8 +287,7 @@ class Launcher:
 
         def handler(number: int, frame: object) -> None:
             if self._signal is not None:
-                for process in self._processes.values():
-                    process.signal(signal.SIGKILL)
+                self._lives.kill_all()
             self._signal = number
 
         if threading.current_thread() is not threading.main_thread():
@@ -192,34 +300,15 @@ class Launcher:
             for number, old in previous.items():
                 signal.signal(number, old)
 
+    def _unread(self) -> None:
+        self._signal = self._signal or signal.SIGPIPE  # nobody reads us any more
+
     def _stop_all(self) -> None:
-        went_well = self._signal is None and self._failure is None and self._workers_done()
-        if not went_well:
-            for process in self._alive():
-                process.signal(signal.SIGTERM)
-        self._wait_for_end(STOP_SECONDS + (3.0 if went_well else 0.0))
-        for process in self._alive():
-            process.close_lifeline()
-            process.kill()
-        for process in self._processes.values():
-            process.close_lifeline()
-        deadline = time.monotonic() + 1.0
-        for thread in self._forwarders:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
-        for process, thread in zip(self._processes.values(), self._forwarders, strict=False):
-            # Something that a script has left behind may hold the pipe open: its reader is let go with us.
-            if not thread.is_alive():
-                process.output.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
-
-    def _alive(self) -> list[MemberProcess]:
-        return [process for process in self._processes.values() if process.poll() is None]
-
-    def _wait_for_end(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        went_well = self._signal is None and self._failure is None and not self._due
+        self._watching.stop()
+        seconds = CLOSE_SECONDS if went_well else STOP_SECONDS
+        self._lives.stop(seconds, asks=not went_well, hear_seconds=HEAR_SECONDS if self._failure else 0.0)
+        self._watching.close()
 
     def _conclude(self) -> int:
         if self._signal is not None:

@@ -12,9 +12,11 @@ import threading
 import msgspec
 
 from syncline import config as configuration
+from syncline import faults
 from syncline.client.job import current_job, has_current_job
-from syncline.errors import ConnectionLost, JobFailed, SynclineError
+from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
 from syncline.launch.processes import Plan
+from syncline.launch.restarts import EVICTED
 from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
 
@@ -44,7 +46,7 @@ def play(plan: Plan) -> int:
         if plan.role == "coordinator":
             from syncline.launch.coordinating import run_coordinator
 
-            return run_coordinator(plan.file, plan.listen_fd)
+            return run_coordinator(plan.file, plan.listen_fd, takes_up=plan.takes_up)
         if plan.role == "server":
             from syncline.launch.serving import run_server
 
@@ -60,6 +62,8 @@ def play(plan: Plan) -> int:
 def run_worker(plan: Plan) -> int:
     """Runs the user's script as a worker; its exit code is the process's."""
     invite(Invitation(plan.file, plan.name, plan.host))
+    faults.arm(plan.name, plan.file.folder)
+    leave_on_sigterm()
     sys.argv = [plan.script, *plan.arguments]
     try:
         if plan.is_module:
@@ -72,16 +76,47 @@ def run_worker(plan: Plan) -> int:
     except SystemExit as stop:
         code = _exit_code(stop)
     except BaseException as caught:
-        error: BaseException = caught
-        if isinstance(caught, ConnectionLost) and has_current_job():
-            error = current_job().explain(caught)
-        if isinstance(error, JobFailed):
-            sys.stderr.write(describe(error))
-        else:
-            sys.stderr.write(f"{plan.name or 'worker'} failed:\n{describe(error, plan.script)}")
-        sys.stderr.flush()
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = _failed(plan, caught)
     return _finish(plan, code)
+
+
+def _failed(plan: Plan, error: BaseException) -> int:
+    """The script ended with an error: said in words, or with its traceback; the exit code."""
+    job = current_job() if has_current_job() else None
+    if isinstance(error, ConnectionLost) and job is not None:
+        error = job.explain(error)
+    if isinstance(error, SynclineError) and job is not None and job.evicted is not None:
+        error = job.evicted
+    if isinstance(error, FencedError):
+        name = job.name if job is not None else plan.name or "this worker"
+        sys.stderr.write(f"syncline: {name} was evicted: {error}; a new process may join under its name\n")
+        code = EVICTED
+    elif isinstance(error, JobFailed):
+        sys.stderr.write(describe(error))
+        code = 1
+    else:
+        sys.stderr.write(f"{plan.name or 'worker'} failed:\n{describe(error, plan.script)}")
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    sys.stderr.flush()
+    return code
+
+
+def leave_on_sigterm() -> None:
+    """SIGTERM: finish the step and leave the job; again: end at once. A script may do otherwise."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    owner = os.getpid()
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if has_current_job() and os.getpid() == owner:  # not in what the script has forked, which inherits this
+            current_job().retire()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, leave)
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -98,9 +133,12 @@ def _finish(plan: Plan, code: int) -> int:
     if code:
         current_job().abandon()
         return code
+    job = current_job()
     try:
-        current_job().close()
+        job.close()
     except SynclineError as error:
+        if job.evicted is not None:
+            return _failed(plan, job.evicted)
         sys.stderr.write(f"{plan.name or 'worker'}: {describe(error)}")
         return 1
     return 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -14,16 +17,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from syncline import config as configuration
-from syncline.client.job import FromCoordinator, Job
+from syncline.client.hearing import FromCoordinator
+from syncline.client.job import Job
 from syncline.config import JobConfig
-from syncline.core.membership import Address, Member
-from syncline.core.messages import Join, Joined
+from syncline.core.control import Join, Joined
+from syncline.core.members import Address, Member
 from syncline.errors import ConfigError, ConnectionLost, WaitTimeout
 from syncline.launch.jobfile import JobFile
 from syncline.net import tcp
 from syncline.net.connection import SocketConnection
-from syncline.net.rpc import Endpoint, Service, Stamp
-from syncline.net.transport import Peer
+from syncline.net.link import Link
+from syncline.net.rpc import Call, Endpoint, Service, Stamp
+from syncline.net.transport import Connection, Peer
 
 #: A member may start before its coordinator listens.
 CONNECT_SECONDS = 20.0
@@ -68,8 +73,32 @@ def unix_name() -> str:
     return os.path.join(tempfile.gettempdir(), f"syncline-{secrets.token_hex(8)}")
 
 
+def process_kind() -> str:
+    """Processor and torch of this process: copies of a slice on equal ones are equal bit by bit."""
+    words = [platform.machine(), _processor()]
+    torch = sys.modules.get("torch")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        words.append(f"torch {torch.__version__ if torch is not None else importlib.metadata.version('torch')}")
+    return ", ".join(word for word in words if word)
+
+
+def _processor() -> str:
+    """The name of this host's processor, where the system says it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return ""
+
+
+def greeting(role: str, name: str, host: str, address: Address | None, defaults: Mapping[str, Any]) -> Join:
+    """A process asks to be a member. The same question, asked again, is known to be from the same process."""
+    process = secrets.token_hex(8)
+    return Join(role, name, host, os.getpid(), address, dict(defaults), process, process_kind())
+
+
 def join(
-    endpoint: Endpoint,
+    way: Link | Endpoint,
     role: str,
     name: str,
     host: str,
@@ -78,44 +107,84 @@ def join(
     seconds: float,
     on_joined: Callable[[Joined], None] = lambda joined: None,
 ) -> Joined:
-    """Asks to be a member and waits until all are there. `on_joined` runs before any other frame is read."""
-    call = endpoint.call(Join(role, name, host, os.getpid(), address, dict(defaults)))
+    """Asks to be a member and waits until all are there; over a link, as often as the connection breaks.
 
-    def arrived() -> None:
-        if isinstance(call.answer, Joined):
-            on_joined(call.answer)
+    `on_joined` runs before any other frame is read.
+    """
+    message = greeting(role, name, host, address, defaults)
+    # The coordinator's own deadline comes first, and it knows who is missing.
+    until = time.monotonic() + seconds + 10.0
+    while True:
+        try:
+            call = way.try_call(message) if isinstance(way, Link) else way.call(message)
+            call.when_done(functools.partial(_hand_over, call, on_joined))
+            answer = call.wait(max(0.0, until - time.monotonic()))
+            assert isinstance(answer, Joined)
+            return answer
+        except WaitTimeout:
+            raise WaitTimeout(f"the job was not whole within {seconds:g} s") from None
+        except ConnectionLost:
+            if not isinstance(way, Link) or time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
-    call.when_done(arrived)
-    try:
-        # The coordinator's own deadline comes first, and it knows who is missing.
-        answer = call.wait(seconds + 10.0)
-    except WaitTimeout:
-        raise WaitTimeout(f"the job was not whole within {seconds:g} s") from None
-    assert isinstance(answer, Joined)
-    return answer
+
+def _hand_over(call: Call, on_joined: Callable[[Joined], None]) -> None:
+    if isinstance(call.answer, Joined):
+        on_joined(call.answer)
 
 
 def myself(joined: Joined) -> Member:
     return next(member for member in joined.members if member.incarnation == joined.incarnation)
 
 
+def open_link(file: JobFile, identity: tcp.Identity, hearing: FromCoordinator, stamp: Stamp, who: str) -> Link:
+    """A worker's way to its coordinator, which is made anew when it breaks."""
+    first = True
+
+    def dial() -> Connection:
+        nonlocal first
+        if not first:
+            return tcp.connect_tcp(file.host, file.port, identity, 5.0)
+        first = False
+        return connect(file, identity)
+
+    config = configuration.resolve(file.given)
+    return Link(
+        dial,
+        hearing,
+        stamp,
+        patience_seconds=config.coordinator_seconds,
+        say=say(who),
+        fenced=hearing.fenced,
+        gone=hearing.gone,
+    )
+
+
 def join_as_worker(file: JobFile, name: str, host: str, defaults: Mapping[str, Any]) -> Job:
     """A worker's way into its job."""
-    stamp = Stamp(file.job)
+    stamp, hearing = Stamp(file.job), FromCoordinator()
     identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
-    hearing = FromCoordinator()
-    endpoint = Endpoint(connect(file, identity), stamp, hearing)
-    seconds = configuration.resolve(file.given).start_seconds
-    joined = join(endpoint, "worker", name, host, None, defaults, seconds)
-    me = myself(joined)
-    stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
-    proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
+    link = open_link(file, identity, hearing, stamp, name or "worker")
 
-    def dial(member: Member) -> Endpoint:
-        return Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined))
+    def on_joined(joined: Joined) -> None:
+        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
+        hearing.begin(link, joined, myself(joined).name, beats=True)
 
-    folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
-    return Job(joined, me, endpoint, hearing, dial, folder=folder, say=say(me.name), embedded=False)
+    try:
+        seconds = configuration.resolve(file.given).start_seconds
+        joined = join(link, "worker", name, host, None, defaults, seconds, on_joined)
+        me = myself(joined)
+        proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
+
+        def dial(member: Member) -> Endpoint:
+            return Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined))
+
+        folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
+        return Job(joined, me, link, hearing, dial, stamp, folder=folder, say=say(me.name), embedded=False)
+    except BaseException:
+        link.close()
+        raise
 
 
 def waiter_reads(joined: Joined) -> bool:

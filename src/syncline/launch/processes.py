@@ -6,6 +6,7 @@ when the launcher is gone, however it went, the pipe closes and the member ends 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shlex
@@ -19,6 +20,7 @@ import msgspec
 from syncline import config as configuration
 from syncline.errors import ConfigError
 from syncline.launch.jobfile import JobFile
+from syncline.launch.restarts import EVICTED
 
 LOCAL_HOSTS = frozenset({"local", "localhost", "127.0.0.1", "::1"})
 
@@ -37,6 +39,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     num_local_workers: int = 0  #: on this host: they share its cores
     listen_fd: int | None = None  #: coordinator: the socket that is bound already
+    takes_up: bool = False  #: coordinator: the job has begun before, and its journal is there
+    starts_again: bool = False  #: an earlier process of this name has died
 
 
 class MemberProcess:
@@ -49,7 +53,17 @@ class MemberProcess:
         self.pid = process.pid
 
     def poll(self) -> int | None:
+        """How it ended; None: it lives. What a member that died had started itself is ended with it."""
+        if self._process.returncode is None:
+            self._end_orphans()
         return self._process.poll()
+
+    def _end_orphans(self) -> None:
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            # Looked at and not collected yet: until then the number of its group is nobody else's.
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """To the member and what it started itself."""
@@ -97,6 +111,9 @@ def start_member(plan: Plan, remote: str = "") -> MemberProcess:
     """Starts a member and hands it its plan."""
     command = command_for(plan, remote)
     kept = () if plan.listen_fd is None else (plan.listen_fd,)
+    extra = {"PYTHONUNBUFFERED": "1"}
+    if plan.starts_again:
+        extra["SYNCLINE_FAULT"] = ""  # what a test wants to happen has happened
     try:
         process = subprocess.Popen(
             command,
@@ -105,7 +122,7 @@ def start_member(plan: Plan, remote: str = "") -> MemberProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=kept,
-            env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1"}),
+            env=configuration.inherited_environment(extra),
         )
     except OSError as error:
         raise ConfigError(f"{plan.name} on {plan.host} cannot be started: {shlex.join(command)}: {error}") from None
@@ -120,6 +137,8 @@ def start_member(plan: Plan, remote: str = "") -> MemberProcess:
 
 def describe_exit(code: int) -> str:
     """How a process ended, in words."""
+    if code == EVICTED:
+        return "was evicted"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

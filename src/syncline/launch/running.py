@@ -6,7 +6,7 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,9 +16,11 @@ from syncline.config import JobConfig
 from syncline.core.policy import policy_of
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
-from syncline.launch.hosts import assign, parse_hosts
+from syncline.launch.folder import found_by_others, hold
+from syncline.launch.hosts import assign, parse_hosts, quietest, settle_workers
 from syncline.launch.launcher import Launcher, Screen
 from syncline.launch.processes import LOCAL_HOSTS, MemberProcess, Plan, start_member
+from syncline.launch.watching import Watching
 from syncline.net import tcp
 
 
@@ -32,19 +34,51 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 def settle_here(launch: Mapping[str, Any], script: Script) -> tuple[dict[str, Any], JobConfig]:
     """All that is given for a job: the command line over syncline.toml; checked as far as it can be."""
-    given = {**configuration.read_toml_here(), **configuration.check_known(launch, "command line")}
-    if "hosts" in given:
-        count = sum(number for _, number in parse_hosts(str(given["hosts"])))
-        if given.get("workers", count) != count:
-            raise ConfigError(f"-w {given['workers']} and -H {given['hosts']} ({count} workers) exclude each other")
-        given["workers"] = count
+    said = {**configuration.read_toml_here(), **configuration.check_known(launch, "command line")}
+    given = settle_workers(said)
     if not given.get("name"):
         given["name"] = default_name(script)
     config = configuration.resolve(given)
     policy_of(config)
+    given = settle_replicas(given, config, server_hosts(config))
+    config = configuration.resolve(given)
     if config.transport == "shm" and len(set(assign(config).values())) > 1:
         raise ConfigError("--transport shm and several hosts (-H) exclude each other; use auto or tcp")
     return given, config
+
+
+def server_hosts(config: JobConfig) -> list[str]:
+    """The host of every server at the start."""
+    return [host for name, host in assign(config).items() if name.startswith("server-")]
+
+
+def settle_replicas(given: Mapping[str, Any], config: JobConfig, hosts: Sequence[str]) -> dict[str, Any]:
+    """The same settings with explicit replicas and ack. `hosts`: of each server at the start.
+
+    Two replicas where servers are on several hosts, or where that was said; an acknowledgement means what the
+    replicas allow.
+    """
+    if config.ack not in ("", "memory", "replicated"):
+        raise ConfigError(f"ack = {config.ack!r}: there are memory, replicated")
+    replicas = config.replicas or {"memory": 1, "replicated": 2}.get(config.ack, 2 if len(set(hosts)) > 1 else 1)
+    if replicas == 2 and len(hosts) < 2:
+        said = "--ack replicated" if not config.replicas else "--replicas 2"
+        raise ConfigError(f"{said} needs two servers or more; this job has {len(hosts)}: say -s 2")
+    ack = "replicated" if replicas == 2 else "memory"
+    if config.ack and config.ack != ack:
+        raise ConfigError(f"--ack {config.ack} and --replicas {replicas} exclude each other; say --ack {ack}")
+    return {**given, "replicas": replicas, "ack": ack}
+
+
+def protection(replicas: int, hosts: Sequence[str]) -> str:
+    """What the death of a server would cost. `hosts`: of each server."""
+    if replicas < 2:
+        return (
+            "1 replica, acknowledged from memory: if a server dies, its parameters come back from a worker's copy, "
+            "the rule's state (momenta) and updates since then are lost"
+        )
+    reach = "" if len(set(hosts)) > 1 else " (process-level only: all servers are on one host)"
+    return f"2 replicas, acknowledged by both: the loss of any one server costs nothing{reach}"
 
 
 def default_name(script: Script) -> str:
@@ -65,25 +99,25 @@ def run_job(
     start: Callable[[Plan, str], MemberProcess] = start_member,
 ) -> int:
     """`syncline run`: one job from start to verdict; the exit code. `start` starts its members."""
-    with listen(config) as sock:
-        folder = _make_folder(config)
+    if not config.replicas:
+        given = settle_replicas(given, config, server_hosts(config))
+        config = configuration.resolve(given)
+    with listen(config) as sock, hold(config) as folder:
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
-        plans = make_plans(file, config, script, sock.fileno())
-        return Launcher(file, plans, screen, folder=folder, remote=config.remote, start=start).run()
-
-
-def _make_folder(config: JobConfig) -> pathlib.Path:
-    """The job's folder; logs of an earlier job of that name make way."""
-    folder = pathlib.Path(config.runs) / config.name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.log"):
-            old.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {folder} cannot be used: {error.strerror or error}; say another with --runs DIR"
-        ) from None
-    return folder
+        plans = Plans(file, config, script, sock.fileno())
+        screen.line("launcher", f"syncline: {protection(config.replicas, server_hosts(config))}")
+        launcher = Launcher(
+            plans.first(),
+            screen,
+            Watching(file),
+            folder=folder,
+            grow=plans.another,
+            max_restarts=config.max_restarts,
+            remote=config.remote,
+            start=start,
+        )
+        with found_by_others(folder, file):
+            return launcher.run()
 
 
 def listen(config: JobConfig) -> socket.socket:
@@ -130,44 +164,55 @@ def advertised(sock: socket.socket, config: JobConfig) -> str:
     return host
 
 
-def make_plans(file: jobfile.JobFile, config: JobConfig, script: Script, listen_fd: int) -> list[Plan]:
-    """One plan per member; workers that share a host share its cores."""
-    where = assign(config)
-    folder = os.getcwd()
-    plans = [Plan(role="coordinator", name="coordinator", host="local", file=file, listen_fd=listen_fd)]
-    rendezvous_port = _free_port(file.host) if config.env == "torchrun" else 0
-    local_ranks: dict[str, int] = {}
-    for name, host in where.items():
-        role = name.partition("-")[0]
-        environment: dict[str, str] = {}
-        count = 0
-        if role == "worker":
-            local = local_ranks[host] = local_ranks.get(host, -1) + 1
-            count = sum(h == host for n, h in where.items() if n.startswith("worker-"))
-            if config.env == "torchrun":
-                environment = {
-                    "RANK": name.rpartition("-")[2],
-                    "WORLD_SIZE": str(config.workers),
-                    "LOCAL_RANK": str(local),
-                    "LOCAL_WORLD_SIZE": str(count),
-                    "MASTER_ADDR": file.host,
-                    "MASTER_PORT": str(rendezvous_port),
-                }
-        plans.append(
-            Plan(
-                role=role,
-                name=name,
-                host=host,
-                file=file,
-                script=script.path if role == "worker" else "",
-                is_module=script.is_module,
-                arguments=script.arguments,
-                folder=folder,
-                environment=environment,
-                num_local_workers=count,
-            )
+class Plans:
+    """The plan of every member, at the start and later; workers that share a host share its cores."""
+
+    def __init__(self, file: jobfile.JobFile, config: JobConfig, script: Script, listen_fd: int) -> None:
+        self._file, self._config, self._script, self._listen_fd = file, config, script, listen_fd
+        self._folder = os.getcwd()
+        self._rendezvous_port = _free_port(file.host) if config.env == "torchrun" else 0
+
+    def first(self) -> list[Plan]:
+        """Those that the job starts with."""
+        where = assign(self._config)
+        coordinator = Plan(
+            role="coordinator", name="coordinator", host="local", file=self._file, listen_fd=self._listen_fd
         )
-    return plans
+        return [coordinator, *(self._plan(name, where) for name in where)]
+
+    def another(self, name: str, where: Mapping[str, str]) -> Plan:
+        """One more, on the host that has the fewest of its role. `where`: the hosts of those who are there."""
+        host = quietest(name.rpartition("-")[0], where, self._config)
+        return self._plan(name, {**where, name: host})
+
+    def _plan(self, name: str, where: Mapping[str, str]) -> Plan:
+        role, host = name.rpartition("-")[0], where[name]
+        if role == "server":
+            return Plan(role=role, name=name, host=host, file=self._file, folder=self._folder)
+        beside = [other for other, h in where.items() if h == host and other.startswith("worker-")]
+        return Plan(
+            role=role,
+            name=name,
+            host=host,
+            file=self._file,
+            script=self._script.path,
+            is_module=self._script.is_module,
+            arguments=self._script.arguments,
+            folder=self._folder,
+            environment=self._rendezvous(name, beside) if self._config.env == "torchrun" else {},
+            num_local_workers=len(beside),
+        )
+
+    def _rendezvous(self, name: str, beside: list[str]) -> dict[str, str]:
+        """What torchrun sets; `beside`: the workers of that host, this one among them."""
+        return {
+            "RANK": name.rpartition("-")[2],
+            "WORLD_SIZE": str(self._config.workers),
+            "LOCAL_RANK": str(beside.index(name)),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "MASTER_ADDR": self._file.host,
+            "MASTER_PORT": str(self._rendezvous_port),
+        }
 
 
 def _free_port(host: str) -> int:

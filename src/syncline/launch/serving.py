@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
+import threading
 import traceback
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from syncline import config as configuration
-from syncline.core.membership import Address
-from syncline.core.messages import Joined, Over
+from syncline import faults
+from syncline.core.control import Joined, Over, Retire, Roster
+from syncline.core.members import Address, Member
+from syncline.errors import FencedError, SynclineError
 from syncline.launch.jobfile import JobFile
-from syncline.launch.membership import connect, join, local_address, say, unix_name
+from syncline.launch.membership import connect, join, local_address, myself, reach, say, unix_name
+from syncline.launch.restarts import EVICTED
 from syncline.net import shm, tcp
+from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.roles.homes import home_of
@@ -21,43 +30,176 @@ from syncline.roles.rules import leave_out_the_compiler
 from syncline.roles.server import Server
 
 
+class _End(NamedTuple):
+    """How this process ends, and what it says then."""
+
+    code: int
+    line: str = ""
+    error: SynclineError | None = None  # that kept it from being a member
+
+
 def run_server(file: JobFile, name: str, host: str) -> int:
-    """Hosts slices until the job has ended."""
+    """Hosts slices until the job has ended, or until others have them all."""
     torch.set_num_threads(1)  # the pool's threads are the parallelism
-    log = say(name or "server")
-    ends: queue.SimpleQueue[Over] = queue.SimpleQueue()
-
-    def broken(error: Exception) -> None:
-        traceback.print_exception(error)
-        ends.put(Over(True, name, f"{name} has a bug: {type(error).__name__}: {error}"))
-
-    config = configuration.resolve(file.given)
-    home = home_of(config.server_device, log)
-    server = Server(name, ThreadPool(broken), create_memory=shm.create, log=log, over=ends.put, home=home)
-    stamp = Stamp(file.job)
-    identity = tcp.Identity(file.job, file.token_bytes, Peer("server", name or "server", 0))
-
-    def accept(connection: Connection) -> None:
-        server.greet(Endpoint(connection, stamp, server))
-
     leave_out_the_compiler()
-    here = local_address(file)
-    wants_unix = file.given.get("transport") != "tcp"
-    listener = tcp.Listener(identity, accept, sock=tcp.bind(here, 0), unix=unix_name() if wants_unix else "", log=log)
-    endpoint = Endpoint(connect(file, identity), stamp, server)
+    process = _Process(file, name)
+    try:
+        process.join(host)
+        return process.wait()
+    finally:
+        process.close()
 
-    def joined(answer: Joined) -> None:
-        me = next(m for m in answer.members if m.incarnation == answer.incarnation)
-        server.name = me.name
-        stamp.incarnation, stamp.generation = answer.incarnation, answer.generation
-        listener.rename(answer.incarnation)
-        server.form(answer)
 
-    address = Address(listener.address.unix, here, listener.address.port)
-    join(endpoint, "server", name, host, address, {}, config.start_seconds, joined)
-    over = ends.get()
-    if over.failed:
-        log(f"JobFailed: the job has ended: {over.reason}")
-    listener.close()
-    server.close()
-    return 1 if over.failed else 0
+class _Process:
+    """A server with its listener and its way to the coordinator."""
+
+    def __init__(self, file: JobFile, name: str) -> None:
+        self._file, self._name = file, name
+        self._say = say(name or "server")
+        self._config = configuration.resolve(file.given)
+        self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
+        self._stamp = Stamp(file.job)
+        self._identity = tcp.Identity(file.job, file.token_bytes, Peer("server", name or "server", 0))
+        self._joined: Joined | None = None
+        self._leaving = threading.Lock()
+        self._server = Server(
+            name,
+            ThreadPool(self._broken),
+            create_memory=shm.create,
+            log=self._log,
+            over=self._over,
+            home=home_of(self._config.server_device, self._log),
+            dial=self._dial,
+            retire=self._leave,
+        )
+        here = local_address(file)
+        unix = unix_name() if file.given.get("transport") != "tcp" else ""
+        self._listener = tcp.Listener(self._identity, self._accept, sock=tcp.bind(here, 0), unix=unix, log=self._log)
+        self._address = Address(self._listener.address.unix, here, self._listener.address.port)
+        self._link = Link(
+            self._connector(),
+            self._server,
+            self._stamp,
+            patience_seconds=self._config.coordinator_seconds,
+            say=self._log,
+            fenced=self._fenced,
+            gone=lambda reason: self._ends.put(_End(1, f"JobFailed: {reason}")),
+        )
+
+    def _log(self, line: str) -> None:
+        self._say(line)
+
+    # -- ways ---------------------------------------------------------------------------------------------
+
+    def _accept(self, connection: Connection) -> None:
+        self._server.greet(Endpoint(connection, self._stamp, self._server))
+
+    def _connector(self) -> Callable[[], Connection]:
+        """To the coordinator: the first time with patience, after that the link has its own."""
+        times: list[int] = []
+
+        def dial() -> Connection:
+            times.append(1)
+            if len(times) == 1:
+                return connect(self._file, self._identity)
+            return tcp.connect_tcp(self._file.host, self._file.port, self._identity, 5.0)
+
+        return dial
+
+    def _dial(self, member: Member) -> Endpoint:
+        """To another server."""
+        me = Peer("server", self._server.name, self._stamp.incarnation)
+        proven = tcp.Identity(self._file.job, self._file.token_bytes, me)
+        return Endpoint(reach(member, proven, self._config), self._stamp)
+
+    # -- a member -----------------------------------------------------------------------------------------
+
+    def join(self, host: str) -> None:
+        """Asks to be a member, beside the thread that hears how this process is to end."""
+        self._leave_on_sigterm()
+        threading.Thread(target=self._join, args=(host,), name="join", daemon=True).start()
+
+    def _join(self, host: str) -> None:
+        seconds = self._config.start_seconds
+        try:
+            join(self._link, "server", self._name, host, self._address, {}, seconds, self._is_in)
+        except SynclineError as error:
+            self._ends.put(_End(1, error=error))
+
+    def _is_in(self, joined: Joined) -> None:
+        """Before anything else is heard from the coordinator; a question asked again is answered again."""
+        if self._joined is not None:
+            return
+        self._joined, me = joined, myself(joined)
+        self._server.name, self._say = me.name, say(me.name)
+        self._stamp.incarnation, self._stamp.generation = joined.incarnation, joined.generation
+        faults.arm(me.name, self._file.folder)
+        self._listener.rename(joined.incarnation)
+        self._server.form(joined)
+        self._link.begin(
+            me.name,
+            joined.incarnation,
+            beat=self._server.beat,
+            beat_seconds=joined.config.beat_seconds,
+            on_roster=self._hear,
+        )
+
+    def _hear(self, roster: Roster) -> None:
+        self._stamp.generation = max(self._stamp.generation, roster.generation)
+        self._server.hear(roster)
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def _over(self, over: Over) -> None:
+        line = f"JobFailed: the job has ended: {over.reason}" if over.failed else ""
+        self._ends.put(_End(1 if over.failed else 0, line))
+
+    def _fenced(self, error: FencedError) -> None:
+        self._ends.put(_End(EVICTED, f"FencedError: {error}"))
+
+    def _broken(self, error: Exception) -> None:
+        traceback.print_exception(error)
+        self._ends.put(_End(1, f"{self._server.name} has a bug: {type(error).__name__}: {error}"))
+
+    _is_told = False  # by SIGTERM, to leave
+
+    def _leave_on_sigterm(self) -> None:
+        """SIGTERM: hand over all slices, then end; again: end at once."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda number, frame: self._told_to_end())
+
+    def _told_to_end(self) -> None:
+        if self._joined is None or self._is_told:
+            os._exit(128 + signal.SIGTERM)
+        self._is_told = True
+        self._leave()
+
+    def _leave(self) -> None:
+        """Asks to leave; not in the thread that hears the answer, nor in a signal's."""
+        threading.Thread(target=self._retire, name="retire", daemon=True).start()
+
+    def _retire(self) -> None:
+        if not self._leaving.acquire(blocking=False):
+            return
+        try:
+            self._log("leaves: its slices go to other servers")
+            self._link.call(Retire(), self._config.leave_seconds)
+            self._ends.put(_End(0))
+        except SynclineError as error:
+            self._log(f"cannot leave: {error}")
+            self._leaving.release()
+
+    def wait(self) -> int:
+        end = self._ends.get()
+        if isinstance(end.error, FencedError):
+            end = _End(EVICTED, f"FencedError: {end.error}")
+        if end.error is not None:
+            raise end.error
+        if end.line:
+            self._log(end.line)
+        return end.code
+
+    def close(self) -> None:
+        self._link.close()
+        self._listener.close()
+        self._server.close()

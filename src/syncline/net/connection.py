@@ -11,25 +11,24 @@ from typing import Any
 from syncline.errors import ConnectionLost, FrameError, ProtocolError
 from syncline.net import frame, shm
 from syncline.net.frame import Header
-from syncline.net.streams import Stream
+from syncline.net.streams import PlainStream, Stalled, Stream
 from syncline.net.transport import Buffer, Connection, Memory, Peer, Receiver
-from syncline.stats import WireStats
 
 
 class SocketConnection(Connection):
     """Frames over one stream, read by a thread of its own or by whoever waits. A bad frame closes the connection."""
 
     def __init__(self, stream: Stream, peer: Peer, label: str) -> None:
-        self.peer, self.shares_memory = peer, stream.carries_fds
+        super().__init__(peer)
+        self.shares_memory = stream.carries_fds
         self._stream, self._label = stream, label
+        self._waited_on: PlainStream | None = None  # the same stream, where whoever waits reads it
         self._send_lock = threading.Lock()
         self._read_lock = threading.Lock()  # held by whoever is in the stream to read
         self._closing = threading.Lock()
         self._closed: str | None = None  # why
         self._gone = False  # the stream is given back
         self._receiver: Receiver | None = None
-        self._sent = [0, 0]
-        self._received = [0, 0]
 
     def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
         with self._closing:
@@ -37,7 +36,9 @@ class SocketConnection(Connection):
         if closed is not None:
             receiver.lost(closed)
             return False
-        if waiter_reads and self.shares_memory:
+        if waiter_reads and self.shares_memory and isinstance(self._stream, PlainStream):
+            self._waited_on = self._stream
+            self._waited_on.bound_reads()
             return True
         self._read_lock.acquire()
         threading.Thread(target=self._read_frames, name=f"read {self._label}", daemon=True).start()
@@ -56,6 +57,9 @@ class SocketConnection(Connection):
                 self._sent[1] += frame.HEADER.size + len(body) + header.payload_bytes
         except ConnectionLost:
             raise  # the reader will see it too, after the other side's last words
+        except Stalled as stalled:
+            self.close(str(stalled))  # nobody else would see it: the reader waits as before
+            raise ConnectionLost(str(stalled)) from None
         except BaseException as error:
             # Part of the frame may be on its way: what is sent next would be read as the rest of it.
             self.close(f"a frame could not be sent whole: {type(error).__name__}: {error}")
@@ -106,8 +110,9 @@ class SocketConnection(Connection):
                 self._give_back()
 
     def _is_ready(self, until: float) -> bool:
+        assert self._waited_on is not None, "read by a thread of its own"
         try:
-            return self._stream.wait(max(0.0, until - time.monotonic()))
+            return self._waited_on.wait(max(0.0, until - time.monotonic()))
         except ConnectionLost as error:
             self.close(str(error))
             return True
@@ -190,11 +195,3 @@ class SocketConnection(Connection):
         self._give_back()
         if receiver is not None:
             receiver.lost(reason)
-
-    def stats(self) -> WireStats:
-        return WireStats(
-            frames_sent=self._sent[0],
-            bytes_sent=self._sent[1],
-            frames_received=self._received[0],
-            bytes_received=self._received[1],
-        )

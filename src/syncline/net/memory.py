@@ -13,7 +13,6 @@ from syncline.errors import ConnectionLost, FrameError, SynclineError
 from syncline.net import frame
 from syncline.net.frame import Header
 from syncline.net.transport import Buffer, Connection, Memory, Peer, Receiver
-from syncline.stats import WireStats
 
 
 def aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -39,12 +38,10 @@ class MemoryConnection(Connection):
     shares_memory = True
 
     def __init__(self, peer: Peer) -> None:
-        self.peer = peer
+        super().__init__(peer)
         self.other: MemoryConnection | None = None
         self._receiver: Receiver | None = None
         self._lock = threading.Lock()
-        self._sent = [0, 0]
-        self._received = [0, 0]
 
     def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
         self._receiver = receiver
@@ -92,14 +89,6 @@ class MemoryConnection(Connection):
             receiver.lost(reason)
         if other is not None:
             other.close("the other side closed the connection" if reason == "closed" else reason)
-
-    def stats(self) -> WireStats:
-        return WireStats(
-            frames_sent=self._sent[0],
-            bytes_sent=self._sent[1],
-            frames_received=self._received[0],
-            bytes_received=self._received[1],
-        )
 
 
 def _copy(buffers: Iterable[Buffer], landing: list[Buffer], num_bytes: int) -> None:

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from syncline.core.messages import MAY_SAY, Message, Refused
+from syncline.core.message import Message, Refused
+from syncline.core.messages import MAY_SAY
 from syncline.errors import (
     ConnectionLost,
     FencedError,
@@ -131,7 +132,7 @@ class Call:
 class Request:
     """What the other side asked. Answer it once, now or later, from any thread."""
 
-    __slots__ = ("_endpoint", "_number", "attachment", "message", "payload", "peer")
+    __slots__ = ("_endpoint", "_number", "attachment", "generation", "message", "payload", "peer")
 
     def __init__(
         self,
@@ -140,8 +141,9 @@ class Request:
         message: Message,
         payload: Sequence[Buffer],
         attachment: Memory | None,
+        generation: int = 0,
     ) -> None:
-        self._endpoint, self._number = endpoint, number
+        self._endpoint, self._number, self.generation = endpoint, number, generation
         self.peer = endpoint.peer
         self.message, self.payload, self.attachment = message, payload, attachment
 
@@ -207,6 +209,8 @@ class Stamp:
     def __init__(self, job: str) -> None:
         self.job = frame.job_key(job)
         self.incarnation = self.generation = self.term = 0
+        self.is_coordinators = False
+        self.superseded: Callable[[int], None] = lambda term: None  # a coordinator hears that there is a newer one
 
 
 class Endpoint:
@@ -263,6 +267,11 @@ class Endpoint:
         """Says something that is not answered."""
         self.send(0, 0, message, (), 0, None)
 
+    def mention(self, message: Message) -> None:
+        """The same to a peer that may be gone, and then need not hear it."""
+        with contextlib.suppress(ConnectionLost):
+            self.tell(message)
+
     def send(
         self,
         number: int,
@@ -297,8 +306,21 @@ class Endpoint:
             raise ProtocolError(f"{self.peer} sent a frame of another job")
         if self.peer.incarnation and header.incarnation != self.peer.incarnation:
             raise FencedError(f"{self.peer} sent a frame of another incarnation")
+        self._check_term(header.term)
         if not header.is_answer and type(message) not in MAY_SAY[self.peer.role]:
             raise ProtocolError(f"a {self.peer.role} may not say {type(message).__name__}")
+
+    def _check_term(self, term: int) -> None:
+        """Every process knows the highest term that it has heard of; a coordinator of a lower one is out."""
+        if term == self._stamp.term:
+            return
+        if self._stamp.is_coordinators:
+            if term > self._stamp.term:
+                self._stamp.superseded(term)
+        elif self.peer.role == "coordinator":
+            if term < self._stamp.term:
+                raise FencedError(f"a coordinator of term {term} speaks; the job has one of term {self._stamp.term}")
+            self._stamp.term = term
 
     def deliver(self, header: Header, message: Message, payload: Sequence[Buffer], attachment: Memory | None) -> None:
         try:
@@ -309,7 +331,7 @@ class Endpoint:
         if header.is_answer:
             self._deliver_answer(header, message, attachment)
             return
-        request = Request(self, header.request, message, payload, attachment)
+        request = Request(self, header.request, message, payload, attachment, header.generation)
         try:
             self._service.handle(request)
         except SynclineError as error:

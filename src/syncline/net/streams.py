@@ -18,6 +18,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from syncline.errors import ConnectionLost
+from syncline.net.stalls import STALL_SECONDS, Stall, Stalled, bound, look_seconds, why_broken
+
+__all__ = ["PlainStream", "Stalled", "Stream", "TlsStream"]
 
 #: A frame without payload is smaller than this, nearly always.
 AHEAD_BYTES = 1 << 13
@@ -32,16 +35,13 @@ class Stream(Protocol):
     carries_fds: bool
 
     def write(self, buffers: list[memoryview], fd: int | None = None) -> None:
-        """Sends all of these bytes."""
+        """Sends all of these bytes. Raises Stalled when the other side takes none of them for too long."""
 
     def read(self, view: memoryview) -> None:
         """Fills the view; raises ConnectionLost at the end of the stream."""
 
     def take(self, count: int) -> memoryview:
         """The next bytes, good until the next call of either."""
-
-    def wait(self, seconds: float) -> bool:
-        """Whether there is something to read within this time (or the end of the stream)."""
 
     def take_fd(self) -> int | None:
         """The oldest file descriptor that came with what was read, and was not taken yet."""
@@ -60,8 +60,11 @@ class Stream(Protocol):
 class PlainStream:
     """A TCP or Unix socket. It reads a little ahead, so that a small frame comes in one call."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(
+        self, sock: socket.socket, peer: str = "the other side", stall_seconds: float = STALL_SECONDS
+    ) -> None:
+        self._sock, self._peer, self._stall_seconds = sock, peer, stall_seconds
+        bound(sock, socket.SO_SNDTIMEO, look_seconds(stall_seconds))
         self.carries_fds = sock.family == getattr(socket, "AF_UNIX", None)
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
         self._start = self._end = 0
@@ -74,16 +77,21 @@ class PlainStream:
             return
         pending = [view for view in buffers if len(view)]
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
-        try:
-            while pending:
+        stall: Stall | None = None
+        while pending:
+            try:
                 sent = self._sock.sendmsg(pending[:64], ancillary)
-                ancillary = []
-                while pending and sent >= len(pending[0]):
-                    sent -= len(pending.pop(0))
-                if sent:
-                    pending[0] = pending[0][sent:]
-        except (OSError, ValueError) as error:
-            raise ConnectionLost(f"the connection broke: {error}") from None
+            except BlockingIOError:
+                stall = stall or Stall(self._sock, self._peer, self._stall_seconds)
+                stall.check()
+                continue
+            except (OSError, ValueError) as error:
+                raise self._not_sent(error) from None
+            ancillary, stall = [], None
+            while pending and sent >= len(pending[0]):
+                sent -= len(pending.pop(0))
+            if sent:
+                pending[0] = pending[0][sent:]
 
     def take(self, count: int) -> memoryview:
         start = self._start
@@ -105,15 +113,36 @@ class PlainStream:
                 more = self._sock.recv_into(self._ahead[self._end : count])
                 self._end += self._some(more)
         except (OSError, ValueError) as error:
-            if isinstance(error, ConnectionLost):
-                raise
-            raise ConnectionLost(f"the connection broke: {error}") from None
+            raise self._not_read(error) from None
 
     def _write_one(self, view: memoryview) -> None:
-        try:
-            self._sock.sendall(view)
-        except (OSError, ValueError) as error:
-            raise ConnectionLost(f"the connection broke: {error}") from None
+        """The way of large buffers: one call, which blocks until all is taken, unless that takes long."""
+        sent, stall = 0, None
+        while sent < len(view):
+            try:
+                sent += self._sock.send(view[sent:] if sent else view)
+                stall = None
+            except BlockingIOError:
+                stall = stall or Stall(self._sock, self._peer, self._stall_seconds)
+                stall.check()
+            except (OSError, ValueError) as error:
+                raise self._not_sent(error) from None
+
+    def _not_sent(self, error: Exception) -> Exception:
+        """The kernel gives up a reader that does not read, too: nobody but this sender may be told."""
+        given_up = isinstance(error, TimeoutError)
+        return (Stalled if given_up else ConnectionLost)(why_broken(error, self._peer))
+
+    def bound_reads(self) -> None:
+        """Whoever waits reads: it finds something when it begins, and within a frame it does not wait for ever."""
+        bound(self._sock, socket.SO_RCVTIMEO, self._stall_seconds)
+
+    def _not_read(self, error: Exception) -> ConnectionLost:
+        if isinstance(error, ConnectionLost):
+            return error
+        if isinstance(error, BlockingIOError):
+            return ConnectionLost(f"nothing more of a frame came from {self._peer} within {self._stall_seconds:g} s")
+        return ConnectionLost(why_broken(error, self._peer))
 
     def read(self, view: memoryview) -> None:
         try:
@@ -128,9 +157,7 @@ class PlainStream:
                 self._start += count
                 view = view[count:]
         except (OSError, ValueError) as error:
-            if isinstance(error, ConnectionLost):
-                raise
-            raise ConnectionLost(f"the connection broke: {error}") from None
+            raise self._not_read(error) from None
 
     def _read_ahead(self) -> None:
         if self.carries_fds:
@@ -150,6 +177,7 @@ class PlainStream:
         return count
 
     def wait(self, seconds: float) -> bool:
+        """Whether there is something to read within this time (or the end of the stream)."""
         if self._start != self._end:
             return True
         try:
@@ -192,9 +220,11 @@ class TlsStream:
 
     carries_fds = False
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
+    def __init__(
+        self, sock: ssl.SSLSocket, peer: str = "the other side", stall_seconds: float = STALL_SECONDS
+    ) -> None:
         sock.setblocking(False)
-        self._sock = sock
+        self._sock, self._peer, self._stall_seconds = sock, peer, stall_seconds
         self._lock = threading.Lock()
         self._closed = False
         # A pipe wakes the poll of whoever waits when the stream is closed.
@@ -218,9 +248,6 @@ class TlsStream:
     def is_drained(self) -> bool:
         return True
 
-    def wait(self, seconds: float) -> bool:
-        raise NotImplementedError("a TLS connection has a reader of its own")
-
     def read(self, view: memoryview) -> None:
         while len(view):
             count = self._attempt(lambda target=view: self._sock.recv_into(target), "receiving")
@@ -229,6 +256,7 @@ class TlsStream:
             view = view[count:]
 
     def _attempt(self, action: object, doing: str) -> int:
+        stall: Stall | None = None
         while True:
             try:
                 with self._lock:
@@ -236,20 +264,28 @@ class TlsStream:
                         raise ConnectionLost("the connection is closed")
                     return action()  # type: ignore[operator, no-any-return]
             except ssl.SSLWantReadError:
-                self._wait(select.POLLIN)
+                event = select.POLLIN
             except ssl.SSLWantWriteError:
-                self._wait(select.POLLOUT)
+                event = select.POLLOUT
             except ConnectionLost:
                 raise
             except (OSError, ValueError) as error:
-                raise ConnectionLost(f"the connection broke while {doing}: {error}") from None
+                given_up = doing == "sending" and isinstance(error, TimeoutError)
+                reason = why_broken(error, self._peer, f" while {doing}")
+                raise (Stalled if given_up else ConnectionLost)(reason) from None
+            if doing == "sending":
+                stall = stall or Stall(self._sock, self._peer, self._stall_seconds)
+                if not self._wait(event, look_seconds(self._stall_seconds)):
+                    stall.check()
+            else:
+                self._wait(event, None)
 
-    def _wait(self, event: int) -> None:
+    def _wait(self, event: int, seconds: float | None) -> bool:
         poll = select.poll()
         try:
             poll.register(self._sock, event)
             poll.register(self._wake_read, select.POLLIN)
-            poll.poll()
+            return bool(poll.poll(None if seconds is None else seconds * 1e3))
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"the connection is closed: {error}") from None
 

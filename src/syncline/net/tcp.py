@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from syncline.core.membership import Address
+from syncline.core.members import Address
 from syncline.errors import ConfigError, ConnectionLost
 from syncline.net import handshake, proving
 from syncline.net.certificate import Certificate, client_context, peer_digest
@@ -21,7 +21,7 @@ from syncline.net.streams import PlainStream, Stream, TlsStream
 from syncline.net.transport import Connection, Peer
 
 #: A host that vanishes without a word is noticed after about this long.
-KEEPALIVE_SECONDS = 20
+KEEPALIVE_SECONDS = 45
 
 
 def is_loopback(host: str) -> bool:
@@ -89,8 +89,9 @@ def _connected(sock: socket.socket, identity: Identity, certificate: str) -> Soc
 
 def _open(sock: socket.socket, peer: Peer) -> SocketConnection:
     sock.settimeout(None)
-    stream: Stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)
-    return SocketConnection(stream, peer, peer.name)
+    name = peer.name
+    stream: Stream = TlsStream(sock, name) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock, name)
+    return SocketConnection(stream, peer, name)
 
 
 def _unix_name(path: str) -> str | bytes:

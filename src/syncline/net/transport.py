@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from syncline.core.messages import Message
+from syncline.core.message import Message
 from syncline.net.frame import Header
 from syncline.stats import WireStats
 
@@ -59,8 +59,12 @@ class Receiver(Protocol):
 class Connection(abc.ABC):
     """One authenticated way to one peer. Any thread may send; frames arrive one at a time, in order."""
 
-    peer: Peer
     shares_memory: bool  #: whether an attachment (shared memory) can go with a frame
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self._sent = [0, 0]  # frames, bytes; changed under the lock of whoever sends
+        self._received = [0, 0]
 
     @abc.abstractmethod
     def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
@@ -92,6 +96,11 @@ class Connection(abc.ABC):
     def close(self, reason: str = "closed") -> None:
         """Closes both directions; safe to call again."""
 
-    @abc.abstractmethod
     def stats(self) -> WireStats:
         """What went over this connection so far."""
+        return WireStats(
+            frames_sent=self._sent[0],
+            bytes_sent=self._sent[1],
+            frames_received=self._received[0],
+            bytes_received=self._received[1],
+        )

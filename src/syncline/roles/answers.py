@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from syncline.core.layout import Slice
-from syncline.core.messages import Committed
+from syncline.core.traffic import Committed
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
 from syncline.roles.hosted import HostedSlice, Snapshot
@@ -44,16 +44,19 @@ class PartialAnswer:
         *,
         submit: Submit,
         copied: Callable[[int], None],
+        hold: Callable[[int], None],
     ) -> None:
         self._request, self._clock, self._make = request, clock, make
-        self._submit, self._copied = submit, copied
+        self._submit, self._copied, self._hold = submit, copied, hold
         self._wanted = set(pull) if pull else None
         self._given: set[int] = set()
         self._ready: list[_Part] = []
         self._waiting_bytes = 0
         self._end: Callable[[], None] | None = None
+        self._refused = False  # nothing leaves after that
         self._sending = False
         self._lock = threading.Lock()
+        self.clocks: dict[str, int] = {}  # that the versions contain; the end says so
 
     @property
     def copies(self) -> bool:
@@ -71,13 +74,20 @@ class PartialAnswer:
             return
         self._given.add(number)  # by one thread: the one that applies, or after all is applied
         part = self._part_of(slot, snapshot, locked)
+        if part.buffer is not None:
+            self._hold(part.num_bytes)
         with self._lock:
-            self._ready.append(part)
-            self._waiting_bytes += part.num_bytes
-            if self._sending or self._waiting_bytes <= SMALL_BYTES:  # the end is near, or goes in another frame
-                return
-            self._sending = True
-        self._submit(self._send)
+            refused = self._refused
+            if not refused:
+                self._ready.append(part)
+                self._waiting_bytes += part.num_bytes
+                if self._sending or self._waiting_bytes <= SMALL_BYTES:  # the end is near, or goes in another frame
+                    return
+                self._sending = True
+        if refused:
+            self._let_go([part])
+        else:
+            self._submit(self._send)
 
     def _part_of(self, slot: HostedSlice, snapshot: Snapshot | None, locked: bool) -> _Part:
         """The slice as it goes out: a copy is made here and now, whoever sends it later needs no lock."""
@@ -98,11 +108,11 @@ class PartialAnswer:
         with self._lock:
             dropped = self._ready if end is not None else []
             if end is not None:
-                self._ready = []
+                self._ready, self._refused = [], True
             self._end = end or self._send_end
             small = self._waiting_bytes <= SMALL_BYTES
             sending, self._sending = self._sending, True
-        _sent(dropped)
+        self._let_go(dropped)
         if sending:
             return
         if small:
@@ -119,8 +129,10 @@ class PartialAnswer:
                     self._sending = False
                     return
             if parts:
-                self._request.reply_part(*self._message(parts))
-                _sent(parts)
+                try:
+                    self._request.reply_part(*self._message(parts))
+                finally:
+                    self._let_go(parts)
             else:
                 assert end is not None
                 end()
@@ -145,11 +157,19 @@ class PartialAnswer:
         return answer, buffers, sum(map(len, buffers))
 
     def _send_end(self) -> None:
-        self._request.reply(*self._message(self._ready))
-        _sent(self._ready)
+        answer, buffers, num_bytes = self._message(self._ready)
+        if self.clocks:
+            answer = Committed(answer.clock, answer.versions, answer.slices, self.clocks)
+        try:
+            self._request.reply(answer, buffers, num_bytes)
+        finally:
+            self._let_go(self._ready)
 
-
-def _sent(parts: Sequence[_Part]) -> None:
-    for part in parts:
-        if part.snapshot is not None:
-            part.snapshot.sent()
+    def _let_go(self, parts: Sequence[_Part]) -> None:
+        """They are sent, or will not be."""
+        num_bytes = sum(part.num_bytes for part in parts if part.buffer is not None)
+        if num_bytes:
+            self._hold(-num_bytes)
+        for part in parts:
+            if part.snapshot is not None:
+                part.snapshot.sent()

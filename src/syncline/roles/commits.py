@@ -1,68 +1,82 @@
-"""Commits at a server: staged, decided upon by the core, spread over the pool slice by slice, answered."""
+"""Commits at a server: staged, held while a generation changes, decided upon by the core."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from syncline.core.layout import Segment
-from syncline.core.messages import AskClip, CommitStaged, Done, GiveClip, Rest, Stage
-from syncline.core.rounds import Commit, Rounds, Verdict, by_name
+import numpy as np
+
+from syncline import faults
+from syncline.core.layout import Segment, Slice
+from syncline.core.message import Done
+from syncline.core.rounds import Commit, Rounds, Standing
 from syncline.core.rule import Option, RuleSpec, check_rule
-from syncline.errors import ProtocolError, RuleError
+from syncline.core.slices import Identity
+from syncline.core.traffic import AskClip, CommitStaged, GiveClip, Rest, Stage
+from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
-from syncline.net.transport import Buffer, Memory, Peer
-from syncline.roles.hosted import Contribution, HostedSlice, Work
-from syncline.roles.pool import Pool
+from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.roles.departures import Departures, Staged
+from syncline.roles.flow import Flow, key_of, respond
+from syncline.roles.hosted import HostedSlice
 from syncline.roles.pulls import Pulls
 from syncline.roles.staging import Staging
+from syncline.roles.work import Contribution, Key, RoundWork
 
-Held = Commit[Contribution]
-#: A round of at most this many bytes is applied by the thread that completes it.
-INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
+#: A request that waits until a generation is installed, and what is to be done about it then.
+Held = tuple[Request, Callable[[], None]]
 
 
 class Commits:
-    """All workers' commits. `order` makes decisions and the slices' queues follow each other alike."""
+    """All workers' commits: what is staged, what is held, and what follows from a decision."""
 
     def __init__(
         self,
         rounds: Rounds[Contribution],
         slices: dict[int, HostedSlice],
-        pool: Pool,
+        flow: Flow,
         pulls: Pulls,
-        num_servers: int,
+        staging: Staging,
+        *,
+        segments: Mapping[int, Segment],
+        find: Callable[[int], tuple[Segment, Slice]],
     ) -> None:
-        self._rounds, self._slices, self._pool, self._pulls = rounds, slices, pool, pulls
-        self._num_servers, self._in_rounds = num_servers, rounds.policy.in_rounds
-        self.segments: dict[int, Segment] = {}
-        self._chief = min(rounds.standings, key=by_name)
-        self.order = threading.RLock()
-        self.staging = Staging()
-        self._staged: dict[tuple[str, int], tuple[Contribution, set[int]]] = {}
-        self._parked: list[Held] = []
-        self._preferred: list[int] = []
-        self._in_order: tuple[HostedSlice, ...] = ()
-        self._clipping: dict[tuple[str, int], Work] = {}
+        self.rounds, self._slices, self.flow, self._pulls, self.staging = rounds, slices, flow, pulls, staging
+        self._segments, self._find = segments, find
+        self._in_rounds = rounds.policy.in_rounds
+        self.order = pulls.order = flow.order
+        pulls.check = self.check_generation
+        self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
+        self._ranks: list[str] = []  # workers, the chief first
+        self._staged: dict[Key, Staged] = {}
+        self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self._choose_chief)
+        self._is_held = False  # while a generation changes
+        self._held: collections.deque[Held] | None = None  # what came meanwhile, until all of it is decided upon
+        self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
         self.num_commits = 0
-        self.lag_max = 0
-        self.num_rounds = 0
-        self.round_seconds = 0.0  # from a whole round to its last slice, added up
 
     # -- staging ------------------------------------------------------------------------------------------
 
     def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
+        """Where staged bytes go; what is not for here, or not to be taken, is read all the same and goes nowhere."""
         self._check(peer, message)
-        return [self.staging.buffer(peer.name, message.slot, self._slot(n).part) for n in message.slices]
+        worker, is_taken = (peer.name, peer.incarnation), self._is_taken(peer)
+        found = []
+        for number in message.slices:
+            slot = self._slices.get(number)
+            if slot is None or not is_taken:
+                found.append(buffer_of(np.empty(self._find(number)[1].num_bytes, np.uint8)))
+            else:
+                found.append(self.staging.buffer(worker, message.slot, slot.part))
+        return found
 
-    def _slot(self, number: int) -> HostedSlice:
-        slot = self._slices.get(number)
-        if slot is None:
-            raise ProtocolError(f"slice {number} is not hosted here")
-        return slot
+    def _is_taken(self, peer: Peer) -> bool:
+        standing = self.rounds.standings.get(peer.name)
+        return standing is not None and standing.incarnation == peer.incarnation and not standing.fenced
 
     def _check(self, peer: Peer, message: Stage) -> None:
         if not (math.isfinite(message.weight) and message.weight >= 0):
@@ -78,289 +92,263 @@ class Commits:
             before = stop
         if message.rows is not None:
             raise ProtocolError(f"{peer} pushes rows; sparse gradients are not supported yet")
-        self._rounds.standing(peer.name, peer.incarnation)
 
     def _check_override(self, peer: Peer, segment: int, group: int, options: dict[str, Option]) -> None:
         """Hyperparameters that travel with a commit are held to the same rules as registered ones."""
-        known = self.segments.get(segment)
+        known = self._segments.get(segment)
         if known is not None:
             if not 0 <= group < len(known.rules):
                 raise ProtocolError(f"{peer} names rule {group} of segment {segment}")
             check_rule(RuleSpec(known.rules[group].name, options))
 
+    def check_generation(self, request: Request) -> None:
+        """Whoever speaks of seats that have changed looks at the new ones first."""
+        if request.generation < self.moved:
+            raise Refresh(f"primaries have changed: {request.peer} is to look at generation {self.moved}")
+
     def stage(self, request: Request, message: Stage) -> None:
         """Bytes are here. They wait for the commit, or bring it along."""
         peer = request.peer
         self._check(peer, message)
+        worker = (peer.name, peer.incarnation)
         with self.order:
-            key = (peer.name, message.clock)
-            contribution, have = self._staged.setdefault(
-                key, (Contribution(peer.incarnation, message.stretch, message.slot), set())
-            )
+            if request.generation < self.moved:
+                self.check_generation(request)
+            self.rounds.standing(*worker)
+            key = (*worker, message.clock)
+            staged = self._staged.get(key)
+            if staged is None:
+                staged = (Contribution(peer.incarnation, message.stretch, message.slot), set())
+                self._staged[key] = staged
+            contribution, have = staged
             have.update(message.slices)
             contribution.stretch = message.stretch  # a rest may lie between bytes sent early and the commit
             contribution.pushed, contribution.weight = message.pushed, message.weight
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
-            contribution.arrays = functools.partial(self.staging.tensor, peer.name, message.slot)
+            contribution.is_told = bool(message.pushed) or not message.slices
+            contribution.arrays = functools.partial(self.staging.tensor, worker, message.slot)
+        if faults.armed is not None:
+            faults.reach("commit.staged")
         if message.commit:
             self._commit(request, message)
         else:
             request.reply(Done())
 
+    # -- committing ---------------------------------------------------------------------------------------
+
     def commit(self, request: Request, message: CommitStaged) -> None:
         """What is staged counts from now on."""
         self._commit(request, message)
 
-    def _commit(self, request: Request, message: Stage | CommitStaged) -> None:
+    def _commit(self, request: Request, message: Stage | CommitStaged, *, was_held: bool = False) -> None:
         peer, clock = request.peer, message.clock
         with self.order:
-            standing = self._rounds.standing(peer.name, peer.incarnation)
-            staged = self._staged.pop((peer.name, clock), None)
-            if clock > standing.clock:
-                if staged is None:
-                    raise ProtocolError(f"{peer} commits clock {clock}, for which nothing is staged")
-                self._check_staged(peer, *staged)
-            contribution = staged[0] if staged else Contribution(peer.incarnation, standing.stretch, 0)
+            if self._held is not None and not was_held:
+                self._held.append((request, functools.partial(self._commit, request, message, was_held=True)))
+                return
+            if request.generation < self.moved:
+                self.check_generation(request)
+            standing = self.rounds.standing(peer.name, peer.incarnation)
+            key = (peer.name, peer.incarnation, clock)
+            contribution = self._contribution(peer, standing, clock, self._staged.pop(key, None))
             self._ask_for(contribution, request, message)
-            verdict = self._rounds.commit(
+            if clock > standing.clock + 1:
+                self._catch_up(standing, clock)
+            verdict = self.rounds.commit(
                 peer.name, peer.incarnation, clock, contribution.stretch, contribution, contribution.back_at
             )
+            contribution.since = time.monotonic()
             self.num_commits += verdict.kind == "new"
-            works = self._enqueue(verdict)
-        if verdict.kind == "already applied":
-            self._reply(Commit(peer.name, clock, contribution))
-        self._run(works)
+            again = verdict.kind == "already applied"
+            if again:
+                contribution.clocks = self.flow.clocks_now()
+            if again and (self._is_asked_again(key, request) or self.flow.answer_later(key, contribution)):
+                return
+            works = self.flow.enqueue(verdict)
+        if faults.armed is not None:
+            faults.reach("commit.decided")
+        if again:
+            self.flow.reply(Commit(peer.name, clock, contribution))
+        self.flow.run(works)
+
+    def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> Contribution:
+        """What this commit brings: what is staged; said again, what it brought before."""
+        known = self.rounds.open_commit(peer.name, clock) if clock == standing.clock else None
+        if staged is not None:
+            missing = self.departures.not_staged((peer.name, peer.incarnation), *staged)
+            if missing is not None and clock >= standing.clock:
+                raise ProtocolError(f"{peer} commits slice {missing}, whose bytes it has not staged")
+            contribution = staged[0]
+            if known is not None:
+                contribution.say_again(known)
+            return contribution
+        if clock > standing.clock:
+            raise ProtocolError(f"{peer} commits clock {clock}, for which nothing is staged")
+        if known is None:
+            return Contribution(peer.incarnation, standing.stretch, 0)
+        first = Contribution(peer.incarnation, known.stretch, known.slot)
+        first.request, first.answer = known.request, known.answer
+        known.again.append(first)
+        return known
+
+    def _is_asked_again(self, key: Key, request: Request) -> bool:
+        """Under `order`: the answer to this was a question, which was lost; it is asked again."""
+        work = self.flow.asked_for_norm(key)
+        if work is None or work.applied:
+            return False
+        request.reply(AskClip(key[2], work.share))
+        return True
+
+    def _catch_up(self, standing: Standing, clock: int) -> None:
+        """Slices that came from a worker's copy, or that were never used, take a worker as it comes: what it had
+        acknowledged before is revoked, or was never for here. Anything else that is missing is refused."""
+        worker = (standing.name, standing.incarnation)
+        behind = [slot for slot in self._slices.values() if slot.state.clocks.get(worker, 0) < clock - 1]
+        if all(slot.copied is not None or worker not in slot.state.clocks for slot in behind):
+            for slot in behind:
+                with slot.lock:
+                    slot.state.clocks[worker] = clock - 1
+            standing.position += min(clock - 1 - standing.clock, self._set_back.pop(worker, 0))
+            standing.clock = clock - 1
 
     def _ask_for(
         self, contribution: Contribution, request: Request, message: Stage | CommitStaged | GiveClip
     ) -> None:
         """Whom to answer, and how: in parts, where bytes are wanted or the worker wants to hear of slices early."""
-        contribution.request = request
+        contribution.request, contribution.answer = request, None
         if not (message.pull or message.parts):
             return
-        peer = request.peer
         # In rounds nobody may write before this worker's next commit; otherwise what is sent is a copy.
-        make = None if self._in_rounds else functools.partial(self.staging.buffer, peer.name, contribution.slot)
+        worker = (request.peer.name, request.peer.incarnation)
+        make = None if self._in_rounds else functools.partial(self.staging.buffer, worker, contribution.slot)
         contribution.answer = self._pulls.answer_in_parts(request, message.clock, message.pull, make)
 
-    def _check_staged(self, peer: Peer, contribution: Contribution, have: set[int]) -> None:
-        for number, slot in self._slices.items():
-            if number in have or self.staging.is_shared(peer.name, contribution.slot, slot.part):
-                continue
-            if slot.touched_by(contribution.pushed):
-                raise ProtocolError(f"{peer} commits slice {number}, whose bytes it has not staged")
-
-    # -- rounds on their way ------------------------------------------------------------------------------
-
-    def _enqueue(self, verdict: Verdict[Contribution]) -> list[Work]:
-        """Under `order`: every slice gets its rounds in the order in which they became whole."""
-        works = []
-        for commits in verdict.apply:
-            slots = self._slots_in_order()
-            work = Work(commits, slots, self._chief, self._rounds.policy, self._finished)
-            works.append(work)
-            if not self._clips(work):
-                for slot in slots:
-                    slot.queue.append(work)
-        return works
-
-    def _slots_in_order(self) -> tuple[HostedSlice, ...]:
-        """As they are needed first, where somebody has said so; else as they are hosted."""
-        if len(self._in_order) != len(self._slices):
-            place = {number: k for k, number in enumerate(self._preferred)}
-            ordered = sorted(self._slices, key=lambda number: place.get(number, len(place)))
-            self._in_order = tuple(self._slices[number] for number in ordered)
-        return self._in_order
-
-    def hosts_more(self) -> None:
-        """Under `order`: there are other slices now."""
-        self._in_order = ()
-
-    def prefer(self, slices: Sequence[int]) -> None:
-        """Slices are applied in this order from now on."""
-        with self.order:
-            self._preferred = [number for number in slices if number in self._slices]
-            self._in_order = ()
-
-    def _clips(self, work: Work) -> bool:
-        return work.clip_norm is not None and not work.skip and bool(work.slots or self._num_servers > 1)
-
-    def _run(self, works: list[Work]) -> None:
-        for work in works:
-            if self._clips(work):
-                self._measure_norms(work)
-            elif work.slots:
-                self._drain_all(work)
-            else:
-                self._finished(work)
-        self._release()
-
-    def _drain_all(self, work: Work) -> None:
-        """Spreads a round over the pool; a small one is done by the time another thread would have woken up."""
-        small = len(work.slots) <= INLINE_SLICES and sum([s.part.num_bytes for s in work.slots]) <= INLINE_BYTES
-        for slot in work.slots:
-            if small:
-                self.drain(slot)
-            else:
-                self._pool.submit(functools.partial(self.drain, slot))
-
-    def drain(self, slot: HostedSlice) -> None:
-        for work in slot.drain():
-            work.slice_done()
-
-    def _finished(self, work: Work) -> None:
-        """Every slice has taken the round in: who may be answered is answered."""
-        if work.error is not None:
-            self._fail(work, work.error)
-            return
-        self._pulls.advanced()
-        with self.order:
-            work.applied = True
-            self.num_rounds += 1
-            self.round_seconds += time.perf_counter() - work.began
-            ready = [commit for commit in work.commits if commit.item.request is not None]
-            if self._clips(work) and self._num_servers > 1:
-                ready = [c for c in ready if self._clipping.pop((c.worker, c.clock), None) is not None]
-            self._parked += ready
-        self._release()
-
-    def _fail(self, work: Work, error: Exception) -> None:
-        """Everyone hears of it, once; who asks later hears it then."""
-        with self.order:
-            if work.failed is not None:
-                return
-            failed = work.failed = RuleError(f"the update could not be applied: {error}")
-            asked = [(commit.item.request, commit.item.answer) for commit in work.commits]
-            for commit in work.commits:
-                commit.item.request = commit.item.answer = None
-        for request, answer in asked:
-            if request is not None and answer is not None:
-                answer.finish(functools.partial(request.refuse, failed))
-            elif request is not None:
-                request.refuse(failed)
-
-    def _release(self) -> None:
-        """Answers whatever the policy no longer holds back."""
-        if not self._parked:
-            return
-        with self.order:
-            if self._in_rounds:  # whoever is in a round that was applied is level with the rest of it
-                ready, self._parked = self._parked, []
-            else:
-                ready = [c for c in self._parked if self._rounds.may_answer(c.worker, c.clock)[0]]
-                self._parked = [c for c in self._parked if c not in ready]
-                for commit in ready:
-                    self.lag_max = max(self.lag_max, self._rounds.lag(commit.worker, commit.clock))
-        for commit in ready:
-            self._reply(commit)
-
-    def _reply(self, commit: Held) -> None:
-        request, answer = commit.item.request, commit.item.answer
-        assert request is not None
-        if answer is None:
-            self._pulls.committed(request, commit.clock)
-            return
-        for slot in list(self._slices.values()):
-            answer.applied(slot)  # those that it has not heard of yet
-        answer.finish()
-
-    # -- clipping by the norm over all servers ------------------------------------------------------------
-
-    def _measure_norms(self, work: Work) -> None:
-        if not work.slots:
-            self._norms_known(work)
-        for slot in work.slots:
-            self._pool.submit(functools.partial(self._measure_norm, work, slot))
-
-    def _measure_norm(self, work: Work, slot: HostedSlice) -> None:
-        try:
-            share = slot.norm(work)
-        except Exception as error:  # whoever waits must hear of it, whatever it is
-            self._fail(work, error)
-            return
-        if work.norm_done(slot.part.id, share):
-            self._norms_known(work)
-
-    def _norms_known(self, work: Work) -> None:
-        own = math.fsum(work.squared_norms[number] for number in sorted(work.squared_norms))
-        if self._num_servers == 1:
-            self._apply_clipped(work, own)
-            return
-        with self.order:
-            requests = [(commit, commit.item.request) for commit in work.commits]
-            for commit in work.commits:
-                commit.item.request = commit.item.answer = None  # GiveClip asks anew
-                self._clipping[commit.worker, commit.clock] = work
-        for commit, request in requests:
-            assert request is not None
-            request.reply(AskClip(commit.clock, own))
-
-    def give_clip(self, request: Request, message: GiveClip) -> None:
+    def give_clip(self, request: Request, message: GiveClip, *, was_held: bool = False) -> None:
         """The norm over all servers; the first worker to bring it has the round applied."""
+        key = (request.peer.name, request.peer.incarnation, message.clock)
         with self.order:
-            work = self._clipping.get((request.peer.name, message.clock))
+            if self._held is not None and not was_held:
+                self._held.append((request, functools.partial(self.give_clip, request, message, was_held=True)))
+                return
+            self.check_generation(request)
+            work = self.flow.asked_for_norm(key)
             if work is None:
                 raise ProtocolError(f"{request.peer} gives a norm for clock {message.clock}, which asks for none")
             if work.failed is not None:
                 raise work.failed
-            commit = next(c for c in work.commits if c.worker == request.peer.name)
+            commit = next(c for c in work.commits if key_of(c) == key)
             self._ask_for(commit.item, request, message)
-            applied, scaled = work.applied, work.scaled
-            work.scaled = True
-            if applied:
-                del self._clipping[request.peer.name, message.clock]
-        if applied:
-            self._reply(commit)
-        elif not scaled:
-            self._apply_clipped(work, message.squared_norm)
-
-    def _apply_clipped(self, work: Work, squared_norm: float) -> None:
-        assert work.clip_norm is not None
-        # As torch.nn.utils.clip_grad_norm_ has it.
-        work.scale = min(1.0, work.clip_norm / (math.sqrt(squared_norm) + 1e-6))
-        if math.isnan(squared_norm):
-            work.scale = math.nan
-        with self.order:
-            for slot in work.slots:
-                slot.queue.append(work)
-        if not work.slots:
-            self._finished(work)
-        self._drain_all(work)
+            action = self.flow.give_clip(work, commit, message.squared_norm)
+        action()
 
     # -- comings and goings -------------------------------------------------------------------------------
 
     def attach(self, peer: Peer, segment: int, slot: int, arena: Memory) -> None:
-        self.staging.attach(peer.name, segment, slot, arena)
+        self.staging.attach((peer.name, peer.incarnation), segment, slot, arena)
 
-    def rest(self, peer: Peer, message: Rest) -> None:
+    def rest(self, request: Request, message: Rest, *, was_held: bool = False) -> None:
+        peer = request.peer
         with self.order:
-            verdict = self._rounds.rest(peer.name, peer.incarnation, message.stretch, message.away)
-            works = self._enqueue(verdict)
-        self._run(works)
+            if self._held is not None and not was_held:
+                self._held.append((request, functools.partial(self.rest, request, message, was_held=True)))
+                return
+            self.check_generation(request)
+            verdict = self.rounds.rest(peer.name, peer.incarnation, message.stretch, message.away)
+            works = self.flow.enqueue(verdict)
+        self.flow.run(works)
+        request.reply(Done())
 
-    def leave(self, peer: Peer) -> None:
+    def leave(self, request: Request, *, was_held: bool = False) -> None:
+        peer = request.peer
         with self.order:
-            works = self._enqueue(self._rounds.leave(peer.name, peer.incarnation))
-        self._run(works)
+            if self._held is not None and not was_held:
+                self._held.append((request, functools.partial(self.leave, request, was_held=True)))
+                return
+            works: list[RoundWork] = []
+            if peer.name in self.rounds.standings:
+                works = self.flow.enqueue(self.rounds.leave(peer.name, peer.incarnation))
+                self.departures.let_go((peer.name, peer.incarnation))
+        self.flow.run(works)
+        request.reply(Done())
 
     def slowest(self) -> int:
         with self.order:
-            return self._rounds.slowest()
+            return self.rounds.slowest()
+
+    def rank(self, names: Sequence[str]) -> None:
+        """The workers in the order of their ranks: whose hyperparameters count follows from it."""
+        with self.order:
+            self._ranks = list(names)
+            self._choose_chief()
+
+    def _choose_chief(self) -> None:
+        there = [s.name for s in self.rounds.standings.values() if not (s.left or s.fenced)]
+        self.flow.chief = next((name for name in [*self._ranks, *there] if name in there), "")
 
     def check_chief(self, peer: Peer, doing: str) -> None:
-        if peer.name != self._chief:
+        first = self._ranks[0] if self._ranks else ""
+        if peer.name not in (self.flow.chief, first):
             raise ProtocolError(f"{peer} {doing}; only the chief's count")
 
-    def clocks(self) -> dict[tuple[str, int], int]:
+    def clocks(self) -> dict[Identity, int]:
         """Where every worker stands; under `order`, what a slice that is hosted from now on begins with."""
         with self.order:
-            return {(name, inc): clock for name, (inc, clock) in self._rounds.clocks().items()}
+            return {(name, inc): clock for name, (inc, clock) in self.rounds.clocks().items()}
 
     def why(self, worker: str) -> str:
         """For whom this worker waits."""
         with self.order:
-            parked = [c for c in self._parked if c.worker == worker]
+            parked = [c for c in self.flow.parked() if c.worker == worker]
             if parked:
-                return self._rounds.may_answer(worker, parked[0].clock)[1]
-            return self._rounds.waiting_reason()
+                return self.rounds.may_answer(worker, parked[0].clock)[1]
+            return self.rounds.waiting_reason()
+
+    # -- a generation changes -----------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Under `order`: commits are kept undecided from now on."""
+        self._is_held = True
+        if self._held is None:
+            self._held = collections.deque()
+
+    def let_go(self) -> None:
+        """Under `order`: the hold is over; `decide` is to follow, outside of it."""
+        self._is_held = False
+
+    def decide(self) -> None:
+        """What was held is decided upon, in the order in which it came; what comes meanwhile waits its turn."""
+        while True:
+            with self.order:
+                if self._is_held:
+                    return
+                if not self._held:
+                    self._held = None
+                    return
+                request, action = self._held.popleft()
+            respond(request, action)
+
+    def begin_anew(
+        self, generation: int, standings: Sequence[Standing], clocks: Mapping[Identity, int]
+    ) -> tuple[list[Contribution], list[Request]]:
+        """Under `order`: primaries have changed; whom to refuse with a Refresh, open commits and held ones."""
+        self.moved = generation
+        self._set_back = {(s.name, s.incarnation): s.clock for s in standings}
+        dropped = self.rounds.begin_anew(standings, clocks)
+        self._set_back = {w: clock - clocks.get(w, 0) for w, clock in self._set_back.items()}
+        asked = self.flow.begin_anew(dropped)
+        self._staged.clear()
+        self.staging.forget_slices(_AllBut(self._slices))
+        self._choose_chief()
+        held, self._held, self._is_held = self._held or (), None, False
+        return asked, [request for request, _ in held]
+
+
+class _AllBut:
+    """What is not in a collection."""
+
+    def __init__(self, kept: Mapping[int, object]) -> None:
+        self._kept = kept
+
+    def __contains__(self, number: object) -> bool:
+        return number not in self._kept

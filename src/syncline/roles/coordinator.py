@@ -2,53 +2,65 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
 
 from syncline import config as configuration
-from syncline.core.layout import Segment
-from syncline.core.membership import Barriers, Membership, Outcome
-from syncline.core.messages import (
-    AskServerStats,
+from syncline.core.control import (
+    AskRoster,
     AskStats,
+    AskStatus,
     AskWhy,
     Barrier,
+    Beat,
     Died,
-    Done,
-    GivenServerStats,
-    GivenStats,
-    GivenWhy,
-    Host,
+    Enter,
     Join,
-    Joined,
     Leave,
-    Message,
-    Over,
-    Passed,
     Register,
-    Registered,
+    Rejoin,
     Report,
-    Standings,
+    Retire,
+    Scale,
     Uploaded,
     Watch,
 )
-from syncline.core.policy import policy_of
+from syncline.core.liveness import Liveness
+from syncline.core.membership import JobState, Membership, Outcome
+from syncline.core.message import Done, Message
 from syncline.core.registry import Registry
-from syncline.errors import JobFailed, ProtocolError, SynclineError
-from syncline.net.rpc import Call, Endpoint, Request
+from syncline.errors import ConfigError, FencedError, ProtocolError, StoreError
+from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
-from syncline.roles.profile import profile_lines
+from syncline.roles.changing import Changing
+from syncline.roles.ending import Ending
+from syncline.roles.joining import Joining
+from syncline.roles.meeting import Meeting
+from syncline.roles.registering import Registering
+from syncline.roles.reporting import Reporting
+from syncline.roles.watching import Watching
 
-#: How long the launcher has to say how a process ended, before a closed connection is the whole verdict.
-GRACE_SECONDS = 2.0
-#: How long the end of a job waits for the servers' own numbers, for its profile.
-PROFILE_SECONDS = 3.0
+#: What happened lately, for `status`.
+MOST_EVENTS = 50
+
+
+class Keeper(Protocol):
+    """What remembers a job's state through the coordinator's death: the journal."""
+
+    def load(self) -> tuple[bytes | None, list[bytes]]:
+        """The state kept last, and the segments."""
+
+    def save(self, state: bytes, segments: Mapping[int, bytes] = {}) -> None:
+        """Keeps it before it returns."""
 
 
 class Coordinator:
-    """The service that every member and the launcher speak to."""
+    """The service that every member and the launcher speak to. Its parts share its lock and its state."""
 
     def __init__(
         self,
@@ -56,330 +68,305 @@ class Coordinator:
         *,
         log: Callable[[str], None],
         ended: Callable[[Outcome], None] = lambda outcome: None,
+        journal: Keeper | None = None,
+        job: str = "",
+        watches: bool = True,
     ) -> None:
-        self._given = dict(given)  # said at launch or in syncline.toml
-        self.config = configuration.resolve(self._given)
-        self._log, self._ended = log, ended
-        self._lock = threading.RLock()
-        self._membership = Membership(self.config.workers, self.config.servers)
-        self._barriers = Barriers()
-        self._registry: Registry | None = None
-        self._endpoints: dict[str, Endpoint] = {}
-        self._launchers: set[Endpoint] = set()
-        self._joining: dict[str, Request] = {}
-        self._registering: list[Request] = []
-        self._at_barrier: dict[tuple[str, int], list[Request]] = {}
-        self._reports: dict[str, Report] = {}
-        self._formed_at: float | None = None
-        self._ended_at: float | None = None
-        self._deadline: threading.Timer | None = None
+        """`watches`: members are other processes, which beat, and may die unseen."""
+        self.given = dict(given)  # said at launch or in syncline.toml
+        self.log_line, self.ended, self.journal, self.job = log, ended, journal, job
+        self.term = 1
+        self.lock = threading.RLock()
+        self._unsaved: dict[int, bytes] = {}  # segments
+        state, segments = self._load()
+        self.membership = Membership(state)
+        self.registry = Registry([], state.config.slice_bytes)
+        self.registry.seats = state.seats
+        for segment in segments:
+            self.registry.restore(segment)
+        self.registry.ready.update(state.ready)
+        self.registry.servers = self.membership.servers()
+        self.liveness = Liveness(
+            least_seconds=state.config.deadline_seconds,
+            most_seconds=max(state.config.deadline_seconds, state.config.longest_deadline_seconds),
+            suspect_seconds=state.config.suspect_seconds,
+            asleep_seconds=min(state.config.deadline_seconds, state.config.suspect_seconds) / 2,
+        )
+        self.endpoints: dict[str, Endpoint] = {}
+        self.beats: dict[str, tuple[Beat, float]] = {}
+        self.advanced: dict[str, float] = {}  # when a worker's step was last another than before
+        self.reports: dict[str, Report] = {}
+        self.events: collections.deque[str] = collections.deque(maxlen=MOST_EVENTS)
+        self.retiring: set[str] = set()
+        self.evicted: dict[str, str] = {}  # names, with the reason
+        self.launchers: set[Endpoint] = set()
+        self.formed_at = time.monotonic() if state.formed else None
+        self.began = time.monotonic()
         self.over = threading.Event()
+        self.joining = Joining(self)
+        self.meeting = Meeting(self)
+        self.ending = Ending(self)
+        self.registering = Registering(self)
+        self.reporting = Reporting(self)
+        self.changing = Changing(self)
+        self.watching = Watching(self) if watches else None
+        self._handlers = self._all_handlers()
+        if state.formed:
+            self._take_up()
+
+    def _load(self) -> tuple[JobState, list[Any]]:
+        from syncline.core.layout import Segment
+
+        data, segments = self.journal.load() if self.journal is not None else (None, [])
+        if data is None:
+            return JobState(config=configuration.resolve(self.given)), []
+        state = msgspec.msgpack.decode(data, type=JobState)
+        return state, [msgspec.msgpack.decode(one, type=Segment) for one in segments]
+
+    def _take_up(self) -> None:
+        """A job that an earlier coordinator began: everybody has one full deadline to be heard of."""
+        now = time.monotonic()
+        for name in self.membership.state.members:
+            self.liveness.watch(name, now)
+        self.event(f"the coordinator is back, in generation {self.membership.generation}")
+        self.changing.start(resume=True)
+
+    @property
+    def config(self) -> configuration.JobConfig:
+        return self.membership.state.config
 
     def start_deadline(self) -> None:
         """From now on the members have `start_seconds` to be there."""
-        self._deadline = threading.Timer(self.config.start_seconds, self._never_came)
-        self._deadline.daemon = True
-        self._deadline.start()
+        self.began = time.monotonic()
+        if self.watching is not None:
+            self.watching.start()
 
-    def _never_came(self) -> None:
-        with self._lock:
-            self._membership.never_came(self.config.start_seconds)
-        self._conclude()
+    # -- what outlives this process -----------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Under the lock: what was decided is on disk when this returns; nobody may be told before."""
+        if self.journal is None:
+            return
+        state = self.membership.state
+        state.ready = sorted(self.registry.ready)
+        unsaved = dict(self._unsaved)
+        self.journal.save(msgspec.msgpack.encode(state), unsaved)
+        for index in unsaved:
+            self._unsaved.pop(index, None)
+
+    def keep_segment(self, segment: Any) -> None:
+        self._unsaved[segment.index] = msgspec.msgpack.encode(segment)
+
+    def event(self, text: str) -> None:
+        """Something that people want to know: on the screen, in the log, and in `status`."""
+        self.events.append(text)
+        self.log_line(text)
 
     # -- what the endpoint calls --------------------------------------------------------------------------
 
     def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         raise ProtocolError(f"{type(message).__name__} has no payload")
 
-    def handle(self, request: Request) -> None:
-        handlers: dict[type[Message], Callable[[Request, Any], None]] = {
-            Join: self._join,
-            Register: self._register,
-            Uploaded: self._uploaded,
-            Barrier: self._barrier,
-            Report: self._report,
-            AskStats: self._stats,
-            AskWhy: self._why,
+    def _all_handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
+        return {
+            Join: self.joining.join,
+            Rejoin: self.joining.rejoin,
+            AskRoster: self.joining.ask_roster,
+            Beat: self._beat,
+            Enter: self.changing.enter,
+            Retire: self.changing.retire,
+            Register: self.registering.register,
+            Uploaded: self.registering.uploaded,
+            Barrier: self.meeting.arrive,
+            Report: self.reporting.report,
+            AskStats: self.reporting.stats,
+            AskWhy: self.reporting.why,
+            AskStatus: self.reporting.status,
+            Watch: self.reporting.watch,
             Leave: self._leave,
-            Watch: self._watch,
             Died: self._died,
+            Scale: self._scale,
         }
-        handler = handlers.get(type(request.message))
+
+    def handle(self, request: Request) -> None:
+        handler = self._handlers.get(type(request.message))
         if handler is None:
             raise ProtocolError(f"the coordinator does not answer {type(request.message).__name__}")
+        if request.peer.role in ("worker", "server") and not isinstance(request.message, Join | Rejoin):
+            self._check_member(request)
         handler(request, request.message)
 
+    def _check_member(self, request: Request) -> None:
+        member = self.membership.state.members.get(request.peer.name)
+        if member is None or member.incarnation != request.peer.incarnation:
+            if isinstance(request.message, Leave | Report):
+                return  # it has left, or is about to hear that it is out
+            self.refuse_fenced(request.peer.name, request.peer.incarnation)
+
+    def refuse_fenced(self, name: str, incarnation: int) -> None:
+        reason = self.evicted.get(name, "it has left, or was replaced")
+        raise FencedError(f"{name}, incarnation {incarnation}, is out of the job: {reason}")
+
     def lost(self, endpoint: Endpoint, reason: str) -> None:
-        """A member whose connection ends without a word is dead; the launcher may know better why."""
-        with self._lock:
-            self._launchers.discard(endpoint)
-            name = next((n for n, known in self._endpoints.items() if known is endpoint), None)
-            if name is None or name in self._membership.left or self._membership.outcome is not None:
+        """A closed connection is suspicion: the member may come back, or the launcher knows how it ended."""
+        with self.lock:
+            self.launchers.discard(endpoint)
+            name = next((n for n, known in self.endpoints.items() if known is endpoint), None)
+            if name is None or self.membership.outcome is not None:
                 return
-            has_launcher = bool(self._launchers)
-        if has_launcher:
-            timer = threading.Timer(GRACE_SECONDS, self.declare_dead, (name, reason))
-            timer.daemon = True
-            timer.start()
-        else:
-            self.declare_dead(name, reason)
-
-    def declare_dead(self, name: str, reason: str) -> None:
-        """This member is gone: the job ends, with this reason."""
-        with self._lock:
-            self._membership.died(name, f"is gone: {reason}")
-        self._conclude()
-
-    # -- joining ------------------------------------------------------------------------------------------
-
-    def _join(self, request: Request, message: Join) -> None:
-        if message.role != request.peer.role:
-            raise ProtocolError(f"{request.peer} joins as a {message.role}, and proved to be another")
-        with self._lock:
-            if self._membership.outcome is not None:
-                raise JobFailed(self._membership.outcome.reason)
-            member = self._membership.join(message.role, message.name, message.host, message.address)
-            self._endpoints[member.name] = request.endpoint
-            request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
-            self._joining[member.name] = request
-            if member.name == self._membership.chief:
-                self._take_defaults(message.defaults)
-            if not self._membership.formed:
+            del self.endpoints[name]
+            self.joining.forget(name)
+            if name not in self.membership.state.members:
                 return
-            self._formed_at = time.monotonic()
-            servers = [m.name for m in self._membership.ordered() if m.role == "server"]
-            self._registry = Registry(servers, self.config.slice_bytes)
-            members, generation = self._membership.ordered(), self._membership.generation
-            joining, self._joining = self._joining, {}
-        if self._deadline is not None:
-            self._deadline.cancel()
-        # Servers first: a worker must find them ready.
-        for name in sorted(joining, key=lambda n: self._membership.members[n].role != "server"):
-            incarnation = self._membership.members[name].incarnation
-            joining[name].reply(Joined(incarnation, generation, members, self.config))
+            if not self.membership.formed or self.watching is None:
+                self.evict(name, f"is gone: {reason}")
+            else:
+                self.liveness.suspect(name, time.monotonic(), reason)
 
-    def _take_defaults(self, defaults: dict[str, Any]) -> None:
-        """What the chief's script said counts where neither the launch nor syncline.toml said anything."""
-        known = configuration.check_known(defaults, "init()")
-        config = configuration.resolve(self._given, known)
-        policy_of(config)
-        self.config = config
-
-    # -- registering --------------------------------------------------------------------------------------
-
-    def _register(self, request: Request, message: Register) -> None:
-        who = request.peer.name
-        with self._lock:
-            registry = self._formed_registry()
-            is_chief = who == self._membership.chief
-            decision = registry.register(
-                who, is_chief, message.ordinal, message.parameters, message.rules, message.reduce
-            )
-            if decision.kind == "wait":
-                self._registering.append(request)
+    def evict(self, name: str, reason: str) -> None:
+        """This member is dead, or counts as dead."""
+        with self.lock:
+            member = self.membership.state.members.get(name)
+            if member is None or self.membership.outcome is not None:
                 return
-        if decision.segment is None:
-            request.reply(Registered(registry.segments_with(message.parameters)))
-        else:
-            self._host(request, decision.segment)
+            self.evicted[name] = reason
+            self.membership.evict(name, reason)
+            self.liveness.forget(name)
+            self.joining.forget(name)
+            self.beats.pop(name, None)
+            self.advanced.pop(name, None)
+            self.reports.pop(name, None)
+            self.retiring.discard(name)
+            endpoint = self.endpoints.pop(name, None)
+            self.registry.servers = self.membership.servers()
+            if self.membership.formed:
+                self.event(f"{name} (incarnation {member.incarnation}) is out: {reason}")
+            if self.membership.formed:
+                self.try_keep()  # a generation that anybody may hear of is never given again
+            self.changing.member_is_out(member)
+            self._fail_if_nobody_is_left(name, reason)
+        if endpoint is not None:
+            endpoint.close("evicted")
+        self.ending.conclude()
 
-    def _formed_registry(self) -> Registry:
-        if self._registry is None:
-            raise ProtocolError("the job is not whole yet")
-        return self._registry
+    def _fail_if_nobody_is_left(self, name: str, reason: str) -> None:
+        """In one process nobody comes back."""
+        if self.watching is None and self.membership.formed and not self.membership.workers():
+            self.membership.fail(name, f"{name} {reason}")
 
-    def _host(self, request: Request, segment: Segment) -> None:
-        """Every server makes room; then the chief is asked for its values."""
-        registry = self._formed_registry()
-        answer = Registered(list(registry.layout.segments), segment.index)
+    def fail(self, name: str, reason: str) -> None:
+        """The job ends, with this reason."""
+        with self.lock:
+            self.membership.fail(name, f"{name} is gone: {reason}")
+        self.ending.conclude()
 
-        def hosted(calls: list[Call]) -> None:
-            try:
-                for call in calls:
-                    call.wait(0)
-            except SynclineError as error:
-                with self._lock:
-                    registry.take_back(segment)
-                request.refuse(error)
-                return
-            request.reply(answer)
-
-        self._ask_servers(Host(segment), hosted)
-
-    def _ask_servers(self, message: Message, then: Callable[[list[Call]], None]) -> None:
-        """Asks every server; `then` runs when all have answered, in the thread of the last answer."""
-        with self._lock:
-            servers = [
-                self._endpoints[name]
-                for name, role in self._membership.expected.items()
-                if role == "server" and name in self._endpoints
-            ]
-        calls = [endpoint.call(message) for endpoint in servers]
-        lock, left = threading.Lock(), [len(calls)]
-
-        def one_done() -> None:
-            with lock:
-                left[0] -= 1
-                last = left[0] == 0
-            if last:
-                then(calls)
-
-        for call in calls:
-            call.when_done(one_done)
-
-    def _uploaded(self, request: Request, message: Uploaded) -> None:
-        with self._lock:
-            registry = self._formed_registry()
-            if request.peer.name != self._membership.chief:
-                raise ProtocolError(f"{request.peer} is not the chief, whose values count")
-            if not 0 <= message.segment < len(registry.layout.segments):
-                raise ProtocolError(f"there is no segment {message.segment}")
-            registry.ready.add(message.segment)
-            waiting, self._registering = self._registering, []
+    def _beat(self, request: Request, message: Beat) -> None:
+        now = time.monotonic()
+        with self.lock:
+            name = request.peer.name
+            self.liveness.heard(name, now)
+            before = self.beats.get(name)
+            if before is None or before[0].step != message.step:
+                self.advanced[name] = now
+            self.beats[name] = (message, now)
         request.reply(Done())
-        for waiter in waiting:
-            try:
-                assert isinstance(waiter.message, Register)
-                self._register(waiter, waiter.message)
-            except SynclineError as error:
-                waiter.refuse(error)
 
-    # -- barriers and numbers -----------------------------------------------------------------------------
-
-    def _barrier(self, request: Request, message: Barrier) -> None:
-        with self._lock:
-            key = (message.name, message.turn)
-            self._barriers.arrive(message.name, message.turn, request.peer.name, message.stretch)
-            self._at_barrier.setdefault(key, []).append(request)
-        self._release_barriers()
-
-    def _release_barriers(self) -> None:
-        with self._lock:
-            passed = [
-                (self._at_barrier.pop(key, []), Passed(self._barriers.next_stretch()))
-                for key in self._barriers.whole(self._membership.workers())
-            ]
-        for requests, answer in passed:
-            for request in requests:
-                request.reply(answer)
-
-    def _why(self, request: Request, message: AskWhy) -> None:
-        """What this worker waits for at the coordinator: a barrier, or a registration."""
-        with self._lock:
-            for (name, turn), requests in self._at_barrier.items():
-                if any(r.peer.name == request.peer.name for r in requests):
-                    missing = self._barriers.missing(name, turn, self._membership.workers())
-                    request.reply(GivenWhy(f"the barrier {name!r} waits for {', '.join(missing)}"))
-                    return
-            waiting = any(r.peer.name == request.peer.name for r in self._registering)
-        chief = self._membership.chief
-        request.reply(GivenWhy(f"{chief} (the chief) has not registered yet" if waiting else "nothing is open"))
-
-    def _report(self, request: Request, message: Report) -> None:
-        with self._lock:
-            self._reports[request.peer.name] = message
-        if request.number:
-            request.reply(Done())
-
-    def _stats(self, request: Request, message: AskStats) -> None:
-        def gathered(calls: list[Call]) -> None:
-            servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
-            with self._lock:
-                samples = sum(report.samples for report in self._reports.values())
-                busy = max((report.seconds for report in self._reports.values()), default=0.0)
-            request.reply(GivenStats(self._seconds(), samples, busy, servers))
-
-        self._ask_servers(AskServerStats(), gathered)
-
-    def _seconds(self) -> float:
-        if self._formed_at is None:
-            return 0.0
-        return (self._ended_at or time.monotonic()) - self._formed_at
-
-    # -- how it ends --------------------------------------------------------------------------------------
+    # -- goings -------------------------------------------------------------------------------------------
 
     def _leave(self, request: Request, message: Leave) -> None:
-        with self._lock:
-            self._membership.leave(request.peer.name)
+        name = request.peer.name
+        with self.lock:
+            member = self.membership.state.members.get(name)
+            if member is not None and member.incarnation == request.peer.incarnation:
+                self.membership.leave(name, message.retired)
+                self.changing.member_has_left(name)
+                self.liveness.forget(name)
+                self.retiring.discard(name)
+                self.endpoints.pop(name, None)
+                self.beats.pop(name, None)
+                self.advanced.pop(name, None)
+                self.try_keep()
         request.reply(Done())
-        self._release_barriers()
-        self._conclude()
-
-    def _watch(self, request: Request, message: Watch) -> None:
-        with self._lock:
-            self._launchers.add(request.endpoint)
-            outcome = self._membership.outcome
-            standings = Standings(
-                formed=self._membership.formed,
-                missing=self._membership.missing(),
-                seconds=self._seconds(),
-                reports=dict(self._reports),
-                left=sorted(self._membership.left),
-                verdict=outcome.reason if outcome else "",
-                culprit=outcome.culprit if outcome else "",
-            )
-        request.reply(standings)
+        self.changing.wake()
+        self.meeting.release()
+        self.registering.try_again()
+        self.joining.tell()
+        self.ending.conclude()
 
     def _died(self, request: Request, message: Died) -> None:
-        with self._lock:
-            self._membership.died(message.name, message.reason)
+        with self.lock:
+            if message.comes_back:
+                self.membership.await_return(message.name)
+            self.evict(message.name, message.reason)
+            if not message.comes_back and message.ends_job and message.name not in self.membership.state.left:
+                self.membership.give_up_on(message.name, message.reason)
+            elif not message.comes_back:
+                self.membership.awaited.pop(message.name, None)
+                self.membership.end_if_done()
+        self.ending.conclude()
         request.reply(Done())
-        self._conclude()
 
-    def _conclude(self) -> None:
-        """Once there is an outcome, everyone hears of it, once."""
-        with self._lock:
-            outcome = self._membership.outcome
-            if outcome is None or self._ended_at is not None:
+    def _scale(self, request: Request, message: Scale) -> None:
+        with self.lock:
+            asked = [("worker", message.workers), ("server", message.servers)]
+            for role, count in asked:
+                if count is not None:
+                    self._set_wanted(role, count)
+            self.membership.state.num_scalings += 1
+            self.keep()
+        request.reply(Done())
+
+    def _set_wanted(self, role: str, count: int) -> None:
+        config = self.config
+        if count < 1:
+            raise ConfigError(f"{count} {role}s: there must be at least one")
+        if role == "server" and count < max(1, config.replicas):
+            raise ConfigError(f"{count} servers cannot have {config.replicas} replicas of each slice")
+        if role == "worker" and config.most_workers and count > config.most_workers:
+            raise ConfigError(f"{count} workers: the job was started with -w …:{config.most_workers}")
+        self.membership.state.wanted[role] = count
+        live = [name for name in self.membership.named(role) if name not in self.retiring]
+        surplus = live[count:]
+        self.event(
+            f"from now on there are to be {count} {role}s" + (f"; {', '.join(surplus)} retires" if surplus else "")
+        )
+        for name in surplus:
+            self.retiring.add(name)
+            endpoint = self.endpoints.get(name)
+            if endpoint is not None:
+                endpoint.mention(Retire())
+
+    def remind_to_retire(self, name: str) -> None:
+        """There are more of its role than are wanted; whoever was asked to leave may not have heard it."""
+        with self.lock:
+            member = self.membership.state.members.get(name)
+            if member is None:
                 return
-            self._ended_at = time.monotonic()
-            endpoints, joining = list(self._endpoints.values()), list(self._joining.values())
-        if outcome.failed:
-            self._log(f"JobFailed: the job has ended: {outcome.reason}")
-        for request in joining:
-            request.refuse(JobFailed(outcome.reason))
-
-        if self.config.profile and not outcome.failed:
-            self._profile_first(lambda: self._tell_all(outcome, endpoints))
-        else:
-            self._tell_all(outcome, endpoints)
-
-    def _profile_first(self, then: Callable[[], None]) -> None:
-        """Shows where the time went, if the servers say so soon; the job ends in any case, once."""
-        once = threading.Lock()
-
-        def end(calls: Sequence[Call] = ()) -> None:
-            if once.acquire(blocking=False):
-                timer.cancel()
-                self._profile(calls)
-                then()
-
-        timer = threading.Timer(PROFILE_SECONDS, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            self._ask_servers(AskServerStats(), end)
-        except SynclineError:
-            end()
-
-    def _profile(self, calls: Sequence[Call]) -> None:
-        servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
-        times = {name: report.times for name, report in self._reports.items()}
-        for line in profile_lines(times, servers, self.config):
-            self._log(line)
-
-    def _tell_all(self, outcome: Outcome, endpoints: Sequence[Endpoint]) -> None:
-        for endpoint in endpoints:
-            if endpoint.is_open:
-                try:
-                    endpoint.tell(Over(outcome.failed, outcome.culprit, outcome.reason))
-                except SynclineError:
-                    continue
-        self._ended(outcome)
-        self.over.set()
+            surplus = self.membership.named(member.role)[self.membership.state.wanted[member.role] :]
+            if name in self.retiring or (name in surplus and self.membership.formed):
+                self.retiring.add(name)
+                endpoint = self.endpoints.get(name)
+                if endpoint is not None:
+                    endpoint.mention(Retire())
 
     def close(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        for endpoint in list(self._endpoints.values()) + list(self._launchers):
+        self.changing.close()
+        if self.watching is not None:
+            self.watching.close()
+        for endpoint in [*self.endpoints.values(), *self.launchers]:
             endpoint.close()
+
+    def try_keep(self) -> bool:
+        """Keeps what could not be kept before; False while the disk refuses."""
+        try:
+            with self.lock:
+                self.keep()
+        except StoreError as error:
+            self.say_trouble(error)
+            return False
+        return True
+
+    def say_trouble(self, error: StoreError) -> None:
+        """The disk refuses: said once, as long as it is the same."""
+        if str(error) not in self.events:
+            self.event(str(error))

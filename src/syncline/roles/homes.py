@@ -21,6 +21,9 @@ class Home:
     def adopt(self, memory: Bytes) -> None:
         """This memory holds slices, or arenas with gradients for them."""
 
+    def release(self, memory: Bytes) -> None:
+        """It is not used any more."""
+
     def numbers(self, host: torch.Tensor) -> torch.Tensor:
         """The tensor that rules work on, for a slice that lies here in host memory."""
         return host
@@ -54,6 +57,9 @@ class DeviceHome(Home):
     def adopt(self, memory: Bytes) -> None:
         if memory.nbytes:
             self._registered.tensor(memory)
+
+    def release(self, memory: Bytes) -> None:
+        self._registered.release(memory)
 
     def numbers(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self._device)

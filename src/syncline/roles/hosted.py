@@ -5,123 +5,25 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from syncline import faults
 from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
-from syncline.core.policy import Policy
 from syncline.core.rounds import Commit
-from syncline.core.rule import Option
 from syncline.core.slices import SliceState
-from syncline.errors import RuleError
-from syncline.net.rpc import Request
 from syncline.net.transport import buffer_of
 from syncline.roles.homes import Home
+from syncline.roles.replication import Replica, Update
 from syncline.roles.rules import SliceRules, Source
+from syncline.roles.work import Contribution, Progress, Work
 
 Bytes = npt.NDArray[np.uint8]
 #: Memory of snapshots that a slice keeps for the next ones.
 MOST_SPARE = 2
-
-
-class Progress(Protocol):
-    """Hears of slices as they are applied, and how it ended."""
-
-    def count(self, num_bytes: int) -> None:
-        """So much was copied for it, and for others."""
-
-    @property
-    def copies(self) -> bool:
-        """Whether it sends copies of slices, since others may write them meanwhile."""
-
-    def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
-        """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
-
-    def finish(self, end: Callable[[], None] | None = None) -> None:
-        """The round is applied, or ends otherwise."""
-
-
-class Contribution:
-    """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
-
-    __slots__ = (
-        "answer", "arrays", "back_at", "clip_norm", "incarnation", "overrides", "pushed", "request", "skip", "slot",
-        "stretch", "weight",
-    )  # fmt: skip
-
-    def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
-        self.incarnation, self.stretch, self.slot = incarnation, stretch, slot
-        self.pushed: Ranges = ()
-        self.weight, self.skip = 1.0, False
-        self.back_at: int | None = None
-        self.clip_norm: float | None = None
-        self.overrides: list[tuple[int, int, dict[str, Option]]] = []
-        self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
-        self.request: Request | None = None
-        self.answer: Progress | None = None  # where the answer goes out slice by slice
-
-
-Round = tuple[Commit[Contribution], ...]
-
-
-class Work:
-    """A round on its way through all slices of a server. The last slice to finish reports it."""
-
-    def __init__(
-        self,
-        commits: Round,
-        slots: Sequence[HostedSlice],
-        chief: str,
-        policy: Policy,
-        finished: Callable[[Work], None],
-    ) -> None:
-        self.commits, self.slots, self.in_rounds = commits, slots, policy.in_rounds
-        self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
-        leading = commits[0]
-        if len(commits) == 1:
-            self.skip, self.weight = leading.item.skip, leading.item.weight
-        else:
-            self.skip = any(commit.item.skip for commit in commits)
-            self.weight = sum(commit.item.weight for commit in commits)
-            leading = next((c for c in commits if c.worker == chief), leading)
-        self.clip_norm = leading.item.clip_norm
-        self.overrides = leading.item.overrides
-        self.scale = 1.0
-        self.squared_norms: dict[int, float] = {}
-        self.applied = False
-        self.error: Exception | None = None  # raised while it was applied
-        self.failed: RuleError | None = None  # what everyone is answered then
-        self.scaled = False  # whether the norm over all servers is known
-        self.began = time.perf_counter()  # when the round was whole
-        self._left = len(slots)
-        self._lock = threading.Lock()
-        self._finished = finished
-
-    def answers(self) -> list[Progress]:
-        """Those who want to hear of slices as they are applied."""
-        if not self._answers_early or self.error is not None:
-            return []
-        return [commit.item.answer for commit in self.commits if commit.item.answer is not None]
-
-    def slice_done(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._finished(self)
-
-    def norm_done(self, slice_id: int, squared_norm: float) -> bool:
-        """Whether this was the last slice whose share of the norm was missing."""
-        with self._lock:
-            self.squared_norms[slice_id] = squared_norm
-            return len(self.squared_norms) == len(self.slots)
-
-    def overrides_for(self, segment: int) -> dict[int, dict[str, Option]]:
-        return {group: options for index, group, options in self.overrides if index == segment}
 
 
 class Snapshot:
@@ -144,41 +46,115 @@ class Snapshot:
 
 
 class HostedSlice:
-    """One slice at its server. All methods that change it hold its lock; nothing is sent under it."""
+    """One slice at its server. All methods that change it hold its lock; nothing is sent under it.
+
+    With a backup (`replica`), an update goes there first: it is *in flight* until it is acknowledged, and applied
+    here after that. One is in flight at a time.
+    """
 
     def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
         self.part, self.segment = part, segment
-        self.memory, self._home = memory, home
+        self.memory, self.home = memory, home
         self.rules = SliceRules(segment, part, memory, home)
         self.state = SliceState()
         self.lock = threading.Lock()
         self.uploaded = False
+        self.copied: dict[str, int] | None = None  # from a worker's copy, with these clocks: what else was is gone
         self.spare: list[Bytes] = []  # memory of snapshots that were sent
         self.queue: collections.deque[Work] = collections.deque()
+        self.replica: Replica | None = None
+        self.in_flight: Update | None = None
+        self.is_sending = False  # by a thread that looks for the acknowledgement when it has sent
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
         self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
         self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
 
+    # -- what waits is applied ----------------------------------------------------------------------------
+
     def drain(self) -> list[Work]:
         """Applies what waits, in order, unless a reader has pinned the slice; returns what is done."""
-        done = []
+        done: list[Work] = []
         with self.lock:
-            while self.queue and not self.state.pins:
+            if self.replica is None and self.in_flight is None:
+                while self.queue and not self.state.pins:
+                    done.append(self._apply_alone(self.queue.popleft()))
+                self._tell_of(done)
+                return done
+        return self._drain_with_backup()
+
+    def _apply_alone(self, work: Work) -> Work:
+        try:
+            with self.home.at_work():
+                commits = self._admitted(work)
+                self._take_in(work, commits, self._gradients_of(work, commits))
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            work.error = work.error or error
+        return work
+
+    def _drain_with_backup(self) -> list[Work]:
+        done: list[Work] = []
+        while True:
+            with self.lock:
+                began = len(done)
+                update = self._advance(done)
+                self._tell_of(done[began:])
+                replica = self.replica
+            if update is None or replica is None:
+                return done
+            self.is_sending = True
+            try:
+                replica.send(self, update)
+            finally:
+                # Whoever brings the acknowledgement sees this, or this thread sees the acknowledgement.
+                self.is_sending = False
+
+    def _advance(self, done: list[Work]) -> Update | None:
+        """Under the lock: what is acknowledged is applied; the next update, which is to be sent, if there is one."""
+        while not self.state.pins:
+            update, replica = self.in_flight, self.replica
+            if update is not None:
+                if not update.is_acknowledged:
+                    return None
+                self.in_flight = None
+                self._finish(update)
+                done.append(update.work)
+            elif not self.queue:
+                return None
+            elif replica is None:
+                done.append(self._apply_alone(self.queue.popleft()))
+            else:
                 work = self.queue.popleft()
                 try:
-                    with self._home.at_work():
-                        self._apply(work)
-                except Exception as error:  # whoever waits must hear of it, whatever it is
+                    with self.home.at_work():
+                        commits = self._admitted(work)
+                        gradients = self._gradients_of(work, commits)
+                        made = replica.update(self, work, commits, gradients)
+                except Exception as error:  # as above
                     work.error = work.error or error
+                    done.append(work)
+                    continue
+                if not replica.is_seeding:
+                    self.in_flight = made
+                    return made
+                self._finish(made)
                 done.append(work)
-            answers = [answer for work in done for answer in work.answers()]
-            if answers:
-                self._tell(answers)
-        return done
+        return None
 
-    def _tell(self, answers: Sequence[Progress]) -> None:
+    def _finish(self, update: Update) -> None:
+        """The backup has it: the same numbers, from where they lie for both, are applied here."""
+        try:
+            with self.home.at_work():
+                self._take_in(update.work, update.commits, update.gradients(self))
+                update.compare(self)
+        except Exception as error:
+            update.work.error = update.work.error or error
+
+    def _tell_of(self, done: Sequence[Work]) -> None:
         """Under the lock: whoever wants this slice's bytes has them copied now; several share one copy."""
+        answers: list[Progress] = [answer for work in done for answer in work.answers()]
+        if not answers:
+            return
         sharing = [answer for answer in answers if answer.copies]
         snapshot = Snapshot(self, len(sharing)) if len(sharing) > 1 else None
         if snapshot is not None:
@@ -186,26 +162,43 @@ class HostedSlice:
         for answer in answers:
             answer.applied(self, snapshot=snapshot if answer.copies else None, locked=True)
 
-    def _apply(self, work: Work) -> None:
+    def _admitted(self, work: Work) -> list[Commit[Contribution]]:
+        """The commits of a round that are not in this slice yet."""
+        return [commit for commit in work.commits if self._admits(commit)]
+
+    def _admits(self, commit: Commit[Contribution]) -> bool:
+        worker = (commit.worker, commit.item.incarnation)
+        if commit.item.is_fenced and self.state.is_fenced(worker):
+            # Committed before the fence, which did not wait for its round; a later one has its clock forgotten.
+            return commit.clock > self.state.clocks.get(worker, 0)
+        return self.state.admit(worker, commit.clock) == "new"
+
+    def _gradients_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> list[torch.Tensor | None]:
+        return self.gradients(commits, work) if commits and not work.skip else []
+
+    def _take_in(
+        self, work: Work, commits: Sequence[Commit[Contribution]], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         began = time.perf_counter()
         state = self.state
-        commits = [c for c in work.commits if state.admit((c.worker, c.item.incarnation), c.clock) == "new"]
-        changed = False
-        if not work.skip and commits:
-            gradients = self.gradients(commits, work)
-            if any(gradient is not None for gradient in gradients):
-                state.writing = changed = True
-                for commit in commits:
-                    self._measure(state.staleness(commit.worker))
-                try:
-                    self.rules.apply(gradients, work.overrides_for(self.part.segment), work.scale)
-                finally:
-                    # Whatever a rule that raised has left behind is another version too.
-                    state.applied([], changed)
-                    state.writing = False
+        changed = any(gradient is not None for gradient in gradients)
+        if changed:
+            state.writing = True
+            for commit in commits:
+                self._measure(state.staleness(commit.worker))
+            try:
+                self.rules.apply(gradients, work.overrides_for(self.part.segment), work.scale)
+            finally:
+                # Whatever a rule that raised has left behind is another version too.
+                state.applied([], True)
+                state.writing = False
         state.applied([((c.worker, c.item.incarnation), c.clock) for c in commits], False)
+        for worker in work.fences:
+            state.fence(worker)
         self.num_updates += changed
         self.apply_seconds += time.perf_counter() - began
+        if faults.armed is not None:
+            faults.reach("slice.applied")
 
     def _measure(self, staleness: int) -> None:
         self.staleness_sum += staleness
@@ -241,8 +234,19 @@ class HostedSlice:
 
     def norm(self, work: Work) -> float:
         """This slice's share of the squared norm of a round."""
-        with self._home.at_work():
+        with self.home.at_work():
             return self.rules.squared_norm(self.gradients(work.commits, work))
+
+    # -- its backup ---------------------------------------------------------------------------------------
+
+    def stand_alone(self) -> None:
+        """It has no backup any more: what was on its way there is applied here alone. To be drained after this."""
+        with self.lock:
+            self.replica = None
+            if self.in_flight is not None:
+                self.in_flight.is_acknowledged = True
+
+    # -- readers ------------------------------------------------------------------------------------------
 
     def copy_into(self, target: memoryview) -> int:
         """A whole, untorn copy; returns its version."""

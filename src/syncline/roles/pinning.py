@@ -39,6 +39,13 @@ class Registered:
             self._known[key] = (bytes_at(array), array)
         return self._known[key][0]
 
+    def release(self, array: Bytes) -> None:
+        """This memory is to go before this object does."""
+        address = array.ctypes.data
+        if self._known.pop((address, array.nbytes), None) is not None and address in self._addresses:
+            self._addresses.remove(address)
+            _unregister(self._device, [address], {})
+
     def _register(self, array: Bytes) -> None:
         flags = 0 if array.flags.writeable else _READ_ONLY
         with torch.cuda.device(self._device):

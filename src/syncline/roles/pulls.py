@@ -4,45 +4,77 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import numpy as np
 
-from syncline.core.messages import Committed, Done, Pin, Pull, Pulled, Unpin
-from syncline.errors import ConnectionLost, ProtocolError
+from syncline.core.message import Done
+from syncline.core.traffic import Committed, Pin, Pull, Pulled, Unpin
+from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of
 from syncline.roles.answers import MakeBuffer, PartialAnswer
 from syncline.roles.hosted import HostedSlice
+from syncline.roles.outgoing import Outgoing
 from syncline.roles.pool import Pool
 
 
 class Pulls:
     """Everything that reads parameters. Bytes are sent by threads of their own: a slow reader holds up nobody."""
 
-    def __init__(self, slices: dict[int, HostedSlice], pool: Pool, senders: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        slices: dict[int, HostedSlice],
+        pool: Pool,
+        senders: ThreadPoolExecutor,
+        most_bytes: int | None = None,
+    ) -> None:
         self._slices, self._pool, self._senders = slices, pool, senders
+        self._by_id: tuple[HostedSlice, ...] = ()
+        self._hosted = (0, 0)  # slices and bytes, when they were last added up
+        self.outgoing = Outgoing(self._hosted_bytes, most_bytes)
         self._lock = threading.Lock()
         self._waiting: list[tuple[Request, Pull]] = []
+        self.order: AbstractContextManager[object] = threading.RLock()  # pins do not come between two generations
+        self.check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest seats
         self._pinned: dict[Endpoint, list[int]] = {}
+        self.moved: Callable[[int], SynclineError | None] = lambda number: None  # where a slice is that is not here
+        #: What may be in what was read before this is asked.
+        self.clocks: Callable[[], dict[str, int]] = dict
         self.bytes_copied = 0
         self.num_pins = 0
+        self._began_anew = False  # primaries have changed, and every pin has ended with that
 
     def _slot(self, number: int) -> HostedSlice:
         slot = self._slices.get(number)
         if slot is None:
-            raise ProtocolError(f"slice {number} is not hosted here")
+            raise self._not_here(number)
         return slot
 
-    def committed(self, request: Request, clock: int) -> None:
+    def _hosted_bytes(self) -> int:
+        if self._hosted[0] != len(self._slices):
+            slots = list(self._slices.values())  # more may be hosted meanwhile
+            self._hosted = (len(slots), sum(slot.part.num_bytes for slot in slots))
+        return self._hosted[1]
+
+    def _not_here(self, number: int) -> SynclineError:
+        """A worker that looked before primaries changed looks again; one that names nonsense hears so."""
+        return self.moved(number) or ProtocolError(f"slice {number} is not hosted here")
+
+    def hosts_others(self) -> None:
+        """There are other slices now."""
+        self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
+
+    def committed(self, request: Request, clock: int, clocks: dict[str, int]) -> None:
         """Answers a commit of a worker that reads shared memory: with versions."""
         versions = []
         worker = request.peer.name
-        for slot in list(self._slices.values()):  # more may be hosted meanwhile
+        for slot in self._by_id:
             version = slot.state.seen[worker] = slot.state.version
             versions.append(version)
-        request.reply(Committed(clock, versions))
+        request.reply(Committed(clock, versions, [], clocks))
 
     def answer_in_parts(
         self, request: Request, clock: int, pull: list[int], make: MakeBuffer | None
@@ -51,7 +83,8 @@ class Pulls:
         for number in pull:
             self._slot(number)
         submit = functools.partial(self._send, request)
-        return PartialAnswer(request, clock, pull, make, submit=submit, copied=self._copied)
+        hold = functools.partial(self.outgoing.hold, request.endpoint)
+        return PartialAnswer(request, clock, pull, make, submit=submit, copied=self._copied, hold=hold)
 
     def _copied(self, num_bytes: int) -> None:
         with self._lock:
@@ -87,7 +120,7 @@ class Pulls:
 
     def _is_new_enough(self, message: Pull) -> bool:
         least = message.min_version
-        return least is None or all(self._slices[n].state.version >= least for n in message.slices)
+        return least is None or all(self._slot(n).state.version >= least for n in message.slices)
 
     def advanced(self) -> None:
         """A round is in: pulls that waited for it may go."""
@@ -99,62 +132,102 @@ class Pulls:
         for request, message in ready:
             self._answer(request, message)
 
+    def begin_anew(self) -> list[Request]:
+        """Under `order`: primaries have changed, and pins end. What waits here may have to wait elsewhere."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        self._pinned.clear()
+        self._began_anew = True
+        for slot in self._slices.values():
+            with slot.lock:
+                slot.state.pins = 0
+        return [request for request, _ in waiting]
+
+    def refuse(self, waiting: Iterable[Request], error: Refresh) -> None:
+        """After that: whoever waited looks again, and what was pinned goes on."""
+        for request in waiting:
+            request.refuse(error)
+        self._drain_all(list(self._slices))
+
     def _answer(self, request: Request, message: Pull) -> None:
         if message.bytes_wanted:
-            self._send(request, functools.partial(self._send_pulled, request, message))
+            num_bytes = sum(self._slices[number].part.num_bytes for number in message.slices)
+            send = functools.partial(self._send_pulled, request, message, num_bytes)
+            self.outgoing.pull(request.endpoint, num_bytes, functools.partial(self._send, request, send))
             return
-        versions = [self._slices[number].state.version for number in message.slices]
-        request.reply(Pulled(versions))
+        versions = [self._slot(number).state.version for number in message.slices]
+        request.reply(Pulled(versions, self.clocks()))
 
-    def _send_pulled(self, request: Request, message: Pull) -> None:
+    def _send_pulled(self, request: Request, message: Pull, num_bytes: int) -> None:
+        try:
+            self._copy_and_reply(request, message)
+        finally:
+            self.outgoing.pulled(request.endpoint, num_bytes)
+
+    def _copy_and_reply(self, request: Request, message: Pull) -> None:
         """Copies of the slices, each whole, with the versions that they have."""
         buffers, versions = list[Buffer](), list[int]()
         for number in message.slices:
-            slot = self._slices[number]
+            slot = self._slot(number)
             buffers.append(buffer_of(np.empty(slot.part.num_bytes, np.uint8)))
             version = slot.copy_into(buffers[-1])
             self._copied(slot.part.num_bytes)
             slot.state.seen[request.peer.name] = version
             versions.append(version)
-        request.reply(Pulled(versions), buffers, sum(map(len, buffers)))
+        request.reply(Pulled(versions, self.clocks()), buffers, sum(map(len, buffers)))
 
     # -- read pins ----------------------------------------------------------------------------------------
 
     def pin(self, request: Request, message: Pin) -> None:
         """No update until unpinned: for a reader whose optimistic copies were overtaken twice."""
         versions = []
-        for number in message.slices:
-            slot = self._slot(number)
-            version = slot.pin()
-            slot.state.seen[request.peer.name] = version
-            versions.append(version)
-            with self._lock:
+        with self.order:
+            self.check(request)
+            for number in message.slices:
+                slot = self._slot(number)
+                versions.append(slot.pin())
+                slot.state.seen[request.peer.name] = versions[-1]
                 self._pinned.setdefault(request.endpoint, []).append(number)
                 self.num_pins += 1
-        request.reply(Pulled(versions))
+        if not request.endpoint.is_open:  # whatever it had pinned was let go before this
+            self.forget(request.endpoint)
+            return
+        request.reply(Pulled(versions, self.clocks()))
 
     def unpin(self, request: Request, message: Unpin) -> None:
-        held = self._pinned.get(request.endpoint, [])
-        for number in message.slices:
-            with self._lock:
+        with self.order:
+            held = self._pinned.get(request.endpoint, [])
+            for number in message.slices:
                 if number not in held:
+                    if self._began_anew:
+                        raise Refresh(f"slice {number} is not pinned any more: primaries have changed")
                     raise ProtocolError(f"{request.peer} lets go of slice {number}, which it has not pinned")
                 held.remove(number)
-            self._let_go(number)
+                self._let_go(number)
+        self._drain_all(message.slices)
         request.reply(Done())
 
     def forget(self, endpoint: Endpoint) -> None:
         """A connection ended: its pins end with it, and nothing waits for it."""
-        with self._lock:
+        with self.order:
             numbers = self._pinned.pop(endpoint, [])
+            for number in numbers:
+                self._let_go(number)
+        with self._lock:
             self._waiting = [item for item in self._waiting if item[0].endpoint is not endpoint]
-        for number in numbers:
-            self._let_go(number)
+        self.outgoing.forget(endpoint)
+        self._drain_all(numbers)
 
     def _let_go(self, number: int) -> None:
-        slot = self._slices[number]
-        slot.unpin()
-        self._pool.submit(functools.partial(_drain, slot))
+        slot = self._slices.get(number)
+        if slot is not None:
+            slot.unpin()
+
+    def _drain_all(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            slot = self._slices.get(number)
+            if slot is not None:  # else its primary is elsewhere by now
+                self._pool.submit(functools.partial(_drain, slot))
 
 
 def _drain(slot: HostedSlice) -> None:

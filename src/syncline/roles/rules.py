@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from syncline.core.layout import INTEGERS, Segment, Slice
-from syncline.core.messages import StateEntry
 from syncline.core.rule import PLAIN, Option, RuleSpec
+from syncline.core.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
+from syncline.net.transport import buffer_of
 from syncline.roles.fused import FUSED, FusedKernel
 from syncline.roles.homes import Home
 
@@ -75,6 +76,40 @@ class SliceRules:
         if known is None or known[0] is not flat:
             known = self._splits[id(flat)] = (flat, self._split(flat))
         return known[1]
+
+    def forget_staged(self) -> None:
+        """Some of the memory that gradients lay in is gone."""
+        self._splits.clear()
+
+    # -- a round's gradient, as a backup gets it ----------------------------------------------------------
+
+    def lay_down(self, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor) -> list[int]:
+        """Copies a round's gradient into slice-shaped host memory; returns the pieces that there are."""
+        has = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        for index in has:
+            gradient = gradients[index]
+            assert gradient is not None
+            self.view(flat, index).copy_(gradient.reshape(-1))
+        return has
+
+    def as_pieces(self, flat: torch.Tensor, has: Sequence[int]) -> list[torch.Tensor | None]:
+        """The same read back, by either side: the gradient of each piece, where rules can use it."""
+        found: list[torch.Tensor | None] = [None] * len(self.pieces)
+        if has:
+            at_home = self.flat is self._host
+            pieces = self._staged_pieces(flat) if at_home else self._split(self._home.bring(flat))
+            for index in has:
+                found[index] = pieces[index]
+        return found
+
+    def bytes_of_pieces(self, array: Bytes, has: Sequence[int]) -> list[memoryview]:
+        """Where these pieces lie in slice-shaped memory."""
+        found = []
+        for index in has:
+            piece = self.pieces[index]
+            view = array[piece.offset : piece.offset + piece.num_items * self._item_bytes]
+            found.append(buffer_of(view))
+        return found
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One piece of a slice-shaped tensor."""

@@ -5,55 +5,81 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from syncline.core.layout import Segment
-from syncline.core.messages import (
-    AskPlace,
+from syncline.core.control import (
     AskServerStats,
-    AskState,
     AskWhy,
-    Attach,
-    CommitStaged,
-    Done,
-    GiveClip,
-    GivenPlace,
+    Beat,
     GivenServerStats,
     GivenWhy,
     Host,
+    Install,
     Joined,
     Leave,
+    Over,
+    Prepare,
+    Retire,
+    Roster,
+    SeedTo,
+)
+from syncline.core.members import Member
+from syncline.core.message import Done, Message
+from syncline.core.policy import policy_of
+from syncline.core.rounds import Rounds
+from syncline.core.traffic import (
+    AskHosted,
+    AskPlace,
+    AskState,
+    Attach,
+    CommitStaged,
+    GiveClip,
+    GivenPlace,
+    Lend,
     LoadState,
     Map,
-    Mapped,
-    Message,
-    Over,
     Pin,
     Prefer,
     Pull,
+    Replicate,
     Rest,
+    Restore,
+    Seed,
     Stage,
     Unpin,
     Upload,
     Verified,
     Verify,
 )
-from syncline.core.policy import policy_of
-from syncline.core.rounds import Rounds
-from syncline.errors import FrameError, ProtocolError
-from syncline.net.memory import HeapMemory
+from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
-from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.net.transport import Buffer, Memory, Peer
 from syncline.roles.commits import Commits
+from syncline.roles.flow import Flow
+from syncline.roles.generations import HOLD_SECONDS, Generations
 from syncline.roles.homes import Home
-from syncline.roles.hosted import Contribution, HostedSlice
+from syncline.roles.hosted import HostedSlice
+from syncline.roles.hosting import Dial, Hosting
 from syncline.roles.pool import Pool
 from syncline.roles.pulls import Pulls
+from syncline.roles.seeding import Seeding
+from syncline.roles.staging import Staging
 from syncline.roles.states import StateTransfer
+from syncline.roles.values import Values
+from syncline.roles.waits import beat_of
+from syncline.roles.work import Contribution
 from syncline.stats import ServerStats, WireStats
+
+#: What a worker may say whatever it knows of the seats.
+_ALWAYS = (Leave, AskWhy)
+
+
+def _no_way(member: Member) -> Endpoint:
+    raise ConnectionLost(f"there is no way to {member.name}")
 
 
 class Server:
-    """The service that workers and the coordinator speak to."""
+    """The service that workers, other servers and the coordinator speak to."""
 
     def __init__(
         self,
@@ -64,27 +90,89 @@ class Server:
         log: Callable[[str], None],
         over: Callable[[Over], None],
         home: Home | None = None,
+        dial: Dial = _no_way,
+        retire: Callable[[], None] = lambda: None,
+        hold_seconds: float = HOLD_SECONDS,
     ) -> None:
-        self.name, self._pool, self._log, self._over = name, pool, log, over
-        self._create_memory = create_memory
-        self._segments: dict[int, Segment] = {}
-        self._memories: dict[int, Memory] = {}
-        self._slices: dict[int, HostedSlice] = {}
-        self._lock = threading.Lock()
-        self._commits: Commits | None = None
-        self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
+        self._pool, self._log, self._over, self._retire = pool, log, over, retire
+        self._hold_seconds = hold_seconds
         self._home = home or Home()
+        self._lock = threading.Lock()
+        self._flow: Flow | None = None
+        self._commits: Commits | None = None
+        self._generations: Generations | None = None
+        self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
+        self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
+        self.name = name
+        self._slices = self._hosting.slices
         self._pulls = Pulls(self._slices, pool, self._senders)
-        self._states = StateTransfer(self._slices)
+        self._pulls.moved = self._moved
+        self._staging = Staging(self._home.release)
+        self._states = StateTransfer(
+            self._slices, find=lambda number: self._hosting.find(number)[1], drain=self._drain
+        )
+        self._seeding = Seeding(self._slices, self._drain)
+        self._values = Values(self._hosting, self._drain)
         self._endpoints: set[Endpoint] = set()
         self._wire = WireStats()
+        self._rare = self._rare_handlers()
+
+    @property
+    def name(self) -> str:
+        return self._hosting.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._hosting.name = name
 
     def form(self, joined: Joined) -> None:
         """The job is whole: from now on commits can be taken."""
-        workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker"]
+        config = joined.config
+        # Who comes late is told with its first slices how things stand.
+        workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
         num_servers = sum(m.role == "server" for m in joined.members)
-        rounds: Rounds[Contribution] = Rounds(policy_of(joined.config), workers)
-        self._commits = Commits(rounds, self._slices, self._pool, self._pulls, num_servers)
+        rounds: Rounds[Contribution] = Rounds(policy_of(config), workers)
+        flow = Flow(rounds, self._slices, self._pool, self._pulls, num_servers)
+        commits = Commits(
+            rounds,
+            self._slices,
+            flow,
+            self._pulls,
+            self._staging,
+            segments=self._hosting.segments,
+            find=self._hosting.find,
+        )
+        self._hosting.hear(joined.members, ())
+        commits.rank([m.name for m in joined.members if m.role == "worker"])
+        flow.count_workers(config.replicas)
+        self._generations = Generations(
+            self.name,
+            commits,
+            self._hosting,
+            self._pulls,
+            generation=joined.generation,
+            is_late=joined.late,
+            replicas=config.replicas,
+            log=self._log,
+            hold_seconds=self._hold_seconds,
+            cut_off=self._cut_off,
+        )
+        self._flow, self._commits = flow, commits
+        self._pulls.outgoing.window = config.window
+
+    def hear(self, roster: Roster) -> None:
+        """The coordinator tells who there is."""
+        self._hosting.hear(roster.members, roster.seats)
+        if self._flow is not None:
+            self._flow.num_servers = max(self._flow.num_servers, sum(m.role == "server" for m in roster.members))
+        if self._commits is not None:
+            self._commits.rank([m.name for m in roster.members if m.role == "worker"])
+
+    def _cut_off(self, name: str, incarnation: int) -> None:
+        with self._lock:
+            known = [e for e in self._endpoints if (e.peer.name, e.peer.incarnation) == (name, incarnation)]
+        for endpoint in known:
+            endpoint.close("this worker was evicted")
 
     def greet(self, endpoint: Endpoint) -> None:
         """A connection was made."""
@@ -97,13 +185,26 @@ class Server:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._commits
 
+    def _drain(self, slot: HostedSlice) -> None:
+        for work in slot.drain():
+            work.slice_done()
+
+    def _moved(self, number: int) -> SynclineError | None:
+        """Why a slice that there is, is not here."""
+        moved = self._commits.moved if self._commits is not None else 0
+        if not moved or not self._hosting.knows(number):
+            return None
+        return Refresh(f"slice {number} is elsewhere since generation {moved}")
+
     # -- what the endpoint calls --------------------------------------------------------------------------
 
     def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
-        if isinstance(message, Upload):
-            return [buffer_of(slot.memory) for slot in self._upload_slots(peer, message)]
         if isinstance(message, Stage):
             return self.commits.landing(peer, message)
+        if isinstance(message, Replicate | Seed):
+            return self._hosting.backups.landing(peer, message)
+        if isinstance(message, Upload | Restore):
+            return self._values.landing(peer, message, self.commits)
         if isinstance(message, LoadState):
             return self._states.landing(message)
         raise FrameError(f"{type(message).__name__} has no payload")
@@ -116,57 +217,63 @@ class Server:
             self.commits.commit(request, message)
         elif isinstance(message, GiveClip):
             self.commits.give_clip(request, message)
-        elif isinstance(message, Pull):
-            self._pulls.pull(request, message)
-        elif isinstance(message, Verify):
-            self._verify(request, message)
-        elif isinstance(message, Pin):
-            self._pulls.pin(request, message)
-        elif isinstance(message, Unpin):
-            self._pulls.unpin(request, message)
+        elif isinstance(message, Replicate | Seed):
+            self._hosting.backups.handle(request, message)
         else:
-            self._handle_rare(request, message)
+            if request.peer.role == "worker" and not isinstance(message, _ALWAYS):
+                self.commits.check_generation(request)
+            if isinstance(message, Pull):
+                self._pulls.pull(request, message)
+            elif isinstance(message, Verify):
+                self._verify(request, message)
+            elif isinstance(message, Pin):
+                self._pulls.pin(request, message)
+            elif isinstance(message, Unpin):
+                self._pulls.unpin(request, message)
+            else:
+                handler = self._rare.get(type(message))
+                if handler is None:
+                    raise ProtocolError(f"a server does not answer {type(message).__name__}")
+                handler(request, message)
 
-    def _handle_rare(self, request: Request, message: Message) -> None:
-        if isinstance(message, Rest):
-            self.commits.rest(request.peer, message)
-            request.reply(Done())
-        elif isinstance(message, Prefer):
-            self.commits.prefer(message.slices)
-            request.reply(Done())
-        elif isinstance(message, AskPlace):
-            request.reply(GivenPlace(self.commits.slowest()))
-        elif isinstance(message, Leave):
-            self.commits.leave(request.peer)
-            request.reply(Done())
-        elif isinstance(message, Upload):
-            for slot in self._upload_slots(request.peer, message):
-                slot.rules.uploaded()
-                slot.uploaded = True
-            request.reply(Done())
-        elif isinstance(message, Attach):
-            self._attach(request, message)
-        elif isinstance(message, Map):
-            memory = self._memories.get(message.segment)
-            if memory is None or not request.endpoint.can_carry(memory):
-                raise ProtocolError(f"{self.name} shares nothing of segment {message.segment}")
-            request.reply(Mapped(self._segments[message.segment].server_bytes(self.name)), attachment=memory)
-        elif isinstance(message, Host):
-            self._host(message.segment)
-            request.reply(Done())
-        elif isinstance(message, AskState):
-            self._states.give(request, message)
-        elif isinstance(message, LoadState):
-            self.commits.check_chief(request.peer, "loads state")
-            self._states.load(request, message)
-        elif isinstance(message, AskServerStats):
-            request.reply(GivenServerStats(self.stats()))
-        elif isinstance(message, AskWhy):
-            request.reply(GivenWhy(f"{self.name}: {self.commits.why(request.peer.name)}"))
-        elif isinstance(message, Over):
-            self._over(message)
-        else:
-            raise ProtocolError(f"a server does not answer {type(message).__name__}")
+    def _rare_handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
+        return {
+            Rest: self._rest,
+            Leave: lambda request, message: self.commits.leave(request),
+            Prefer: self._prefer,
+            AskPlace: lambda request, message: request.reply(GivenPlace(self.commits.slowest())),
+            AskWhy: self._why,
+            Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
+            Restore: lambda request, message: self._values.restore(request, message, self.commits),
+            Attach: self._attach,
+            AskHosted: lambda request, message: self._hosting.blocks.tell(request, message, sorted(self._slices)),
+            Map: lambda request, message: self._hosting.blocks.give(request, message, self.name),
+            AskState: self._states.give,
+            LoadState: self._load_state,
+            Lend: self._hosting.backups.lend,
+            Host: self._host,
+            Prepare: self._prepare,
+            Install: self._install,
+            SeedTo: self._seed_to,
+            Roster: lambda request, message: self.hear(message),
+            AskServerStats: lambda request, message: request.reply(GivenServerStats(self.stats())),
+            Over: lambda request, message: self._over(message),
+            Retire: self._asked_to_retire,
+        }
+
+    def _rest(self, request: Request, message: Rest) -> None:
+        self.commits.rest(request, message)
+
+    def _prepare(self, request: Request, message: Prepare) -> None:
+        self._changes().prepare(request, message)
+
+    def _install(self, request: Request, message: Install) -> None:
+        self._changes().install(request, message)
+
+    def _changes(self) -> Generations:
+        if self._generations is None:
+            raise ProtocolError(f"{self.name} is not part of a whole job yet")
+        return self._generations
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
         self._pulls.forget(endpoint)
@@ -174,56 +281,28 @@ class Server:
             if endpoint in self._endpoints:
                 self._endpoints.discard(endpoint)
                 self._wire += endpoint.stats()
-        if endpoint.peer.role == "coordinator":
-            self._over(Over(True, "coordinator", f"{self.name} lost the coordinator: {reason}"))
-        elif reason not in ("closed", "the other side closed the connection"):
+            left = {other.peer for other in self._endpoints}
+        if endpoint.peer.role == "worker" and endpoint.peer not in left and self._commits is not None:
+            self._commits.departures.lost((endpoint.peer.name, endpoint.peer.incarnation))
+        if reason not in ("closed", "the other side closed the connection"):
             self._log(f"{endpoint.peer}: {reason}")
 
     # -- hosting ------------------------------------------------------------------------------------------
 
-    def _host(self, segment: Segment) -> None:
-        parts = [part for part in segment.slices if part.server == self.name]
-        size = segment.server_bytes(self.name)
-        memory = self._reserve(size)
-        self._home.adopt(memory.array)
-        made = {}
-        for part in parts:
-            view = memory.array[part.host_offset : part.host_offset + part.num_bytes]
-            made[part.id] = HostedSlice(segment, part, view, self._home)
+    def _host(self, request: Request, message: Host) -> None:
+        made = self._hosting.make_room(message)
         with self.commits.order:
-            # Between two commits: the new slices begin where every worker stands now.
-            for slot in made.values():
-                slot.state.clocks.update(self.commits.clocks())
-            self._segments[segment.index], self._memories[segment.index] = segment, memory
-            self.commits.segments[segment.index] = segment
-            self._slices.update(made)
-            self.commits.hosts_more()
-
-    def _reserve(self, size: int) -> Memory:
-        try:
-            return self._create_memory(size)
-        except OSError as error:
-            self._log(
-                f"too little memory to share {size} bytes of parameters: {error.strerror or error}; "
-                "falls back to TCP: they go over the socket"
-            )
-            return HeapMemory(size)
-
-    def _upload_slots(self, peer: Peer, message: Upload) -> list[HostedSlice]:
-        self.commits.check_chief(peer, "uploads values")
-        slots = [self._slice(number, message.segment) for number in message.slices]
-        if any(slot.uploaded for slot in slots):
-            raise ProtocolError(f"{peer} uploads values that the job has already")
-        return slots
-
-    def _slice(self, number: int, segment: int) -> HostedSlice:
-        slot = self._slices.get(number)
-        if slot is None or slot.part.segment != segment:
-            raise ProtocolError(f"{self.name} does not host slice {number} of segment {segment}")
-        return slot
+            # Between two commits: the new slices begin where every worker stands now. Who has never committed here,
+            # or not since there was nothing to commit to, is taken as it comes.
+            known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
+            if self._hosting.host(message.segment, made):
+                for slot in made.values():
+                    slot.state.clocks.update(known)
+                self.commits.flow.hosts_others()
+        request.reply(Done())
 
     def _attach(self, request: Request, message: Attach) -> None:
-        segment = self._segments.get(message.segment)
+        segment = self._hosting.segments.get(message.segment)
         if segment is None or request.attachment is None or not 0 <= message.slot < 1 << 10:
             raise ProtocolError(f"an arena for segment {message.segment}, slot {message.slot}, which is not here")
         if request.attachment.array.nbytes < segment.num_bytes:
@@ -232,17 +311,43 @@ class Server:
         self.commits.attach(request.peer, message.segment, message.slot, request.attachment)
         request.reply(Done())
 
+    def _seed_to(self, request: Request, message: SeedTo) -> None:
+        self._seeding.begin(request, message, self._hosting.partner(message.target))
+
+    def _load_state(self, request: Request, message: LoadState) -> None:
+        self.commits.check_chief(request.peer, "loads state")
+        self._states.load(request, message)
+
+    def _prefer(self, request: Request, message: Prefer) -> None:
+        self.commits.flow.prefer(message.slices)
+        request.reply(Done())
+
+    def _why(self, request: Request, message: AskWhy) -> None:
+        request.reply(GivenWhy(f"{self.name}: {self.commits.why(request.peer.name)}"))
+
+    def _asked_to_retire(self, request: Request, message: Retire) -> None:
+        request.reply(Done())
+        self._retire()
+
     def _verify(self, request: Request, message: Verify) -> None:
         stale, versions = [], []
         for number, version in zip(message.slices, message.versions, strict=True):
             slot = self._slices.get(number)
             if slot is None:
-                raise ProtocolError(f"{self.name} does not host slice {number}")
+                raise self._moved(number) or ProtocolError(f"{self.name} does not host slice {number}")
             if not slot.state.is_still(version):
                 stale.append(number)
                 versions.append(slot.state.version)
             slot.state.seen[request.peer.name] = slot.state.version
-        request.reply(Verified(stale, versions))
+        request.reply(Verified(stale, versions, self._pulls.clocks()))
+
+    # -- numbers ------------------------------------------------------------------------------------------
+
+    def beat(self) -> Beat:
+        """A sign of life, with who waits here for whom."""
+        if self._commits is None:
+            return Beat()
+        return beat_of(self._commits, list(self._slices.values()))
 
     def stats(self) -> ServerStats:
         with self._lock:
@@ -250,7 +355,7 @@ class Server:
             for endpoint in self._endpoints:
                 wire += endpoint.stats()
         slots = list(self._slices.values())
-        commits = self._commits
+        commits, flow = self._commits, self._flow
         return ServerStats(
             name=self.name,
             num_slices=len(slots),
@@ -258,13 +363,13 @@ class Server:
             num_updates=sum(slot.num_updates for slot in slots),
             num_commits=commits.num_commits if commits else 0,
             apply_seconds=sum(slot.apply_seconds for slot in slots),
-            num_rounds=commits.num_rounds if commits else 0,
-            round_seconds=commits.round_seconds if commits else 0.0,
+            num_rounds=flow.num_rounds if flow else 0,
+            round_seconds=flow.round_seconds if flow else 0.0,
             bytes_copied=self._pulls.bytes_copied,
             staleness_sum=float(sum(slot.staleness_sum for slot in slots)),
             staleness_count=sum(slot.staleness_count for slot in slots),
             staleness_max=max((slot.staleness_max for slot in slots), default=0),
-            lag_max=commits.lag_max if commits else 0,
+            lag_max=flow.lag_max if flow else 0,
             num_pins=self._pulls.num_pins,
             wire=wire,
         )
@@ -274,10 +379,11 @@ class Server:
             endpoints = list(self._endpoints)
         for endpoint in endpoints:
             endpoint.close()
+        if self._generations is not None:
+            self._generations.close()
         self._pool.close()
         self._senders.shutdown(wait=True, cancel_futures=True)
+        self._hosting.close_ways()
         self._home.close()
-        if self._commits is not None:
-            self._commits.staging.close()
-        for memory in self._memories.values():
-            memory.close()
+        self._staging.close()
+        self._hosting.close()

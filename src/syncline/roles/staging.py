@@ -2,46 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
 import numpy as np
 import torch
 
 from syncline.core.layout import Slice
+from syncline.core.slices import Identity
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.roles.rules import Bytes, tensor_of
 
 
 class Staging:
-    """The staged bytes of all workers, by worker, slot and slice."""
+    """The staged bytes of all workers, by worker, slot and slice. A worker that came back is another one."""
 
-    def __init__(self) -> None:
-        self._arenas: dict[tuple[str, int, int], Memory] = {}  # worker, segment, slot
-        self._buffers: dict[tuple[str, int, int], Bytes] = {}  # worker, slot, slice
-        self._tensors: dict[tuple[str, int, int], torch.Tensor] = {}
+    def __init__(self, release: Callable[[Bytes], None] = lambda array: None) -> None:
+        self._release = release
+        self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
+        self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
+        self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
 
-    def attach(self, worker: str, segment: int, slot: int, arena: Memory) -> None:
+    def attach(self, worker: Identity, segment: int, slot: int, arena: Memory) -> None:
+        """In the place of the one before it: a worker that has reached us anew brings its arena again."""
+        before = self._arenas.get((worker, segment, slot))
         self._arenas[worker, segment, slot] = arena
+        for key in [k for k in self._tensors if k[0] == worker and k[1] == slot]:
+            del self._tensors[key]
+        if before is not None:
+            self._let_go(before)
 
-    def is_shared(self, worker: str, slot: int, part: Slice) -> bool:
+    def is_shared(self, worker: Identity, slot: int, part: Slice) -> bool:
         return (worker, part.segment, slot) in self._arenas
 
-    def buffer(self, worker: str, slot: int, part: Slice) -> Buffer:
+    def buffer(self, worker: Identity, slot: int, part: Slice) -> Buffer:
         """Where a socket puts a slice's bytes; made once, used again for every clock of this slot."""
         key = (worker, slot, part.id)
         if key not in self._buffers:
             self._buffers[key] = np.empty(part.num_bytes, np.uint8)
         return buffer_of(self._buffers[key])
 
-    def tensor(self, worker: str, slot: int, part: Slice) -> torch.Tensor:
+    def tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
         """The staged bytes of one slice, as numbers, where they lie."""
         key = (worker, slot, part.id)
-        if key not in self._tensors:
+        known = self._tensors.get(key)
+        if known is None:
             arena = self._arenas.get((worker, part.segment, slot))
             if arena is not None:
                 array = arena.array[part.offset : part.offset + part.num_bytes]
             else:
                 array = self._buffers[key]
-            self._tensors[key] = tensor_of(array, part.dtype)
-        return self._tensors[key]
+            known = self._tensors[key] = tensor_of(array, part.dtype)
+        return known
+
+    def forget_worker(self, worker: Identity) -> None:
+        """Nothing of this worker is needed any more."""
+        for table in (self._tensors, self._buffers):
+            for key in [k for k in table if k[0] == worker]:
+                del table[key]
+        for place in [k for k in self._arenas if k[0] == worker]:
+            self._let_go(self._arenas.pop(place))
+
+    def forget_slices(self, gone: Container[int]) -> None:
+        """These slices are not here any more."""
+        for table in (self._tensors, self._buffers):
+            for key in [k for k in table if k[2] in gone]:
+                del table[key]
+
+    def _let_go(self, arena: Memory) -> None:
+        self._release(arena.array)
+        arena.close()
 
     def close(self) -> None:
         self._tensors.clear()

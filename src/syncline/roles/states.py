@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from syncline.core.messages import AskState, Done, GivenState, LoadState, StateEntry
+from syncline.core.layout import Slice
+from syncline.core.message import Done
+from syncline.core.traffic import AskState, GivenState, LoadState, StateEntry
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
 from syncline.roles.hosted import HostedSlice
 from syncline.roles.rules import tensor_of
+from syncline.roles.work import FenceWork
+
+
+def check_entry(entry: StateEntry, part: Slice) -> None:
+    """A state tensor has at most the size of its slice in double precision."""
+    if entry.slice != part.id or entry.num_bytes > 8 * part.num_bytes + 64:
+        raise ProtocolError(f"state {entry.key!r} of {entry.num_bytes} bytes for slice {entry.slice}")
 
 
 class StateTransfer:
     """Reads and writes the state of hosted slices."""
 
-    def __init__(self, slices: dict[int, HostedSlice]) -> None:
-        self._slices = slices
+    def __init__(
+        self,
+        slices: dict[int, HostedSlice],
+        *,
+        find: Callable[[int], Slice],
+        drain: Callable[[HostedSlice], None],
+    ) -> None:
+        self._slices, self._find, self._drain = slices, find, drain
 
     def _slot(self, number: int) -> HostedSlice:
         slot = self._slices.get(number)
@@ -41,10 +56,7 @@ class StateTransfer:
 
     def landing(self, message: LoadState) -> Sequence[Buffer]:
         for entry in message.entries:
-            slot = self._slot(entry.slice)
-            # A state tensor has at most the size of its slice in double precision.
-            if entry.num_bytes > 8 * slot.part.num_bytes + 64:
-                raise ProtocolError(f"state {entry.key!r} of {entry.num_bytes} bytes for slice {entry.slice}")
+            check_entry(entry, self._find(entry.slice))
         return [buffer_of(np.empty(entry.num_bytes, np.uint8)) for entry in message.entries]
 
     def load(self, request: Request, message: LoadState) -> None:
@@ -54,8 +66,25 @@ class StateTransfer:
                 raise ProtocolError(f"state for slice {entry.slice}, which is not named")
             tensor = tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape)
             grouped[entry.slice].append((entry, tensor))
-        for number, entries in grouped.items():
-            slot = self._slot(number)
+        slots = [self._slot(number) for number in grouped]
+        with_backup = []
+        for slot, entries in zip(slots, grouped.values(), strict=True):
             with slot.lock:
                 slot.rules.load_state(entries)
-        request.reply(Done())
+                if slot.replica is not None:
+                    with_backup.append(slot)
+        self._when_backed(with_backup, lambda: request.reply(Done()))
+
+    def _when_backed(self, slots: Sequence[HostedSlice], then: Callable[[], None]) -> None:
+        """Backups get it too, all of the slice once more, before anything else follows."""
+        if not slots:
+            then()
+            return
+        work = FenceWork((), slots, lambda work: then())
+        for slot in slots:
+            with slot.lock:
+                if slot.replica is not None:
+                    slot.replica.needs_seed = True
+                slot.queue.append(work)
+        for slot in slots:
+            self._drain(slot)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from syncline import config as configuration
 from syncline.client.job import Job, current_in_thread
-from syncline.core.messages import Joined
+from syncline.core.control import Joined
 from syncline.core.policy import policy_of
 from syncline.errors import JobFailed, SynclineError
 from syncline.launch.embedded import InProcess
@@ -64,7 +64,24 @@ class LocalJob:
 
     def fail(self, name: str, reason: str) -> None:
         """The job takes this worker for dead."""
-        self._process.coordinator.declare_dead(name, reason)
+        self._process.coordinator.fail(name, reason)
+
+    def kill(self, name: str) -> None:
+        """This member is gone from one moment to the next, as by SIGKILL; the job goes on as far as it can."""
+        self._process.kill(name)
+
+    def add_server(self, name: str) -> None:
+        """A server joins, or one that was killed comes back."""
+        self._process.add_server(name).wait(CLOSE_SECONDS)
+
+    def add_worker(self, name: str) -> Job:
+        """A worker joins the running job, or one that was killed comes back."""
+        link, hearing, stamp, call = self._process.ask_to_join(name, {})
+        joined = call.wait(CLOSE_SECONDS)
+        assert isinstance(joined, Joined)
+        job = self._process.make_job(link, hearing, stamp, joined, embedded=False)
+        self.jobs.append(job)
+        return job
 
     def close(self) -> None:
         """Every worker leaves, and everything is given back."""
@@ -98,10 +115,10 @@ def local_job(
         for number in range(servers):
             process.add_server(f"server-{number}")
         jobs = []
-        for endpoint, hearing, stamp, call in asked:
+        for link, hearing, stamp, call in asked:
             joined = call.wait(process.coordinator.config.start_seconds)
             assert isinstance(joined, Joined)
-            jobs.append(process.make_job(endpoint, hearing, stamp, joined, embedded=False))
+            jobs.append(process.make_job(link, hearing, stamp, joined, embedded=False))
         local = LocalJob(process, jobs)
         yield local
     finally:

@@ -20,9 +20,7 @@ class Buffers:
         left_out = sum(bool(buffer.numel()) for _, buffer in model.named_buffers()) - len(self._tracked)
         if left_out:
             job.notice(f"{left_out} buffers of a type that servers cannot host are not synchronised")
-        self._pushes = job.is_chief or mode == "mean"
-        # What the chief pushes is what everyone gets: its own copy is as new as any.
-        self._takes = not job.is_chief or mode == "mean"
+        self._mode = mode
         self.flats: dict[int, Bytes] = {}
         self._flat: FlatMemory | None = None
         if not self._tracked:
@@ -35,8 +33,17 @@ class Buffers:
         self._segment = layout.where[self._tracked[0].name][0]
         self._flat = FlatMemory(layout, self._tracked, in_place=False)
         self._pushed = to_ranges(layout.parameter_id(item.name) for item in self._tracked)
-        if self._takes:
+        if self._takes:  # a chief stays one; who becomes it later only stops to take them
             self.flats = self._flat.flats
+
+    @property
+    def _pushes(self) -> bool:
+        return self._mode == "mean" or self._job.is_chief
+
+    @property
+    def _takes(self) -> bool:
+        """What the chief pushes is what everyone gets: its own copy is as new as any."""
+        return self._mode == "mean" or not self._job.is_chief
 
     def collect(self) -> Ranges:
         """This worker's buffers into the arena, if they count; their ids."""

@@ -8,7 +8,9 @@ from typing import Protocol
 
 import torch
 
+from syncline.client.arrays import to_bytes
 from syncline.client.exchange import Exchange
+from syncline.client.finite import LOOK_BYTES, copy_finite
 from syncline.core.layout import Segment, Slice
 from syncline.torch.comparing import Comparison, place_of
 from syncline.torch.streams import Mark, Side
@@ -26,6 +28,9 @@ class Carrier(Protocol):
 
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         """Where the gradients of these parameters are copied."""
+
+    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+        """Copies these gradients there; whether all of them were found to be finite by the way."""
 
     def carry(self, numbers: Sequence[int]) -> None:
         """A gradient was copied, and these slices (or none) are whole by that: they travel."""
@@ -57,6 +62,19 @@ class ArenaCarrier:
             self._views[id(arena)] = views
         return [views[index] for index in indices]
 
+    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+        targets = self.targets(gradients)
+        pairs = list(zip(targets, gradients.values(), strict=True))
+        if (
+            self._exchange.checks_finite
+            and sum([target.nbytes for target in targets]) >= LOOK_BYTES
+            and all(is_plain(gradient, target.dtype) for target, gradient in pairs)
+        ):
+            dtypes = [self._segment.parameters[index].dtype for index in gradients]
+            return copy_finite([(to_bytes(t), to_bytes(g), d) for (t, g), d in zip(pairs, dtypes, strict=True)])
+        torch._foreach_copy_(targets, list(gradients.values()))
+        return False
+
     def carry(self, numbers: Sequence[int]) -> None:
         if numbers:
             self._exchange.stage([self._segment.slices[number] for number in numbers])
@@ -86,6 +104,10 @@ class MirrorCarrier:
 
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         return [self._views[index] for index in indices]
+
+    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+        torch._foreach_copy_(self.targets(gradients), list(gradients.values()))
+        return False
 
     def carry(self, numbers: Sequence[int]) -> None:
         self._streams.add(self._side.current())
@@ -141,6 +163,11 @@ def _runs(parts: Sequence[Slice]) -> list[tuple[int, int]]:
         else:
             runs.append((part.offset, part.offset + part.num_bytes))
     return runs
+
+
+def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether its bytes lie in host memory in a row, as they are."""
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -137,8 +137,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return current_job() if self._job is None else self._job
 
     def _share(self, job: TakesSamples) -> Share:
+        """By the rank and the number of workers that hold now: for an epoch, when it begins."""
         assert self.batch_size is not None
-        return Share(len(cast(Sized, self.dataset)), self.batch_size, job.rank, job.world_size, self.drop_last)
+        return Share(len(cast(Sized, self.dataset)), self.batch_size, *_place(job), self.drop_last)
+
+
+def _place(job: TakesSamples) -> tuple[int, int]:
+    """Rank and number of workers of one and the same generation: members may come and go while they are read."""
+    while True:
+        rank, count = job.rank, job.world_size
+        if rank == job.rank and count == job.world_size:
+            return rank, count
 
 
 def _counted(batches: Iterator[_T_co], share: Share, job: TakesSamples, first_step: int) -> Generator[_T_co]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from syncline.client.arrays import Bytes, address_of
-from syncline.client.sinks import FlatSink
+from syncline.client.sinks import FlatSink, Landed, Wanted
 from syncline.core.layout import Slice
 from syncline.torch.streams import Mark, Side
 
@@ -35,7 +34,8 @@ class DeviceSink:
         self._taking: Mark | None = None  # the last that is read from the servers' memory
         self._follows = False
         self._lock = threading.RLock()  # the exchange may call from the threads that bring its answers
-        self.wanted: dict[str, Any] = {}  # the exchange's own
+        self.wanted: dict[str, Wanted] = {}  # the exchange's own
+        self.kept: dict[int, Landed | None] = {}
 
     def begin(self) -> None:
         """What comes next overwrites parameters: only after all that the caller's stream has to do by then."""
@@ -73,6 +73,20 @@ class DeviceSink:
             else:
                 self._on_host.take([(part, source)])
         self._taking = self._side.mark()
+
+    def begin_anew(self) -> None:
+        """What has come may be in use by now: it is overwritten after all that the caller's stream has to do."""
+        self.follow()
+
+    def holds(self, part: Slice) -> bool:
+        return part.segment in self._flats or self._on_host.holds(part)
+
+    def copy_of(self, part: Slice) -> Bytes | None:
+        if part.segment not in self._flats:
+            return self._on_host.copy_of(part)
+        self._wait_for(part)
+        copy: Bytes = self._of(self._flats[part.segment], part).detach().to("cpu", copy=True).numpy()
+        return copy
 
     # -- towards the device -------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Gradients:
         self._items = sorted(((index_of[item.name], item) for item in tracked), key=lambda pair: pair[0])
         self._all = to_ranges(segment.first_parameter + index for index, _ in self._items)
         self._paused = False
+        self.is_finite = False  #: whether all that `collect` has copied was found to be finite
         self._early = overlap and carrier.helps_early
         self._wasted = 0
         self._carried: set[int] = set()  # slices
@@ -72,17 +73,18 @@ class Gradients:
 
     def collect(self, scale: torch.Tensor | None = None) -> Ranges:
         """All gradients into the arena, multiplied by `scale`; the ids of the parameters that have one."""
+        self.is_finite = False
         gradients = self._gradients()
-        changed = dict.fromkeys(gradients)
+        changed = dict(gradients)
         if scale is None:
             early = {index: gradient for index, gradient in gradients.items() if index in self._ready}
             for index in self._carrier.same(early) if early else ():
                 del changed[index]
         if changed:
-            targets = self._carrier.targets(changed)
-            torch._foreach_copy_(targets, [gradients[index] for index in changed])
+            found = self._carrier.fill(changed)
+            self.is_finite = found and scale is None and len(changed) == len(gradients)
             if scale is not None:
-                for target in targets:
+                for target in self._carrier.targets(changed):
                     target.mul_(scale.reshape(()))
         if self._carrier.helps_early:
             self._finish(gradients, changed)

@@ -191,9 +191,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scale, overflow = self._scaling()
         if self._local is not None:
             self._local.step(weight, scale, overflow, self._clip_norm)
-            return loss
-        self._push(weight, scale, overflow)
-        self._job.stepped()
+        else:
+            self._push(weight, scale, overflow)
+            self._job.stepped()
+        self._job.leave_if_asked()
         return loss
 
     def _scaling(self) -> tuple[torch.Tensor | None, bool]:
@@ -226,6 +227,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             skip=overflow,
             clip_norm=clip,
             overrides=self._overrides(),
+            is_finite=all(gradients.is_finite for gradients in self._gradients) and not overflow,
         )
         self._landing.before_commit()
         self._landing.opened(self._job.exchange.commit(push, self._landing.sink))

@@ -11,7 +11,7 @@ import torch
 from syncline.client.arrays import Bytes
 from syncline.client.exchange import Exchange
 from syncline.core.layout import Layout, Slice
-from syncline.core.messages import StateEntry
+from syncline.core.traffic import StateEntry
 from syncline.torch.parameters import Tracked
 
 #: One number per parameter, however the parameter is shaped.

@@ -1,0 +1,181 @@
+"""The one who kills, for `syncline chaos`: members of a job that this process has started, at a given rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from syncline.cli.reckoning import Kill, Look
+from syncline.core.control import AskStatus, GivenStatus
+from syncline.errors import SynclineError
+from syncline.launch.processes import MemberProcess, Plan, start_member
+from syncline.launch.watching import reach_coordinator
+from syncline.net.rpc import Endpoint
+from syncline.stats import JobStatus
+
+LOOK_SECONDS = 0.02
+ANSWER_SECONDS = 2.0
+#: What was seen so long ago may be otherwise by now.
+FRESH_SECONDS = 0.5
+WITNESS = "syncline.cli.witness"
+SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """How often who is hit, and by what."""
+
+    every_seconds: float
+    for_seconds: float
+    roles: Sequence[str]
+    signal: str  # KILL or STOP
+    stop_seconds: float  # until a stopped one goes on
+    seed: int
+
+
+class Killing:
+    """Starts the members of a job, looks at it fifty times a second, and kills some of them."""
+
+    def __init__(self, rate: Rate | None, folder: pathlib.Path) -> None:
+        """Without a rate nobody is killed. `folder`: where workers write down their steps."""
+        self._rate, self._folder = rate, folder
+        self._chance = random.Random(rate.seed if rate else 0)
+        self._processes: dict[str, MemberProcess] = {}
+        self._num_started = 0
+        self._plan: Plan | None = None
+        self._status: JobStatus | None = None
+        self._looked = 0.0
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.kills: list[Kill] = []
+        self.looks: list[Look] = []
+        self.num_revoked: int | None = None
+
+    # -- the members --------------------------------------------------------------------------------------
+
+    def start_member(self, plan: Plan, remote: str) -> MemberProcess:
+        """What the launcher starts members with; workers get a witness."""
+        if plan.role == "worker":
+            self._num_started += 1
+            path = self._folder / f"{plan.name}.{self._num_started:06}"
+            script = ["-m", plan.script] if plan.is_module else [plan.script]
+            words = [str(path.absolute()), *script, *plan.arguments]
+            plan = msgspec.structs.replace(plan, script=WITNESS, is_module=True, arguments=words)
+        process = start_member(plan, remote)
+        self._processes[plan.name] = process
+        if self._plan is None:
+            self._plan = plan
+            self._begin(self._look_regularly, "chaos look")
+            if self._rate is not None:
+                self._begin(self._kill_regularly, "chaos kill")
+        return process
+
+    def _begin(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(ANSWER_SECONDS + 1.0)
+
+    # -- looking ------------------------------------------------------------------------------------------
+
+    def _look_regularly(self) -> None:
+        endpoint: Endpoint | None = None
+        while not self._closed.wait(LOOK_SECONDS):
+            assert self._plan is not None
+            try:
+                endpoint = endpoint or reach_coordinator(self._plan.file, ANSWER_SECONDS)
+                answer = endpoint.call(AskStatus()).wait(ANSWER_SECONDS)
+            except (SynclineError, OSError):
+                if endpoint is not None:
+                    endpoint.close()
+                endpoint = None
+                continue
+            if isinstance(answer, GivenStatus):
+                self._learn(answer.status)
+        if endpoint is not None:
+            endpoint.close()
+
+    def _learn(self, status: JobStatus) -> None:
+        at_work = {
+            m.name: m.incarnation
+            for m in status.members
+            if m.state == "working" and (m.role != "server" or m.num_primary + m.num_backup)
+        }
+        there = {m.name: m.incarnation for m in status.members}
+        look = Look(time.monotonic(), status.term, at_work, there)
+        if not self.looks or self.looks[-1][1:] != look[1:]:
+            self.looks.append(look)
+        self._status, self._looked = status, look.at
+        self.num_revoked = status.num_revoked
+
+    # -- killing ------------------------------------------------------------------------------------------
+
+    def _kill_regularly(self) -> None:
+        rate = self._rate
+        assert rate is not None
+        while not self._is_at_work() and not self._closed.wait(LOOK_SECONDS):
+            pass
+        began = time.monotonic()
+        number = 1
+        while number * rate.every_seconds <= rate.for_seconds:
+            if self._closed.wait(max(0.0, began + number * rate.every_seconds - time.monotonic())):
+                return
+            while not self._kill_one(rate):
+                if self._closed.wait(LOOK_SECONDS):
+                    return
+            number += 1
+
+    def _is_at_work(self) -> bool:
+        status = self._status
+        return status is not None and any(m.role == "worker" and m.step for m in status.members)
+
+    def _kill_one(self, rate: Rate) -> bool:
+        """Hits one of those that are at work, if there is one; a coordinator that is not back yet is left alone."""
+        status, now = self._status, time.monotonic()
+        if status is None or status.verdict or now - self._looked > FRESH_SECONDS:
+            return False
+        names = ["coordinator", *(member.name for member in status.members)]
+        alive = sorted(n for n in names if (p := self._processes.get(n)) is not None and p.poll() is None)
+        roles = [role for role in rate.roles if any(name.partition("-")[0] == role for name in alive)]
+        if "server" in roles and not _has_backups(status):
+            roles.remove("server")  # the loss of both servers of a slice is outside of what is promised
+        if not roles:
+            return False
+        role = self._chance.choice(roles)
+        name = self._chance.choice([name for name in alive if name.partition("-")[0] == role])
+        incarnation = next((m.incarnation for m in status.members if m.name == name), 0)
+        self.kills.append(Kill(now, role, name, incarnation, status.term))
+        process = self._processes[name]
+        _send(process, SIGNALS[rate.signal])
+        if rate.signal == "STOP":
+            self._begin(lambda: self._go_on(process, rate.stop_seconds), f"chaos stop {name}")
+        return True
+
+    def _go_on(self, process: MemberProcess, seconds: float) -> None:
+        self._closed.wait(seconds)
+        _send(process, signal.SIGCONT)
+
+
+def _send(process: MemberProcess, number: int) -> None:
+    """By its id, and only while it lives: nobody else can have it then."""
+    if process.poll() is None:
+        os.kill(process.pid, number)
+
+
+def _has_backups(status: JobStatus | None) -> bool:
+    """With one replica there is nothing to wait for."""
+    if status is None or status.replicas < 2:
+        return True
+    return sum(m.num_primary for m in status.members) == sum(m.num_backup for m in status.members)

@@ -1,0 +1,81 @@
+"""How a job stands, as text of at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from syncline.stats import JobStatus, MemberStatus, Wait
+
+COLUMNS = 100
+MOST_EVENTS = 10
+_HEAD = ("member", "life", "host", "state", "step", "lag", "heard", "rtt", "slices")
+_LEFT = (0, 2, 3)  # columns of words; the others are numbers
+
+
+def show_status(status: JobStatus) -> str:
+    """Members, waits and what happened lately."""
+    replicas = "1 replica" if status.replicas == 1 else f"{status.replicas} replicas"
+    head = (
+        f"{status.name or status.job}: {status.policy} · {replicas}, ack {status.ack} · term {status.term} · "
+        f"generation {status.generation} · {_seconds(status.seconds)}"
+    )
+    lines = [head, f"a server's death: {status.protection}", ""]
+    lines += _table(status.members)
+    lines += ["", "waits: nobody for anybody" if not status.waits else "waits:"]
+    lines += [f"  {_wait(wait)}" for wait in sorted(status.waits, key=lambda wait: -wait.seconds)]
+    if status.waits and status.why:
+        lines.append(f"  {status.why}")
+    if status.events:
+        lines += ["lately:", *(f"  {event}" for event in status.events[-MOST_EVENTS:])]
+    if status.verdict:
+        lines.append(f"the job is over: {status.verdict}")
+    return "\n".join(part for line in lines for part in _wrap(line))
+
+
+def _wrap(line: str) -> list[str]:
+    return textwrap.wrap(line, COLUMNS, subsequent_indent="    ", drop_whitespace=False) or [""]
+
+
+def _table(members: Sequence[MemberStatus]) -> list[str]:
+    rows = [_HEAD, *(_row(member) for member in members)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(_HEAD))]
+    return ["  ".join(_cell(row[k], k, widths[k]) for k in range(len(_HEAD))).rstrip() for row in rows]
+
+
+def _cell(text: str, column: int, width: int) -> str:
+    return text.ljust(width) if column in _LEFT else text.rjust(width)
+
+
+def _row(member: MemberStatus) -> tuple[str, ...]:
+    is_server = member.role == "server"
+    state = member.state + (f" ({member.num_restarts} restarts)" if member.num_restarts else "")
+    return (
+        _short(member.name, 16),
+        str(member.incarnation),
+        _short(member.host, 20),
+        _short(state, 24),
+        "" if is_server else f"{member.step:,}",
+        "" if is_server else str(member.lag),
+        f"{member.heard_seconds:.1f} s",
+        f"{1e3 * member.rtt_seconds:.1f} ms",
+        f"{member.num_primary}+{member.num_backup}" if is_server else "",
+    )
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _wait(wait: Wait) -> str:
+    who = wait.who or "the round"
+    step = f" at step {wait.step}" if wait.step else ""
+    return f"{who}{step} waits for {', '.join(wait.for_whom) or 'an answer'}: {wait.seconds:.1f} s ({wait.what})"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,74 @@
+"""`syncline status|why|scale`: a running job, looked at and told something from outside."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from syncline import config as configuration
+from syncline.cli.standing import show_status
+from syncline.core.control import AskStatus, AskWhy, GivenStatus, GivenWhy, Scale
+from syncline.core.message import Done
+from syncline.errors import ConfigError
+from syncline.launch.folder import find_job
+from syncline.launch.jobfile import JobFile
+from syncline.launch.watching import ask
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Name of a job under runs/, or path of a job file.")]
+RunsOption = Annotated[str | None, typer.Option(metavar="DIR", help="Folder with jobs' folders. [default: runs]")]
+
+
+def _find(job: str, runs: str | None) -> JobFile:
+    return find_job(job, pathlib.Path(runs or configuration.resolve(configuration.read_toml_here()).runs))
+
+
+def status(
+    job: JobArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, for machines.")] = False,
+    runs: RunsOption = None,
+) -> None:
+    """Shows how a running job stands.
+
+    Its members with their incarnations, steps and round-trip times; who waits for whom since when; what happened
+    lately; and what the death of a server would cost now.
+
+    Example:  syncline status train-20250101-120000
+    """
+    given = ask(_find(job, runs), AskStatus(), GivenStatus).status
+    if as_json:
+        text = msgspec.json.format(msgspec.json.encode(given), indent=2).decode()
+    else:
+        text = show_status(given)
+    sys.stdout.write(text + "\n")
+
+
+def why(job: JobArgument, runs: RunsOption = None) -> None:
+    """Says in one sentence who waits for whom.
+
+    Example:  syncline why train-20250101-120000
+    """
+    sys.stdout.write(ask(_find(job, runs), AskWhy(), GivenWhy).reason + "\n")
+
+
+def scale(
+    job: JobArgument,
+    workers: Annotated[int | None, typer.Option("-w", "--workers", help="Number of workers from now on.")] = None,
+    servers: Annotated[int | None, typer.Option("-s", "--servers", help="Number of servers from now on.")] = None,
+    runs: RunsOption = None,
+) -> None:
+    """Gives a running job more or fewer workers or servers.
+
+    More are started by `syncline run`; those that are too many finish their step, or hand over their slices, and
+    leave.
+
+    Example:  syncline scale train-20250101-120000 -w 6 -s 3
+    """
+    if workers is None and servers is None:
+        raise ConfigError("say how many: -w WORKERS, -s SERVERS, or both")
+    ask(_find(job, runs), Scale(workers, servers), Done)
+    words = [f"{count} {role}s" for role, count in (("worker", workers), ("server", servers)) if count is not None]
+    sys.stdout.write(f"{job}: {' and '.join(words)} from now on; see syncline status {job}\n")

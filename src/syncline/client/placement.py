@@ -1,0 +1,188 @@
+"""Placement, as a worker has it: which server is the primary of which slice, and the ways to these servers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+from syncline.client.arena import Arenas
+from syncline.client.arrays import Bytes
+from syncline.client.reading import ServerReader
+from syncline.config import JobConfig
+from syncline.core.control import AskWhy, GivenWhy, Roster
+from syncline.core.layout import Layout, Segment, Slice
+from syncline.core.members import Member
+from syncline.core.message import Message
+from syncline.core.rounds import by_name
+from syncline.core.seats import Seat
+from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
+from syncline.net.rpc import Endpoint, wait_all
+from syncline.stats import WireStats
+
+#: For the thread that reads a closed connection to be out of the model's memory.
+_LAST_READ_SECONDS = 5.0
+
+
+class Placement:
+    """Endpoints to those servers that are primaries of anything; used by one thread, but for `hear`."""
+
+    def __init__(
+        self, config: JobConfig, dial: Callable[[Member], Endpoint], num_slots: int, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._dial = config, dial
+        self.layout = Layout()
+        self.primaries: dict[int, str] = {}  # by slice
+        self.hosted: dict[str, list[Slice]] = {}  # by server; in the order of their ids
+        self.names: list[str] = []  # of those servers, in their order
+        self.endpoints: dict[str, Endpoint] = {}
+        self.readers: dict[str, ServerReader] = {}
+        self._incarnations: dict[str, int] = {}
+        self._unseen: set[str] = set()  # servers whose slices are not where they were last seen
+        self._segments: dict[int, list[str]] = {}  # the primaries of each
+        self._has_connected = False
+        self.arenas = Arenas(self.endpoints, self.hosting, num_slots, config, say)
+        self._wire = WireStats()
+
+    def hosting(self, segment: int) -> list[str]:
+        return self._segments.get(segment, [])
+
+    # -- what changes it ----------------------------------------------------------------------------------
+
+    def add(self, segments: Sequence[Segment], seats: Iterable[Seat]) -> None:
+        """The layout has grown; `follow` makes the way to whoever hosts the new slices."""
+        for segment in segments[len(self.layout.segments) :]:
+            self.layout.add(segment)
+        self._seat(seats)
+
+    def _seat(self, seats: Iterable[Seat]) -> bool:
+        """Takes the seats in; whether a slice that there is has another primary by that."""
+        primaries = {**self.primaries, **{seat.slice: seat.primary for seat in seats}}
+        known = {part.id for part in self.layout.slices()}
+        moved = any(primaries.get(number) != self.primaries.get(number) for number in known)
+        self.primaries = primaries
+        return moved
+
+    def differs(self, roster: Roster) -> bool:
+        """Whether open commits must be made anew by this roster: primaries move, or a connection is gone."""
+        members = {member.name: member.incarnation for member in roster.members}
+        kept = {part.id for part in self.layout.slices()}
+        moved = any(s.primary != self.primaries.get(s.slice) for s in roster.seats if s.slice in kept)
+        return moved or any(self._is_out(name, members) for name in self.endpoints)
+
+    def _is_out(self, name: str, incarnations: dict[str, int]) -> bool:
+        return not self.endpoints[name].is_open or incarnations.get(name) != self._incarnations[name]
+
+    def drop(self, roster: Roster) -> None:
+        """Takes the roster's seats, and lets go of whoever is no primary by it, or another process, or gone."""
+        self._seat(roster.seats)
+        self._unseen.update(self.endpoints)
+        incarnations = {member.name: member.incarnation for member in roster.members}
+        wanted = set(self._by_server())
+        for name in list(self.endpoints):
+            if name not in wanted or self._is_out(name, incarnations):
+                self._close(name)
+
+    def _close(self, name: str) -> None:
+        endpoint = self.endpoints.pop(name)
+        endpoint.close()
+        endpoint.read(_LAST_READ_SECONDS)  # nobody is in it after this: what comes next must not be written over
+        self._wire += endpoint.stats()
+        self.readers.pop(name).close()
+        self.arenas.forget(name)
+        del self._incarnations[name]
+
+    def follow(self, roster: Roster) -> None:
+        """Makes the way to every primary: connected, its memory mapped, the arenas attached."""
+        by_server = self._by_server()
+        members = {member.name: member for member in roster.members}
+        for name in by_server:
+            if name not in self.endpoints:
+                if name not in members:
+                    raise Refresh(f"{name or 'no server'} is to have slices and is not in the roster")
+                self._connect(members[name])
+        self.names = sorted(by_server, key=by_name)
+        for name in self.names:
+            if self.hosted.get(name) != by_server[name]:
+                self._unseen.add(name)
+        for name in self._unseen & by_server.keys():
+            self.readers[name].look(by_server[name])
+        self._unseen.clear()
+        self.hosted = by_server
+        self._segments = {}
+        for name in self.names:
+            for segment in dict.fromkeys(part.segment for part in by_server[name]):
+                self._segments.setdefault(segment, []).append(name)
+        self.arenas.attach()
+
+    def _connect(self, member: Member) -> None:
+        try:
+            endpoint = self._dial(member)
+        except (OSError, FrameError) as error:
+            raise ConnectionLost(f"{member.name} cannot be reached: {error}") from None
+        except ConfigError as error:
+            if not self._has_connected:  # what was asked for cannot be; later it means that the server is gone
+                raise
+            raise ConnectionLost(f"{member.name} cannot be reached: {error}") from None
+        self._has_connected = True
+        self.endpoints[member.name] = endpoint
+        self.readers[member.name] = ServerReader(endpoint, self._config.wait_seconds)
+        self._incarnations[member.name] = member.incarnation
+        self._unseen.add(member.name)
+
+    def _by_server(self) -> dict[str, list[Slice]]:
+        found: dict[str, list[Slice]] = {}
+        for part in self.layout.slices():
+            found.setdefault(self.primaries.get(part.id, ""), []).append(part)
+        return found
+
+    def hear(self, roster: Roster) -> None:
+        """From any thread: whoever waits for a server that is out need not wait any longer."""
+        incarnations = {member.name: member.incarnation for member in roster.members}
+        for name, endpoint in list(self.endpoints.items()):
+            if incarnations.get(name) != self._incarnations.get(name):
+                endpoint.close(f"{name} is out since generation {roster.generation}")
+
+    # -- what is asked of it ------------------------------------------------------------------------------
+
+    def ask_all(self, message: Message) -> list[Message]:
+        """What every server answers; asked once."""
+        return wait_all([endpoint.call(message) for endpoint in self.endpoints.values()], self._config.wait_seconds)
+
+    def why(self, seconds: float) -> str:
+        """For whom this worker waits, by the servers' own words; from any thread."""
+        found = []
+        for endpoint in list(self.endpoints.values()):
+            try:
+                answer = endpoint.call(AskWhy()).wait(seconds)
+            except SynclineError as error:
+                found.append(str(error))
+            else:
+                found.append(answer.reason if isinstance(answer, GivenWhy) else "")
+        return "; ".join(found)
+
+    @property
+    def needs_bytes(self) -> bool:
+        """Whether any server gets its bytes over a socket."""
+        return not all(endpoint.shares_memory for endpoint in self.endpoints.values())
+
+    def mapped(self) -> list[Bytes]:
+        return [array for reader in self.readers.values() for array in reader.mapped()]
+
+    def stats(self) -> WireStats:
+        total = self._wire
+        for endpoint in list(self.endpoints.values()):
+            total += endpoint.stats()
+        return total
+
+    def break_off(self, reason: str) -> None:
+        """From any thread: every wait ends now."""
+        for endpoint in list(self.endpoints.values()):
+            with contextlib.suppress(SynclineError):
+                endpoint.close(reason)
+
+    def close(self) -> None:
+        for endpoint in self.endpoints.values():
+            endpoint.close()
+        for reader in self.readers.values():
+            reader.close()
+        self.arenas.close()

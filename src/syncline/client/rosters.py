@@ -1,0 +1,37 @@
+"""The newest roster that a worker has heard of: who the members are, and which server is whose primary."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from syncline.core.control import Roster
+
+
+class Rosters:
+    """Told by the thread that hears the coordinator; read, and waited for, by the script's own."""
+
+    def __init__(self) -> None:
+        self.newest = Roster(0, [], [])
+        self._change = threading.Condition()
+        self._telling = threading.RLock()
+        self._listeners: list[Callable[[Roster], None]] = []
+
+    def listen(self, listener: Callable[[Roster], None]) -> None:
+        """From now on this is told of every newer roster, in the thread that brings it; it must be quick."""
+        self._listeners.append(listener)
+
+    def hear(self, roster: Roster) -> None:
+        with self._change:
+            if roster.generation < self.newest.generation:
+                return
+            self.newest = roster
+            self._change.notify_all()
+        with self._telling:  # one after the other, and always of the newest
+            for listener in self._listeners:
+                listener(self.newest)
+
+    def wait(self, generation: int, seconds: float) -> bool:
+        """Until there is a roster of a later generation than this, or this long; whether there is."""
+        with self._change:
+            return self._change.wait_for(lambda: self.newest.generation > generation, max(0.0, seconds))

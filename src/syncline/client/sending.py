@@ -1,0 +1,137 @@
+"""How a commit is put on its way: what each server is told, which bytes it must be sent, where its answer lands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from syncline.client.commit import CommitFlow
+from syncline.client.copies import Copies
+from syncline.client.exchange import Push
+from syncline.client.landing import Landing
+from syncline.client.lane import ServerLane
+from syncline.client.placement import Placement
+from syncline.client.sinks import Sink, Wanted
+from syncline.client.ticket import ServersTicket
+from syncline.core.layout import Ranges, Slice
+from syncline.core.traffic import Stage
+from syncline.errors import ConnectionLost
+from syncline.net.rpc import Call, Stamp
+
+_MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
+
+
+class Sending:
+    """Puts tickets on their way, the first time and again. Bytes that were sent early need not go twice."""
+
+    def __init__(
+        self, placement: Placement, copies: Copies, stamp: Stamp, *, in_rounds: bool, has_window: bool
+    ) -> None:
+        self._placement, self._copies, self._stamp = placement, copies, stamp
+        self._in_rounds, self._has_window = in_rounds, has_window
+        self._early: dict[str, list[Call]] = {}
+        self._sent: set[int] = set()
+        self._unshared: dict[tuple[str, Ranges, int], list[Slice]] = {}
+
+    # -- early --------------------------------------------------------------------------------------------
+
+    def stage(self, draft: ServersTicket, slices: Sequence[Slice]) -> None:
+        """Sends slices early where a socket carries them; shared memory is read at the commit anyway."""
+        primaries, arenas = self._placement.primaries, self._placement.arenas
+        for server, endpoint in self._placement.endpoints.items():
+            parts = [
+                p for p in slices if primaries[p.id] == server and not arenas.is_shared(server, p.segment, draft.slot)
+            ]
+            if not parts:
+                continue
+            buffers = [arenas.view(part, draft.slot) for part in parts]
+            message = _stage_message(draft, parts, None, commit=False)
+            try:
+                call = endpoint.call(message, buffers=buffers, payload_bytes=sum(map(len, buffers)))
+            except ConnectionLost:
+                return  # seen to at the commit, which sends everything again
+            self._early.setdefault(server, []).append(call)
+            self._sent.update(part.id for part in parts)
+
+    def restage(self, part: Slice) -> None:
+        """This slice of the arena has changed since it was staged."""
+        self._sent.discard(part.id)
+
+    # -- at the commit ------------------------------------------------------------------------------------
+
+    def send(self, ticket: ServersTicket, before: ServersTicket | None) -> CommitFlow:
+        """`before`: the open ticket of the clock before, which is told to count first."""
+        names = self._placement.names
+        ticket.lanes = lanes = [self._lane(server, ticket, len(names) == 1) for server in names]
+        earlier = before.flow if before is not None else None
+        ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm)
+        ticket.generation = self._stamp.generation
+        if self._sent or self._early:
+            self._early, self._sent = {}, set()
+        flow.start()
+        return flow
+
+    def forget(self) -> None:
+        """Servers or slices have changed: nothing is staged anywhere, and nothing is known of who reads what."""
+        self._early, self._sent = {}, set()
+        self._unshared.clear()
+
+    def _lane(self, server: str, ticket: ServersTicket, alone: bool) -> ServerLane:
+        parts = self._parts_to_send(server, ticket.push, ticket.slot)
+        if self._sent:
+            parts = [part for part in parts if part.id not in self._sent]
+        landing = self._landing(server, ticket.sink, ticket.slot) if ticket.sink is not None else None
+        message = _stage_message(ticket, parts, landing, commit=alone)
+        buffers = [self._placement.arenas.view(part, ticket.slot) for part in parts]
+        endpoint = self._placement.endpoints[server]
+        return ServerLane(server, endpoint, message, buffers, landing, self._early.get(server, ()))
+
+    def _parts_to_send(self, server: str, push: Push, slot: int) -> list[Slice]:
+        """The slices whose bytes this server cannot read in place; the arena is there after this."""
+        key = (server, push.pushed, slot)
+        found = self._unshared.get(key)
+        if found is None:
+            layout, arenas = self._placement.layout, self._placement.arenas
+            touched = layout.slices_with(push.pushed)
+            hosted = [part for part in self._placement.hosted[server] if part.id in touched]
+            for segment in {part.segment for part in hosted}:
+                arenas.array(layout.segments[segment], slot)
+            if len(self._unshared) >= _MOST_PLANS:
+                self._unshared.clear()
+            found = [part for part in hosted if not arenas.is_shared(server, part.segment, slot)]
+            self._unshared[key] = found
+        return found
+
+    def _landing(self, server: str, sink: Sink, slot: int) -> Landing:
+        reader, hosted = self._placement.readers[server], self._placement.hosted[server]
+        wanted = sink.wanted.get(server)
+        if wanted is None or wanted.hosted is not hosted:
+            wanted = self._want(server, hosted, sink, reader.maps)
+        return Landing(reader, wanted, sink, settled=self._in_rounds, slot=slot if self._has_window else None)
+
+    def _want(self, server: str, hosted: Sequence[Slice], sink: Sink, maps: Callable[[Slice], bool]) -> Wanted:
+        before = sink.wanted.get(server)
+        if before is not None:
+            for number, found in before.landed().items():
+                sink.kept.setdefault(number, found)
+        self._copies.landed_in(sink)
+        wanted = sink.wanted[server] = Wanted(hosted, sink, maps)
+        return wanted
+
+
+def _stage_message(ticket: ServersTicket, parts: Sequence[Slice], landing: Landing | None, *, commit: bool) -> Stage:
+    push = ticket.push
+    return Stage(
+        clock=ticket.clock,
+        stretch=ticket.stretch,
+        slot=ticket.slot,
+        pushed=push.pushed,
+        weight=push.weight,
+        skip=push.skip,
+        clip_norm=push.clip_norm,
+        overrides=[(segment, group, dict(options)) for segment, group, options in push.overrides],
+        back_at=ticket.back_at,
+        slices=[part.id for part in parts],
+        commit=commit,
+        pull=landing.pull if commit and landing is not None else [],
+        parts=commit and landing is not None and landing.in_parts,
+    )

@@ -1,0 +1,94 @@
+"""Whether rounds count this worker, and since where: its stretch, its rests, its coming and its going."""
+
+from __future__ import annotations
+
+from syncline import faults
+from syncline.client.placement import Placement
+from syncline.client.redo import Redo
+from syncline.core.control import Enter, Entered, Leave
+from syncline.core.traffic import AskPlace, GivenPlace, Rest
+from syncline.errors import FencedError
+from syncline.net.link import Link
+
+
+class TakingPart:
+    """What a worker says to the servers of itself. Said again to all of them when they change."""
+
+    def __init__(
+        self, placement: Placement, link: Link, *, is_bounded: bool, is_late: bool, wait_seconds: float
+    ) -> None:
+        """`is_late`: the job was whole before this worker came; it enters with its first commit."""
+        self._placement, self._link = placement, link
+        self._is_bounded, self._wait_seconds = is_bounded, wait_seconds
+        self.redo: Redo | None = None  # set by the exchange, which needs both
+        self._stretch, self._rested = 0, False
+        self._is_active, self._is_away = True, False
+        self.is_late, self.is_leaving = is_late, False
+        self.back_at: int | None = None  # where it stands from its next commit on
+
+    @property
+    def stretch(self) -> int:
+        """Of the next commit."""
+        return self._stretch + self._rested
+
+    @property
+    def must_come_back(self) -> bool:
+        return self.is_late or not self._is_active
+
+    def committed(self, stretch: int) -> None:
+        self._stretch, self._rested = stretch, False
+        self._is_active, self._is_away, self.back_at = True, False, None
+
+    def come_back(self) -> None:
+        """After a rest, or at the first commit of one who came late: where it stands is the same at every server."""
+        if self.is_late:
+            if faults.armed is not None:
+                faults.reach("enter.asked")
+            answer = self._link.call(Enter(), self._wait_seconds)
+            assert isinstance(answer, Entered)
+            self._stretch, self._rested = max(answer.stretch, self.stretch), False
+            self.back_at = answer.back_at if self._is_bounded else None
+            self.is_late = False
+        elif self._is_bounded:
+            assert self.redo is not None
+            answers = self.redo.again(lambda: self._placement.ask_all(AskPlace()), self._wait_seconds)
+            self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
+
+    def rest(self) -> None:
+        """In no more rounds of this stretch."""
+        self._stretch, self._rested, self._is_active = self.stretch, True, False
+        self._tell_anew()
+
+    def step_aside(self) -> int:
+        """In no round at all until its next commit; the stretch that it would be in."""
+        self._is_active, self._is_away = False, True
+        self._tell_anew()
+        return self.stretch
+
+    def begin_stretch(self, stretch: int) -> None:
+        """Behind a barrier everyone is in the same, new stretch."""
+        self._stretch, self._rested, self._is_active, self._is_away = stretch, False, True, False
+
+    def _tell_anew(self) -> None:
+        assert self.redo is not None
+        self.redo.again(self.tell, self._wait_seconds)
+
+    def tell(self) -> None:
+        """Who rests or is away says so to every server; one who came late and has not entered is not counted."""
+        if self._is_active or self.is_late or self.is_leaving:
+            return
+        if self._rested:
+            self._placement.ask_all(Rest(self._stretch, False))
+        if self._is_away:
+            self._placement.ask_all(Rest(self._stretch, True))
+
+    def leave(self) -> None:
+        """No round waits for it any more."""
+        if self.is_late or self.is_leaving:
+            return
+        assert self.redo is not None
+        self.is_leaving = True
+        try:
+            self.redo.again(lambda: self._placement.ask_all(Leave()), self._wait_seconds)
+        except FencedError:
+            return  # it was taken already

@@ -1,0 +1,81 @@
+"""What a worker waits for when it takes more than a moment: told with its beats, and asked about, in words."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from syncline.errors import SynclineError
+from syncline.stats import Wait
+
+#: A wait is asked about when it has lasted this long, and again after every further `AGAIN_SECONDS`.
+LOUD_SECONDS, AGAIN_SECONDS = 1.0, 10.0
+
+
+@dataclasses.dataclass(slots=True)
+class Waiting:
+    """One wait of the script's own thread."""
+
+    what: str  # step, pull, barrier, registration
+    step: int
+    began: float
+    servers: Callable[[], Sequence[str]]  # that have not answered
+    asked: float | None = None
+
+    @property
+    def text(self) -> str:
+        return f"step {self.step}" if self.what == "step" else self.what
+
+
+class Waits:
+    """Set by the script's thread when it waits; looked at by others, which disturb nothing."""
+
+    def __init__(
+        self, name: str, ask: Callable[[int, Sequence[str]], str], ask_servers: Callable[[], str],
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`ask` asks the coordinator, `ask_servers` the servers: in words, why."""
+        self._name, self._ask, self._ask_servers, self._say = name, ask, ask_servers, say
+        self._now: Waiting | None = None
+
+    @contextlib.contextmanager
+    def of(
+        self, what: str, *, step: int = 0, began: float | None = None, servers: Callable[[], Sequence[str]] = list
+    ) -> Iterator[None]:
+        """While this lasts, the script waits for that."""
+        before, self._now = self._now, Waiting(what, step, began or time.monotonic(), servers)
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def told(self) -> list[Wait]:
+        """For a beat: what of it only this worker knows, that servers do not answer."""
+        now = self._now
+        if now is None or now.what not in ("step", "pull"):
+            return []
+        seconds = time.monotonic() - now.began
+        servers = list(now.servers()) if seconds >= LOUD_SECONDS else []
+        return [Wait(self._name, now.step, servers, seconds, "server")] if servers else []
+
+    def look(self) -> None:
+        """Called now and then by a thread that has the time: says why, when it is time to."""
+        now, moment = self._now, time.monotonic()
+        if now is None or moment - now.began < LOUD_SECONDS:
+            return
+        if now.asked is not None and moment - now.asked < AGAIN_SECONDS:
+            return
+        now.asked = moment
+        reason = self._why(now)
+        if self._now is now:  # it may be over by now
+            self._say(reason)
+
+    def _why(self, now: Waiting) -> str:
+        with contextlib.suppress(SynclineError):
+            reason = self._ask(now.step, list(now.servers()))
+            if "has waited" in reason:
+                return reason
+        seconds = time.monotonic() - now.began
+        return f"{now.text} has waited {seconds:.1f} s: {self._ask_servers()}"

@@ -1,0 +1,112 @@
+"""Changes: how a job goes from one generation to the next, on every server alike.
+
+The coordinator keeps the next generation on disk, then asks every server to *prepare*: to refuse the fenced ones, to
+finish what it has begun, to hold all commits and to say how it stands. From the answers follows what of the fenced
+ones counts (a step that any server has committed counts on all, any other on none), and with which round those who
+enter begin. Then every server *installs* that and goes on. Only after that are rounds, barriers and places given to
+others. Either step may be said again; a higher generation takes the place of one that was not finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from syncline.core.control import Install, Prepare, Prepared
+from syncline.core.members import Member
+from syncline.core.rounds import Standing, merged, next_turn
+from syncline.core.seats import Seat
+
+
+class Change:
+    """One step from a generation to the next, as the coordinator takes it."""
+
+    def __init__(
+        self,
+        generation: int,
+        servers: Iterable[str],
+        *,
+        fenced: Mapping[str, int],
+        entering: Mapping[str, int],
+        seats: Sequence[Seat],
+        moves: bool,
+        staying: Mapping[str, int] | None = None,
+        stretch: int = 0,
+    ) -> None:
+        """`staying`: workers that take part already; `stretch`: the one that the last barrier began."""
+        self.generation, self.servers = generation, sorted(servers)
+        self.fenced, self.entering = dict(fenced), dict(entering)
+        self.seats, self.moves = list(seats), moves
+        self.staying, self.stretch = dict(staying or {}), stretch
+        self._answers: dict[str, Prepared] = {}
+
+    def prepare(self) -> Prepare:
+        return Prepare(self.generation, list(self.fenced.items()), self.seats, self.moves)
+
+    def prepared(self, server: str, answer: Prepared) -> bool:
+        """Whether this was the last answer that was missing."""
+        self._answers[server] = answer
+        return len(self._answers) == len(self.servers)
+
+    @property
+    def num_orphans(self) -> int:
+        return sum(answer.num_orphans for answer in self._answers.values())
+
+    def settle(self) -> list[tuple[str, int, int]]:
+        """Up to which clock a worker's commits count: the highest that any server has committed.
+
+        Of the fenced ones; of all, where primaries change: what is staged does not move along with a slice.
+        """
+        found = []
+        settled = {**self.staying, **self.fenced} if self.moves else self.fenced
+        for name, incarnation in settled.items():
+            clocks = [s.clock for s in self._standings() if (s.name, s.incarnation) == (name, incarnation)]
+            found.append((name, incarnation, max(clocks, default=0)))
+        return found
+
+    def unsettled(self) -> list[str]:
+        """Fenced workers of whose step some server has committed its part, and another has nothing: in words."""
+        found = []
+        for name, incarnation, clock in self.settle():
+            if self.fenced.get(name) != incarnation:
+                continue
+            for server, answer in self._answers.items():
+                mine = [s for s in answer.standings if (s.name, s.incarnation) == (name, incarnation)]
+                here = [s.clock for s in mine if not s.left]  # where it has left, it is settled already
+                staged = [c for n, i, c in answer.staged if (n, i) == (name, incarnation)]
+                if here and max(here) < clock and max(staged, default=0) < clock:
+                    found.append(f"step {clock} of {name} is on some servers and not on {server}")
+        return found
+
+    def _standings(self) -> list[Standing]:
+        return [standing for answer in self._answers.values() for standing in answer.standings]
+
+    def turn(self) -> tuple[int, int]:
+        """The highest round that any server has opened; behind a barrier, none yet."""
+        return max(next_turn(self._standings()), (self.stretch, 0))
+
+    def back_at(self) -> int:
+        """Beside the slowest: the same place on every server."""
+        slowest = [
+            min((s.position for s in answer.standings if s.active and not s.fenced), default=0)
+            for answer in self._answers.values()
+        ]
+        return max(slowest, default=0)
+
+    def standings(self) -> list[Standing]:
+        """What every server counts from now on: those who enter; all, where primaries change."""
+        stretch, number = self.turn()
+        entering = [
+            Standing(name, incarnation, stretch=stretch, stretch_began=-number, position=self.back_at())
+            for name, incarnation in self.entering.items()
+        ]
+        if not self.moves:
+            return entering
+        stay = merged(answer.standings for answer in self._answers.values())
+        kept = [s for s in stay.values() if not s.left and s.name not in self.fenced and s.name not in self.entering]
+        # Every server that knew where they stand is gone: their next commits are the first of a new count.
+        known = {(s.name, s.incarnation) for s in [*kept, *entering]}
+        anew = [Standing(n, i, stretch=-1) for n, i in self.staying.items() if (n, i) not in known]
+        return kept + entering + anew
+
+    def install(self, members: Sequence[Member]) -> Install:
+        return Install(self.generation, list(members), self.settle(), self.standings())

@@ -1,0 +1,298 @@
+"""What members, the launcher and the coordinator say to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from syncline.config import JobConfig
+from syncline.core.layout import Parameter, Segment
+from syncline.core.members import Address, Member
+from syncline.core.message import Message
+from syncline.core.rounds import Standing
+from syncline.core.rule import RuleSpec
+from syncline.core.seats import Seat
+from syncline.core.slices import Copy
+from syncline.stats import JobStatus, ServerStats, StepTimes, Wait
+
+
+class Join(Message, frozen=True):
+    """A process asks to be a member; answered when the job is whole. It may ask again, and is the same one."""
+
+    role: str
+    name: str
+    host: str
+    pid: int
+    address: Address | None
+    defaults: dict[str, Any]
+    process: str  # drawn by the process when it starts
+    kind: str  # processor and torch: copies of a slice on equal ones are equal bit by bit
+
+
+class Joined(Message, frozen=True):
+    """The job is whole: who one is, who the others are, and the settings that count."""
+
+    incarnation: int
+    generation: int
+    members: list[Member]
+    config: JobConfig
+    late: bool = False  # the job was whole before: a worker takes part after `Enter`, a server with its first slices
+
+
+class Rejoin(Message, frozen=True):
+    """A member's connection to the coordinator is new: it is the same member. Answered with the roster."""
+
+    name: str
+    incarnation: int
+
+
+class Roster(Message, frozen=True):
+    """The membership and placement of a generation. Told to all when it changes."""
+
+    generation: int
+    members: list[Member]
+    seats: list[Seat]
+    finished: list[Member] = []  # workers that keep their ranks
+
+
+class AskRoster(Message, frozen=True):
+    """Answered with the roster, once its generation is at least this."""
+
+    generation: int
+
+
+class Beat(Message, frozen=True):
+    """A member lives. What it says of itself is shown by `status` and `why`."""
+
+    rtt_seconds: float = 0.0  # of the beat before
+    step: int = 0  # worker: acknowledged commits
+    clocks: dict[str, int] = {}  # server: of every worker
+    waits: list[Wait] = []
+    num_refused: int = 0  # worker: pushes that were not finite
+    is_quarantined: bool = False
+
+
+class Enter(Message, frozen=True):
+    """A worker that joined late is about to push for the first time; answered when all servers count it."""
+
+
+class Entered(Message, frozen=True):
+    """From its next commit on this worker takes part; in this stretch, or beside the slowest (`back_at`)."""
+
+    stretch: int
+    back_at: int
+
+
+class Retire(Message, frozen=True):
+    """To a member: finish your step and leave. From a server: may I? Answered when nothing is left on it."""
+
+
+class Scale(Message, frozen=True):
+    """How many workers and servers there are to be from now on; None: as before."""
+
+    workers: int | None
+    servers: int | None
+
+
+class AskStatus(Message, frozen=True):
+    """Answered with all that the coordinator knows."""
+
+
+class GivenStatus(Message, frozen=True):
+    """How the job stands, for people."""
+
+    status: JobStatus
+
+
+class Register(Message, frozen=True):
+    """Parameters to be hosted. The chief's make the layout; the others' are compared with it."""
+
+    ordinal: int
+    parameters: list[Parameter]
+    rules: list[RuleSpec]
+    reduce: str
+
+
+class Registered(Message, frozen=True):
+    """The job's segments so far. `upload`: the chief is to send the values of this one to the servers."""
+
+    segments: list[Segment]
+    seats: list[Seat]
+    generation: int
+    upload: int | None = None
+
+
+class Uploaded(Message, frozen=True):
+    """The chief's values of a segment are on the servers."""
+
+    segment: int
+
+
+class Barrier(Message, frozen=True):
+    """Answered when every worker has said the same name as often."""
+
+    name: str
+    turn: int
+    stretch: int
+
+
+class Passed(Message, frozen=True):
+    """Everyone is at the barrier. What follows is a new stretch, the same for all."""
+
+    stretch: int
+
+
+class Report(Message, frozen=True):
+    """A worker's progress; not answered."""
+
+    step: int
+    samples: int
+    seconds: float  # from the first sample handed out to the last
+    epoch: int
+    epoch_step: int
+    epoch_steps: int
+    times: StepTimes = StepTimes()
+
+
+class AskStats(Message, frozen=True):
+    """Answered with the job's numbers."""
+
+
+class GivenStats(Message, frozen=True):
+    """The job's numbers, as the coordinator and the servers know them."""
+
+    seconds: float
+    samples: int
+    sample_seconds: float
+    servers: list[ServerStats]
+    num_revoked: int = 0  # acknowledged updates that were lost with a server
+
+
+class Leave(Message, frozen=True):
+    """This member has finished, or was asked to leave; its end is not a death."""
+
+    retired: bool = False
+
+
+class Watch(Message, frozen=True):
+    """The launcher asks how the job stands."""
+
+
+class Standings(Message, frozen=True):
+    """How the job stands, for a progress line."""
+
+    formed: bool
+    missing: list[str]
+    seconds: float
+    reports: dict[str, Report]
+    left: list[str]
+    verdict: str
+    culprit: str
+    incarnations: dict[str, int]  # of the members that live
+    pushed: list[str]  # members with an acknowledged push, or a slice, since they joined
+    wanted: dict[str, int]  # role: how many there are to be
+    retiring: list[str]
+    num_scalings: int = 0  # how often `wanted` was said
+
+
+class Died(Message, frozen=True):
+    """The launcher says how a member's process ended, and whether it starts another in its place."""
+
+    name: str
+    reason: str
+    comes_back: bool = True
+    ends_job: bool = True  # where it does not come back; False: somebody wanted it to go
+
+
+class Host(Message, frozen=True):
+    """A server hears of a segment and makes room for these slices of it."""
+
+    segment: Segment
+    slices: list[int]
+
+
+class Prepare(Message, frozen=True):
+    """The next generation, on its way. The server refuses the fenced ones from now on, finishes what it has begun,
+    holds all commits, and answers how things stand; `Install` ends the hold, or a deadline does.
+
+    `seats` are those of the next generation, already kept by the coordinator: who has lost its backup there may
+    acknowledge alone. `moves`: primaries change, and every open commit is to be made anew.
+    """
+
+    generation: int
+    fenced: list[tuple[str, int]]
+    seats: list[Seat]
+    moves: bool
+
+
+class Prepared(Message, frozen=True):
+    """How a server stands, held: who has committed what, and what of the fenced ones is staged whole."""
+
+    standings: list[Standing]
+    staged: list[tuple[str, int, int]]  # name, incarnation, highest clock staged whole
+    num_orphans: int  # open commits of workers that are no longer there
+
+
+class Install(Message, frozen=True):
+    """The generation begins. First the fenced ones' staged commits up to these clocks count, then they are out."""
+
+    generation: int
+    members: list[Member]
+    settle: list[tuple[str, int, int]]  # name, incarnation, clock
+    standings: list[Standing]  # of those who take part from now on
+
+
+class SeedTo(Message, frozen=True):
+    """A primary is to give these slices a backup on this server; answered when it has them all."""
+
+    slices: list[int]
+    target: Member
+
+
+class AskCopies(Message, frozen=True):
+    """Which versions of these slices does this worker have a copy of?"""
+
+    slices: list[int]
+
+
+class GivenCopies(Message, frozen=True):
+    """The versions landed, with the clocks they contain, and the highest version that was ever acknowledged here."""
+
+    copies: list[Copy]
+
+
+class GiveCopies(Message, frozen=True):
+    """A worker is to bring its copies of these slices to their new primary; answered when they are there."""
+
+    copies: list[Copy]
+    target: Member
+
+
+class AskServerStats(Message, frozen=True):
+    """Answered with a server's numbers."""
+
+
+class GivenServerStats(Message, frozen=True):
+    """A server's numbers."""
+
+    stats: ServerStats
+
+
+class Over(Message, frozen=True):
+    """The job has ended; `failed` says why, if it did not end well."""
+
+    failed: bool
+    culprit: str
+    reason: str
+
+
+class AskWhy(Message, frozen=True):
+    """For whom does this worker wait?"""
+
+    step: int = 0
+    servers: list[str] = []  # that have not answered
+
+
+class GivenWhy(Message, frozen=True):
+    """In words."""
+
+    reason: str

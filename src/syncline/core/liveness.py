@@ -1,0 +1,178 @@
+"""Liveness: when each member was last heard of, and when it counts as dead.
+
+How long a member may be silent follows from how it was heard before: a busy machine gets more time, a regular one
+the least. Time in which the coordinator itself did not run is nobody's silence.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+
+# A sample is the longest silence in a stretch of a quarter of the least deadline: a burst of messages cannot push a
+# member's usual pauses out of the window, nor can one long pause stay in it for ever.
+_NUM_SAMPLES = 32
+_STRETCHES = 4
+# Of the longest recent silence. More than the mean and six deviations of any samples: those come to 3.55 times it.
+_TIMES_LONGEST = 4.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Watched:
+    """One member. `since` is where its silence is counted from, which moves with time that does not count."""
+
+    since: float
+    stretch: float
+    not_before: float = -math.inf
+    heard: float | None = None
+    suspected: float | None = None
+    gone: float | None = None
+    reason: str = ""
+    longest: float = 0.0
+    samples: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_NUM_SAMPLES)
+    )
+
+    def shift(self, seconds: float, now: float) -> None:
+        """Takes time out of all that is counted; nothing gets to lie in the future by it."""
+        self.since = min(self.since + seconds, now)
+        self.stretch = min(self.stretch + seconds, now)
+        if self.suspected is not None:
+            self.suspected = min(self.suspected + seconds, now)
+        if self.heard is not None:
+            self.heard = min(self.heard, now)
+        self.not_before += seconds
+
+
+class Liveness:
+    """When each member was last heard of, and when it counts as dead.
+
+    Ask `dead` again by `next_deadline`, at the latest; `asleep_seconds` without a question is a coordinator that did
+    not run (stopped, or out of processor time), and that stretch counts as silence of nobody.
+    """
+
+    def __init__(
+        self, *, least_seconds: float, most_seconds: float, suspect_seconds: float, asleep_seconds: float
+    ) -> None:
+        assert 0 < least_seconds <= most_seconds, (least_seconds, most_seconds)
+        # A shorter sleep is not noticed: it must leave a member most of its time to be heard of.
+        assert 0 < asleep_seconds <= min(least_seconds, suspect_seconds) / 2, (asleep_seconds, suspect_seconds)
+        self._least = least_seconds
+        self._most = most_seconds
+        self._suspect = suspect_seconds
+        self._asleep = asleep_seconds
+        self._members: dict[str, _Watched] = {}
+        self._checked: float | None = None
+        self._woken = False  # since the last question
+        self._late = False  # between the last two questions
+
+    def watch(self, name: str, now: float, *, full: bool = False) -> None:
+        """From now on this member is to be heard of. A name that was watched already starts anew.
+
+        full: the coordinator has come back, and the member must find it first. What is known of its rhythm stays, and
+        until it is heard of, a connection that closes does not shorten its one whole deadline.
+        """
+        self._wake(now)
+        before = self._members.get(name)
+        member = _Watched(since=now, stretch=now)
+        if full:
+            if before is not None:
+                member.samples, member.heard = before.samples, before.heard
+            member.not_before = now + self._allowed(member)
+        self._members[name] = member
+
+    def forget(self, name: str) -> None:
+        """It has left, or its death has been dealt with. Nothing stays behind."""
+        self._members.pop(name, None)
+
+    def heard(self, name: str, now: float) -> None:
+        """Any sign of life. It clears a suspicion; of a process that has ended it is only a late message."""
+        self._wake(now)
+        member = self._members.get(name)
+        if member is None or member.gone is not None:
+            return
+        member.longest = max(member.longest, now - member.since)
+        # Threads may bring their readings of the clock a little out of order.
+        member.since = max(member.since, now)
+        member.heard = max(member.heard, now) if member.heard is not None else now
+        member.suspected, member.not_before = None, -math.inf
+        if now - member.stretch >= self._least / _STRETCHES:
+            member.samples.append(member.longest)
+            member.stretch, member.longest = now, 0.0
+
+    def suspect(self, name: str, now: float, reason: str) -> None:
+        """Its connection closed: it has `suspect_seconds` to come back. A second one that closes gives it no more."""
+        self._wake(now)
+        member = self._members.get(name)
+        if member is not None and member.suspected is None and member.gone is None:
+            member.suspected, member.reason = now, reason
+
+    def gone(self, name: str, now: float, reason: str) -> None:
+        """Somebody knows that its process has ended: dead at once, and for good."""
+        self._wake(now)
+        member = self._members.get(name)
+        if member is not None and member.gone is None:
+            member.gone, member.reason = now, reason
+
+    def last_heard(self, name: str) -> float | None:
+        """When, by the clock; None: never, or not watched."""
+        member = self._members.get(name)
+        return None if member is None else member.heard
+
+    def deadline(self, name: str) -> float:
+        """When it counts as dead, if nothing happens until then."""
+        member = self._members[name]
+        if member.gone is not None:
+            return member.gone
+        if member.suspected is None:
+            return member.since + self._allowed(member)
+        return max(member.suspected + self._suspect, member.not_before)
+
+    def dead(self, now: float) -> list[tuple[str, str]]:
+        """Who counts as dead now, each with the reason; again and again, until it is forgotten or heard of."""
+        self._wake(now)
+        self._late, self._woken = self._woken, False
+        assert self._checked is not None
+        self._checked = max(self._checked, now)
+        return [
+            (name, self._reason(member, now))
+            for name, member in self._members.items()
+            if member.gone is not None or now >= self.deadline(name)
+        ]
+
+    def next_deadline(self) -> float | None:
+        """When to ask `dead` again, at the latest: not only when a member is due. None: nobody is watched."""
+        if not self._members:
+            return None
+        assert self._checked is not None
+        return min(self._checked + self._asleep / 2, *(self.deadline(name) for name in self._members))
+
+    def _allowed(self, member: _Watched) -> float:
+        """The seconds for which this member may be silent."""
+        # A silence that matters is longer than a stretch, so it ends one and is among the samples at once.
+        longest = max(member.samples, default=0.0)
+        return min(max(_TIMES_LONGEST * longest, self._least), self._most)
+
+    def _reason(self, member: _Watched, now: float) -> str:
+        if member.gone is not None:
+            return member.reason
+        if member.suspected is not None:
+            return f"its connection closed and it did not come back within {self._suspect:g} s: {member.reason}"
+        return f"not heard of for {now - member.since:.1f} s (deadline {self._allowed(member):.1f} s)"
+
+    def _wake(self, now: float) -> None:
+        """Takes a jump of the time out of all that is counted: forward, we did not run; backward, the clock is odd.
+
+        Every event looks, so that what is heard right after a sleep does not pass for a member's long pause.
+        """
+        if self._checked is None:
+            self._checked = now
+        jump = now - self._checked
+        if abs(jump) <= self._asleep:
+            return
+        # Late every time is no sleep but too much work. A part of it counts, or nobody would ever be found dead.
+        counted = self._asleep if self._late and jump > 0 else 0.0
+        for member in self._members.values():
+            member.shift(jump - counted, now)
+        self._checked, self._woken = now, True

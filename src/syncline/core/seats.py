@@ -1,0 +1,199 @@
+"""Seats: which servers have a slice, as its primary and as its backup, and how seats change.
+
+A slice moves by getting a backup where it is to go (a *seed*: all of it, then every update) and by that backup's
+becoming the primary. So there is one way for a lost backup, a server that comes and one that goes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+#: Primaries are moved only when one server has this much more than another, in slices of the largest size.
+WORTH_A_MOVE = 2.0
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """The servers of one slice; no backup: "". No primary either: it is lost, and comes back from a worker's copy."""
+
+    slice: int
+    primary: str
+    backup: str = ""
+
+
+class Seed(msgspec.Struct, frozen=True):
+    """A slice to be given a backup, by its primary."""
+
+    slice: int
+    source: str
+    target: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do next about the seats, and why: seeds first, then these seats."""
+
+    seeds: tuple[Seed, ...]
+    seats: tuple[Seat, ...]
+    reason: str
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.seeds and not self.seats
+
+
+def without(seats: Iterable[Seat], gone: Collection[str]) -> tuple[list[Seat], list[int]]:
+    """The seats after these servers' deaths, backups in the place of primaries; and the slices that nobody has."""
+    after, lost = [], []
+    for seat in seats:
+        backup = "" if seat.backup in gone else seat.backup
+        if seat.primary in gone or not seat.primary:
+            if not backup:
+                lost.append(seat.slice)
+            after.append(Seat(seat.slice, backup, ""))
+        else:
+            after.append(Seat(seat.slice, seat.primary, backup))
+    return after, lost
+
+
+def rehome(seats: Iterable[Seat], sizes: Mapping[int, int], servers: Collection[str]) -> list[Seat]:
+    """A primary for every slice that has none, where there is the least so far."""
+    seats = list(seats)
+    loads = dict.fromkeys(sorted(servers), 0)
+    for seat in seats:
+        if seat.primary in loads:
+            loads[seat.primary] += sizes[seat.slice]
+    found = []
+    for seat in seats:
+        if not seat.primary and loads:
+            server = min(loads, key=lambda name: loads[name])
+            loads[server] += sizes[seat.slice]
+            seat = Seat(seat.slice, server)
+        found.append(seat)
+    return found
+
+
+def plan(
+    seats: Iterable[Seat],
+    sizes: Mapping[int, int],
+    hosts: Mapping[str, str],
+    *,
+    replicas: int,
+    leaving: Collection[str] = (),
+) -> Plan:
+    """What brings the seats nearer to what they should be; nothing, when they are so.
+
+    `hosts`: the live servers and where they are. First those who leave are relieved, then every slice gets its
+    backup, then primaries are made even.
+    """
+    seats = list(seats)
+    staying = [server for server in sorted(hosts) if server not in leaving]
+    if not staying or any(not seat.primary for seat in seats):
+        return Plan((), (), "waits for a server")
+    loads = _Loads(seats, sizes, staying)
+    for step in (_relieve, _back, _even):
+        found = step(seats, sizes, hosts, loads, replicas, frozenset(leaving))
+        if not found.is_empty:
+            return found
+    return Plan((), (), "the seats are as they should be")
+
+
+class _Loads:
+    """Bytes by server: all that it has, and as primary."""
+
+    def __init__(self, seats: Iterable[Seat], sizes: Mapping[int, int], staying: Iterable[str]) -> None:
+        self.all: dict[str, int] = dict.fromkeys(staying, 0)
+        self.primary: dict[str, int] = dict.fromkeys(staying, 0)
+        for seat in seats:
+            if seat.primary in self.all:
+                self.all[seat.primary] += sizes[seat.slice]
+                self.primary[seat.primary] += sizes[seat.slice]
+            if seat.backup in self.all:
+                self.all[seat.backup] += sizes[seat.slice]
+
+    def least(self, names: Iterable[str]) -> str:
+        return min(names, key=lambda name: (self.all[name], name), default="")
+
+    def choose_backup(self, primary: str, hosts: Mapping[str, str]) -> str:
+        """Another server, on another host where there is one, with the least so far; "" when there is none."""
+        others = [name for name in self.all if name != primary]
+        elsewhere = [name for name in others if hosts[name] != hosts[primary]]
+        return self.least(elsewhere or others)
+
+
+def _relieve(
+    seats: list[Seat], sizes: Mapping[int, int], hosts: Mapping[str, str], loads: _Loads, replicas: int,
+    leaving: frozenset[str],
+) -> Plan:  # fmt: skip
+    seeds, after = [], []
+    for seat in seats:
+        if seat.primary in leaving and seat.backup and seat.backup not in leaving:
+            after.append(Seat(seat.slice, seat.backup, ""))
+        elif seat.primary in leaving and seat.backup:
+            after.append(Seat(seat.slice, seat.primary, ""))  # it leaves too: first nobody counts on it any more
+        elif seat.primary in leaving:
+            target = loads.least(loads.all)
+            loads.all[target] += sizes[seat.slice]
+            seeds.append(Seed(seat.slice, seat.primary, target))
+            after.append(Seat(seat.slice, target, ""))
+        elif seat.backup in leaving:
+            after.append(Seat(seat.slice, seat.primary, ""))
+    names = ", ".join(sorted(leaving))
+    return Plan(tuple(seeds), tuple(after), f"{names} leaves" if after else "")
+
+
+def _back(
+    seats: list[Seat], sizes: Mapping[int, int], hosts: Mapping[str, str], loads: _Loads, replicas: int,
+    leaving: frozenset[str],
+) -> Plan:  # fmt: skip
+    if replicas < 2:
+        dropped = tuple(Seat(seat.slice, seat.primary) for seat in seats if seat.backup)
+        return Plan((), dropped, "one replica is enough" if dropped else "")
+    seeds, after = [], []
+    for seat in seats:
+        if not seat.backup:
+            target = loads.choose_backup(seat.primary, hosts)
+            if target:
+                loads.all[target] += sizes[seat.slice]
+                seeds.append(Seed(seat.slice, seat.primary, target))
+                after.append(Seat(seat.slice, seat.primary, target))
+    return Plan(tuple(seeds), tuple(after), f"{len(after)} slices get a backup" if after else "")
+
+
+def _even(
+    seats: list[Seat], sizes: Mapping[int, int], hosts: Mapping[str, str], loads: _Loads, replicas: int,
+    leaving: frozenset[str],
+) -> Plan:  # fmt: skip
+    """Some primaries of the fullest server go to the emptiest: by a swap with their backup there, else by a seed."""
+    if not seats or len(loads.primary) < 2:
+        return Plan((), (), "")
+    fullest = max(loads.primary, key=lambda name: loads.primary[name])
+    emptiest = min(loads.primary, key=lambda name: (loads.primary[name], name))
+    largest = max(sizes[seat.slice] for seat in seats)
+    gap = loads.primary[fullest] - loads.primary[emptiest]
+    seeds, after = [], []
+    if gap >= WORTH_A_MOVE * largest:
+        mine = [seat for seat in seats if seat.primary == fullest]
+        for seat in sorted(mine, key=lambda seat: (seat.backup != emptiest, seat.slice)):
+            if gap < WORTH_A_MOVE * largest:
+                break
+            gap -= 2 * sizes[seat.slice]
+            if seat.backup == emptiest:
+                after.append(Seat(seat.slice, emptiest, fullest))
+            elif seat.backup:
+                continue  # it would need a second copy there first: whoever is its backup is asked before
+            else:
+                seeds.append(Seed(seat.slice, fullest, emptiest))
+                after.append(Seat(seat.slice, emptiest, ""))
+    return Plan(tuple(seeds), tuple(after), f"{len(after)} slices go from {fullest} to {emptiest}" if after else "")
+
+
+def by_source(seeds: Iterable[Seed]) -> dict[tuple[str, str], list[int]]:
+    """Slices to be seeded, by (source, target)."""
+    found: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+    for seed in seeds:
+        found[seed.source, seed.target].append(seed.slice)
+    return dict(found)

@@ -1,0 +1,263 @@
+"""What workers and servers say to each other, and servers among themselves.
+
+Sizes of raw buffers behind a message follow from the registered layout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS, Ranges
+from syncline.core.message import Message
+from syncline.core.rule import Option
+from syncline.core.slices import Copy
+from syncline.errors import FrameError
+
+
+class StateEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a rule's state for one piece: its bytes follow."""
+
+    slice: int
+    piece: int
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, checked: nothing is allocated for a size that cannot be."""
+        if self.dtype not in ITEM_BYTES or len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
+            raise FrameError(f"state of {self.dtype}{list(self.shape[:MAX_DIMENSIONS])}")
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Upload(Message, frozen=True):
+    """The chief's first values of some slices; their bytes follow in this order."""
+
+    segment: int
+    slices: list[int]
+
+
+class Attach(Message, frozen=True):
+    """A worker's shared arena for one segment and slot; the memory comes with the frame."""
+
+    segment: int
+    slot: int
+    num_bytes: int
+
+
+class AskHosted(Message, frozen=True):
+    """Where do the slices lie of which this server is the primary?"""
+
+
+class Hosted(Message, frozen=True):
+    """Blocks of memory, and the place of every slice in them: slice, block, offset."""
+
+    blocks: list[tuple[int, int]]  # number, bytes
+    slices: list[tuple[int, int, int]]
+
+
+class Map(Message, frozen=True):
+    """A worker asks for a block of the server's shared parameters."""
+
+    block: int
+
+
+class Mapped(Message, frozen=True):
+    """The block asked for; the memory comes with the frame."""
+
+    num_bytes: int
+
+
+class Restore(Message, frozen=True):
+    """A worker's copy of a slice whose server is gone; its bytes follow."""
+
+    copy: Copy
+
+
+class Lend(Message, frozen=True):
+    """A primary's memory for what it hands to a backup; it comes with the frame."""
+
+    number: int
+    num_bytes: int
+
+
+class Seed(Message, frozen=True):
+    """All there is of a slice, for its new backup: bytes of its parameters, then of its rules' state, follow."""
+
+    slice: int
+    version: int
+    clocks: list[tuple[str, int, int]]  # name, incarnation, clock
+    fences: list[tuple[str, int]]
+    entries: list[StateEntry]
+    lent: int | None  # memory that updates will lie in, and where
+    offset: int = 0
+
+
+class Replicate(Message, frozen=True):
+    """A primary's next update of a slice. The backup applies it first; then the primary does.
+
+    The gradient of the pieces that `has` names lies in lent memory, or follows.
+    """
+
+    slice: int
+    version: int  # that the slice has before it
+    clocks: list[tuple[str, int, int]]
+    fences: list[tuple[str, int]]
+    has: list[int]  # pieces with a gradient
+    overrides: list[tuple[int, dict[str, Option]]]  # group, hyperparameters
+    scale: float
+    wants_digest: bool = False
+
+
+class Replicated(Message, frozen=True):
+    """The backup has it, and is at this version."""
+
+    version: int
+    digest: bytes = b""
+
+
+class Stage(Message, frozen=True):
+    """Bytes (over sockets) or a place in shared memory wait at the server for this clock.
+
+    What it says counts at the commit: ranges of parameter ids pushed, the weight, hyperparameters that differ
+    from the registered ones by (segment, group). `skip`: an overflow, the round is to change nothing.
+    """
+
+    clock: int
+    stretch: int
+    slot: int
+    pushed: Ranges
+    weight: float
+    skip: bool
+    clip_norm: float | None
+    overrides: list[tuple[int, int, dict[str, Option]]]
+    slices: list[int]  # whose bytes follow
+    back_at: int | None  # the position at which a worker comes back from a rest; the same at every server
+    commit: bool  # with one server the commit rides on the last bucket
+    pull: list[int]  # slices whose bytes go back over a socket with the answer
+    parts: bool = False  # say which slices are applied while others are not yet
+    rows: list[int] | None = None  # room for row-sparse gradients; refused today
+
+
+class CommitStaged(Message, frozen=True):
+    """What is staged for this clock counts from now on."""
+
+    clock: int
+    pull: list[int]
+    parts: bool = False
+
+
+class Committed(Message, frozen=True):
+    """The commit is applied: versions of all slices of this server, in the order of their ids.
+
+    With `slices`, and in a part that comes before the end: versions of these; over a socket their bytes follow.
+    """
+
+    clock: int
+    versions: list[int]
+    slices: list[int] = []
+    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+
+
+class AskClip(Message, frozen=True):
+    """The answer to a commit with clip_norm and several servers: this server's share of the round's norm."""
+
+    clock: int
+    squared_norm: float
+
+
+class GiveClip(Message, frozen=True):
+    """The squared norm over all servers: the round of this clock may be applied. Answered with Committed."""
+
+    clock: int
+    squared_norm: float
+    pull: list[int]
+    parts: bool = False
+
+
+class Prefer(Message, frozen=True):
+    """The order in which this worker needs its slices; they are applied in it. What is not named comes last."""
+
+    slices: list[int]
+
+
+class Rest(Message, frozen=True):
+    """This worker takes part in no more rounds of its stretch; `away`: of none at all until its next push."""
+
+    stretch: int
+    away: bool
+
+
+class AskPlace(Message, frozen=True):
+    """Where does the slowest worker stand? Asked by one that comes back from a rest."""
+
+
+class GivenPlace(Message, frozen=True):
+    """The position of the slowest active worker at this server."""
+
+    position: int
+
+
+class Pull(Message, frozen=True):
+    """Parameters of some slices, at least as new as `min_version`; over a socket their bytes follow."""
+
+    slices: list[int]
+    min_version: int | None
+    bytes_wanted: bool
+    rows: list[int] | None = None  # room for row-sparse parameters; refused today
+
+
+class Pulled(Message, frozen=True):
+    """Versions of the slices asked for; their bytes follow over a socket."""
+
+    versions: list[int]
+    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+
+
+class Verify(Message, frozen=True):
+    """Were these slices still at these versions, untouched, after the copy that was just made?"""
+
+    slices: list[int]
+    versions: list[int]
+
+
+class Verified(Message, frozen=True):
+    """The slices that were not, with their versions now."""
+
+    stale: list[int]
+    versions: list[int]
+    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+
+
+class Pin(Message, frozen=True):
+    """No update of these slices until `Unpin`, or until the connection ends."""
+
+    slices: list[int]
+
+
+class Unpin(Message, frozen=True):
+    """The pinned copy is made."""
+
+    slices: list[int]
+
+
+class AskState(Message, frozen=True):
+    """A rule's state on some slices."""
+
+    slices: list[int]
+
+
+class GivenState(Message, frozen=True):
+    """The state asked for."""
+
+    entries: list[StateEntry]
+
+
+class LoadState(Message, frozen=True):
+    """The chief gives rules their state; what is not named is forgotten."""
+
+    slices: list[int]
+    entries: list[StateEntry]

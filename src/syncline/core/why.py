@@ -1,0 +1,58 @@
+"""Why: who waits for whom, since when, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from syncline.core.rounds import by_name
+from syncline.stats import Wait
+
+#: A member that was heard of within this long is not the one that cannot be heard.
+FRESH_SECONDS = 1.0
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a member that others wait for."""
+
+    host: str
+    heard_seconds: float  # since it was last heard of
+    left_seconds: float  # until it is evicted for silence
+    step: int = 0
+    state: str = ""  # anything worth a word: its process ended, it is being started again
+
+
+def why(waits: Sequence[Wait], known: Mapping[str, Known], *, step: int = 0, stuck_seconds: float = 600.0) -> str:
+    """The longest wait, in words; with `step`, that of this step if it is among them."""
+    ranked = sorted(waits, key=lambda wait: (wait.step != step if step else False, -wait.seconds))
+    if not ranked:
+        return "nobody waits for anybody"
+    wait = ranked[0]
+    names = sorted(wait.for_whom, key=by_name)
+    told = ", ".join(_told(name, known.get(name), wait, stuck_seconds) for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{_what(wait)} has waited {wait.seconds:.1f} s for {told}{more}"
+
+
+def _what(wait: Wait) -> str:
+    if wait.what in ("round", "lag", "server"):
+        return f"step {wait.step}"
+    return wait.what
+
+
+def _told(name: str, known: Known | None, wait: Wait, stuck_seconds: float) -> str:
+    if known is None:
+        return f"{name} (not there)"
+    words = []
+    if known.state:
+        words.append(known.state)
+    elif known.heard_seconds >= FRESH_SECONDS:
+        words.append(f"last heard of {known.heard_seconds:.1f} s ago")
+        words.append(f"evicted in {max(0.0, known.left_seconds):.1f} s")
+    else:
+        words.append(f"last heard of {known.heard_seconds:.1f} s ago")
+        if wait.what in ("round", "lag"):
+            words.append(f"at step {known.step}")
+            words.append(f"evicted in {max(0.0, stuck_seconds - wait.seconds):.0f} s if it does not advance")
+    return f"{name} on host {known.host} ({'; '.join(words)})"

@@ -1,0 +1,141 @@
+"""A job's folder under runs/: one live job per name, its job file, its logs, its journal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+
+from syncline.config import JobConfig
+from syncline.errors import ConfigError
+from syncline.launch import jobfile
+from syncline.launch.jobfile import JobFile
+
+JOB_FILE = "job.json"
+JOURNAL = "journal.db"
+LOCK = "lock"
+
+
+@contextlib.contextmanager
+def hold(config: JobConfig, *, keeps: bool = False) -> Iterator[pathlib.Path]:
+    """The job's folder, for this process alone while it lasts. `keeps`: an earlier job of that name goes on here;
+    otherwise its logs and its journal make way."""
+    folder = pathlib.Path(config.runs) / config.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    with _locked(folder, config.name):
+        if not keeps:
+            _clear(folder)
+        yield folder
+
+
+def _unusable(folder: pathlib.Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the folder {folder} cannot be used: {error.strerror or error}; say another with --runs DIR")
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path, name: str) -> Iterator[None]:
+    path = folder / LOCK
+    try:
+        descriptor = _lock(path)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    if descriptor is None:
+        holder = holder_of(folder)
+        raise ConfigError(
+            f"the job {name} is running{f' (pid {holder})' if holder else ''}; end it, or say another --name"
+        )
+    try:
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is still ours
+        os.close(descriptor)
+
+
+def _lock(path: pathlib.Path) -> int | None:
+    """The locked file, or None when another process has it. A file that its last holder removed is not it."""
+    num_tries = 5  # whoever only looks has it for a moment
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor
+        except BlockingIOError:
+            num_tries -= 1
+            if not num_tries:
+                os.close(descriptor)
+                return None
+            time.sleep(0.02)
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def holder_of(folder: pathlib.Path) -> int:
+    """The process that runs the job of this folder; 0: none does."""
+    try:
+        with open(folder / LOCK, "rb") as file:
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                said = file.read(32).strip()
+                return int(said) if said.isdigit() else -1
+    except OSError:
+        return 0
+    return 0
+
+
+def _clear(folder: pathlib.Path) -> None:
+    try:
+        for pattern in ("*.log", "fault-*", f"{JOURNAL}*", JOB_FILE):
+            for old in folder.glob(pattern):
+                old.unlink()
+    except OSError as error:
+        raise _unusable(folder, error) from None
+
+
+@contextlib.contextmanager
+def found_by_others(folder: pathlib.Path, file: JobFile) -> Iterator[None]:
+    """While it lasts, the job file stands in the folder: `syncline status NAME` and others find the job by it."""
+    path = folder / JOB_FILE
+    jobfile.write(path, file)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def running_jobs(runs: pathlib.Path) -> list[str]:
+    """The names of the jobs that run under this folder."""
+    found = sorted(path.parent.name for path in runs.glob(f"*/{LOCK}"))
+    return [name for name in found if holder_of(runs / name)]
+
+
+def find_job(job: str, runs: pathlib.Path) -> JobFile:
+    """The job file of a job: by its name under `runs`, or by the path of the file itself."""
+    folder, path = runs / job, pathlib.Path(job)
+    if "/" not in job and (folder / JOB_FILE).is_file():
+        if holder_of(folder):
+            return jobfile.read(folder / JOB_FILE)
+        raise ConfigError(f"the job {job} does not run any more: whoever ran it was killed; {_others(runs)}")
+    if path.is_file():
+        return jobfile.read(path)
+    raise ConfigError(f"no job {job} runs under {runs}/; {_others(runs)}")
+
+
+def _others(runs: pathlib.Path) -> str:
+    names = running_jobs(runs)
+    if names:
+        return f"these do: {', '.join(names)}"
+    ended = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
+    return f"none does; ended: {', '.join(ended[-10:])}" if ended else "none does (--runs DIR says another folder)"

@@ -1,0 +1,151 @@
+"""The processes of a job's members, one life of each at a time: how they start, what they write, how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from syncline.core.control import Standings
+from syncline.launch.processes import MemberProcess, Plan
+
+#: Between the first word to end (finish your step and leave) and the second (end at once).
+SECOND_WORD_SECONDS = 0.05
+
+
+class Screen(Protocol):
+    """Where the job's output and progress are shown."""
+
+    def line(self, member: str, text: str) -> None:
+        """One line that a member wrote."""
+
+    def progress(self, standings: Standings) -> None:
+        """How the job stands."""
+
+    def verdict(self, text: str) -> None:
+        """How the job ended."""
+
+
+@dataclasses.dataclass
+class Life:
+    """One process of a member; the next one has another incarnation."""
+
+    plan: Plan
+    process: MemberProcess
+    forwarder: threading.Thread
+    has_pushed: bool = False  # or has a slice: this life was of use
+    incarnation: int = 0
+    had_left: bool = False  # the life before had left the job, and may still be on its list
+    missing_since: float | None = None  # the coordinator does not count it any more
+
+
+class Lives:
+    """All processes that the launcher has started. `start` is the seam for other engines."""
+
+    def __init__(
+        self,
+        screen: Screen,
+        folder: pathlib.Path,
+        start: Callable[[Plan], MemberProcess],
+        unread: Callable[[], None],
+    ) -> None:
+        self._screen, self._folder, self._start = screen, folder, start
+        self._unread = unread  # hears that nobody reads our own output any more
+        self._current: dict[str, Life] = {}
+        self._log_failed = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._current
+
+    def names(self, role: str) -> list[str]:
+        return [name for name, life in self._current.items() if life.plan.role == role]
+
+    def get(self, name: str) -> Life | None:
+        return self._current.get(name)
+
+    def values(self) -> list[Life]:
+        return list(self._current.values())
+
+    # -- one life -----------------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan, why: str = "") -> Life:
+        """Starts a member; `why` it starts again stands in its log, between its lives."""
+        if why:
+            self._keep(plan.name, f"--- {plan.name} starts again: {why} ---\n".encode())
+        process = self._start(plan)
+        thread = threading.Thread(target=self._forward, args=(process,), name=f"log {plan.name}", daemon=True)
+        life = self._current[plan.name] = Life(plan, process, thread)
+        thread.start()
+        return life
+
+    def take_ended(self) -> list[tuple[Life, int]]:
+        """The lives that have ended since the last call, with their exit codes; they are ours no longer."""
+        ended = [(life, code) for life in self.values() if (code := life.process.poll()) is not None]
+        for life, _ in ended:
+            del self._current[life.plan.name]
+            life.process.close_lifeline()
+            life.forwarder.join(timeout=0.2)  # its last words come before what is said of its end
+        return ended
+
+    def _forward(self, process: MemberProcess) -> None:
+        """A member's output: into its log, and onto the screen. Whatever fails there, the member is read on."""
+        with contextlib.suppress(ValueError, OSError):  # the pipe is closed at the end
+            for raw in iter(process.output.readline, b""):
+                self._keep(process.name, raw)
+                if b"JobFailed: " in raw:
+                    continue  # it says what our own verdict will say
+                try:
+                    self._screen.line(process.name, raw.decode("utf-8", "replace").rstrip("\n"))
+                except BrokenPipeError:
+                    self._unread()
+            process.output.close()
+
+    def _keep(self, name: str, raw: bytes) -> None:
+        try:
+            with open(self._folder / f"{name}.log", "ab") as log:
+                log.write(raw)
+        except OSError as error:
+            if not self._log_failed:
+                self._log_failed = True
+                self._screen.verdict(f"logs cannot be kept in {self._folder}: {error.strerror or error}")
+
+    # -- all of them --------------------------------------------------------------------------------------
+
+    def alive(self) -> list[Life]:
+        return [life for life in self.values() if life.process.poll() is None]
+
+    def kill_all(self) -> None:
+        for life in self.values():
+            life.process.signal(signal.SIGKILL)
+
+    def stop(self, seconds: float, *, asks: bool, hear_seconds: float = 0.0) -> None:
+        """Waits for all to end by themselves, then ends them. `asks`: tells them first, twice: the first word lets
+        a member finish what it is at. Before that they have a moment to hear of the verdict, and to say so."""
+        if asks:
+            self._wait(hear_seconds)
+            self._say_end()
+            self._wait(SECOND_WORD_SECONDS)
+            self._say_end()
+        self._wait(seconds)
+        for life in self.alive():
+            life.process.close_lifeline()
+            life.process.kill()
+        deadline = time.monotonic() + 1.0
+        for life in self.values():
+            life.process.close_lifeline()
+            # Something that a script has left behind may hold the pipe open: its reader is let go with us.
+            life.forwarder.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _say_end(self) -> None:
+        for life in self.alive():
+            life.process.signal(signal.SIGTERM)
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)

@@ -1,0 +1,64 @@
+"""Who is started again, after which pause, and when that ends. Pure: `now` is an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 5.0
+#: The coordinator has no pushes to show; its deaths within this long count.
+COORDINATOR_SECONDS = 60.0
+#: A process that was evicted ends with this: not a mistake of its script.
+EVICTED = 75
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """What follows from a death. `number` of `most`; after the last there is no other."""
+
+    starts_again: bool
+    number: int
+    most: int
+    pause_seconds: float
+
+    def describe(self, name: str, reason: str) -> str:
+        """One line for people."""
+        if not self.starts_again:
+            since = "within a minute" if name == "coordinator" else "without a push in between"
+            return f"{name} {reason}, the {self.number}. time {since}" if self.most else f"{name} {reason}"
+        when = f"in {self.pause_seconds:g} s" if self.pause_seconds else "at once"
+        return f"{name} {reason}; starts again {when} ({self.number} of {self.most})"
+
+
+def pause_seconds(number: int) -> float:
+    """Before the n-th start in a row: doubles from a quarter of a second on."""
+    return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * math.ldexp(1.0, min(number, 16) - 1))
+
+
+def is_of_the_script(code: int) -> bool:
+    """Whether a process ended by a mistake of its own: not by a signal, not evicted, and not well."""
+    return code > 0 and code != EVICTED
+
+
+class Restarts:
+    """Deaths of each member without an acknowledged push in between."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._most = max_restarts
+        self._deaths: dict[str, int] = {}
+        self._of_coordinator: list[float] = []
+        self.num_restarts = 0  # of all members
+
+    def died(self, name: str, has_pushed: bool, now: float) -> Again:
+        """A member's process has ended. `has_pushed`: this life had an acknowledged push, or a slice."""
+        if name == "coordinator":
+            self._of_coordinator = [at for at in self._of_coordinator if now - at < COORDINATOR_SECONDS] + [now]
+            return self._decide(len(self._of_coordinator), 0.0)
+        number = self._deaths[name] = 1 if has_pushed else self._deaths.get(name, 0) + 1
+        return self._decide(number, pause_seconds(number))
+
+    def _decide(self, number: int, pause: float) -> Again:
+        again = number <= self._most
+        self.num_restarts += again
+        return Again(again, number, self._most, pause)

@@ -1,0 +1,225 @@
+"""A member's way to the coordinator, which may die and come back: what is asked is asked again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from syncline.core.control import Beat, Rejoin, Roster
+from syncline.core.message import Message
+from syncline.errors import ConnectionLost, FencedError, ProtocolError, SynclineError, WaitTimeout
+from syncline.net.rpc import Call, Endpoint, Request, Service, Stamp
+from syncline.net.transport import Buffer, Connection, Peer
+from syncline.stats import WireStats
+
+#: Between two attempts to reach a coordinator that is gone.
+_AGAIN_SECONDS = 0.05
+#: Over a link that is half open nothing comes back: after this long without an answer to a beat it is made anew.
+_SILENT_SECONDS = 3.0
+
+
+class Link:
+    """Calls to the coordinator, over one connection after the other. Every verb may be said again.
+
+    `dial` makes a connection. `fenced` hears that this process was evicted, `gone` that the coordinator did not come
+    back within `patience_seconds`.
+    """
+
+    def __init__(
+        self,
+        dial: Callable[[], Connection],
+        service: Service,
+        stamp: Stamp,
+        *,
+        patience_seconds: float,
+        say: Callable[[str], None],
+        fenced: Callable[[FencedError], None],
+        gone: Callable[[str], None],
+    ) -> None:
+        self._dial, self._service, self._stamp = dial, service, stamp
+        self._patience_seconds, self._say = patience_seconds, say
+        self._fenced, self._gone = fenced, gone
+        self._change = threading.Condition()
+        self._closed = threading.Event()
+        self._failed: SynclineError | None = None
+        self._member: Rejoin | None = None
+        self._on_roster: Callable[[Roster], None] = lambda roster: None
+        self._wire = WireStats()
+        self._endpoint: Endpoint | None = None
+        self._endpoint = endpoint = Endpoint(dial(), stamp, _Hearing(self, service))
+        if not endpoint.is_open:
+            self._lost(endpoint, "closed at once")
+
+    # -- asking -------------------------------------------------------------------------------------------
+
+    def call(self, message: Message, seconds: float) -> Message:
+        """The answer; asked again as often as the connection breaks, until the deadline."""
+        until = time.monotonic() + seconds
+        while True:
+            endpoint = self._open_endpoint(until, message, seconds)
+            try:
+                return endpoint.call(message).wait(max(0.0, until - time.monotonic()))
+            except ConnectionLost:
+                self._lost(endpoint, "closed")  # by whoever sees it first
+            except WaitTimeout:
+                raise WaitTimeout(f"{type(message).__name__}: no answer within {seconds:g} s") from None
+
+    def _open_endpoint(self, until: float, message: Message, seconds: float) -> Endpoint:
+        with self._change:
+            while self._endpoint is None:
+                if self._failed is not None:
+                    raise self._failed
+                if self._closed.is_set():
+                    raise ConnectionLost("the link to the coordinator is closed")
+                if not self._change.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+                    raise WaitTimeout(f"{type(message).__name__}: no coordinator within {seconds:g} s")
+            return self._endpoint
+
+    def try_call(self, message: Message) -> Call:
+        """One attempt, not waited for; a ConnectionLost when there is no coordinator now."""
+        endpoint = self._endpoint
+        if endpoint is None:
+            raise ConnectionLost("the coordinator is gone for the moment")
+        return endpoint.call(message)
+
+    def tell(self, message: Message) -> None:
+        """Says something that is not answered, if there is a coordinator now."""
+        endpoint = self._endpoint
+        if endpoint is not None:
+            endpoint.tell(message)
+
+    @property
+    def is_open(self) -> bool:
+        return self._endpoint is not None
+
+    def stats(self) -> WireStats:
+        endpoint = self._endpoint
+        return self._wire + endpoint.stats() if endpoint is not None else self._wire
+
+    # -- being a member -----------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        name: str,
+        incarnation: int,
+        *,
+        beat: Callable[[], Beat] | None,
+        beat_seconds: float,
+        on_roster: Callable[[Roster], None],
+    ) -> None:
+        """This process is a member now: it beats, and says who it is wherever it finds a coordinator again."""
+        self._on_roster = on_roster
+        self._member = Rejoin(name, incarnation)
+        if beat is not None:
+            threading.Thread(target=self._beat, args=(beat, beat_seconds), name="beat", daemon=True).start()
+
+    def _beat(self, make: Callable[[], Beat], every_seconds: float) -> None:
+        rtt = 0.0
+        while not self._closed.wait(every_seconds):
+            endpoint = self._endpoint
+            if endpoint is None:
+                continue
+            began = time.monotonic()
+            try:
+                made = make()
+                endpoint.call(_with_rtt(made, rtt)).wait(_SILENT_SECONDS)
+                rtt = time.monotonic() - began
+            except WaitTimeout:
+                endpoint.close(f"the coordinator has not answered for {_SILENT_SECONDS:g} s")
+            except FencedError as error:
+                self._is_fenced(error)
+                return
+            except SynclineError:
+                continue  # lost: whoever reads the connection sees to it
+
+    # -- when it breaks -----------------------------------------------------------------------------------
+
+    def _lost(self, endpoint: Endpoint, reason: str) -> None:
+        """The first to know of a broken connection has it made anew, in a thread of its own."""
+        with self._change:
+            if self._endpoint is not endpoint or self._closed.is_set():
+                return
+            self._endpoint = None
+            self._wire += endpoint.stats()
+        endpoint.close(reason)
+        threading.Thread(target=self._connect_again, args=(reason,), name="rejoin", daemon=True).start()
+
+    def _connect_again(self, reason: str) -> None:
+        until = time.monotonic() + self._patience_seconds
+        while not self._closed.is_set():
+            try:
+                self._connect_once()
+                return
+            except FencedError as error:
+                self._is_fenced(error)
+                return
+            except (SynclineError, OSError) as error:
+                if time.monotonic() > until:
+                    why = f"the coordinator is gone ({reason}) and did not come back: {error}"
+                    self._fail(ConnectionLost(why))
+                    self._gone(why)
+                    return
+            self._closed.wait(_AGAIN_SECONDS)
+
+    def _connect_once(self) -> None:
+        endpoint = Endpoint(self._dial(), self._stamp, _Hearing(self, self._service))
+        try:
+            roster = endpoint.call(self._member).wait(_SILENT_SECONDS) if self._member is not None else None
+        except BaseException:
+            endpoint.close()
+            raise
+        with self._change:
+            if self._closed.is_set():
+                endpoint.close()
+                return
+            self._endpoint = endpoint
+            self._change.notify_all()
+        if not endpoint.is_open:
+            self._lost(endpoint, "closed again")
+        if isinstance(roster, Roster):
+            self._on_roster(roster)
+
+    def _is_fenced(self, error: FencedError) -> None:
+        self._fail(error)
+        self._fenced(error)
+
+    def _fail(self, error: SynclineError) -> None:
+        with self._change:
+            self._failed = error
+            endpoint, self._endpoint = self._endpoint, None
+            self._change.notify_all()
+        if endpoint is not None:
+            endpoint.close()
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._change:
+            endpoint, self._endpoint = self._endpoint, None
+            self._change.notify_all()
+        if endpoint is not None:
+            self._wire += endpoint.stats()
+            endpoint.close()
+
+
+class _Hearing:
+    """What the coordinator says goes to the member's service; that it is gone, to the link."""
+
+    def __init__(self, link: Link, service: Service) -> None:
+        self._link, self._service = link, service
+
+    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+        raise ProtocolError(f"{type(message).__name__} has no payload")
+
+    def handle(self, request: Request) -> None:
+        if isinstance(request.message, Roster):
+            self._link._on_roster(request.message)
+        else:
+            self._service.handle(request)
+
+    def lost(self, endpoint: Endpoint, reason: str) -> None:
+        self._link._lost(endpoint, reason)
+
+
+def _with_rtt(beat: Beat, rtt_seconds: float) -> Beat:
+    return Beat(rtt_seconds, beat.step, beat.clocks, beat.waits, beat.num_refused, beat.is_quarantined)

@@ -1,0 +1,277 @@
+"""Backups: copies of slices whose primary is on another server. What comes from there is taken in, in order."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+from collections.abc import Callable, Collection, Container, Sequence
+
+import numpy as np
+
+from syncline import faults
+from syncline.core.layout import Segment, Slice
+from syncline.core.message import Done
+from syncline.core.traffic import Lend, Replicate, Replicated, Seed
+from syncline.errors import FencedError, ProtocolError, RuleError, SynclineError
+from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.roles.blocks import Blocks
+from syncline.roles.homes import Home
+from syncline.roles.hosted import HostedSlice
+from syncline.roles.pool import Pool
+from syncline.roles.replication import Region, digest_of
+from syncline.roles.rules import tensor_of
+from syncline.roles.states import check_entry
+
+#: An update of at most this many bytes is taken in by the thread that reads it.
+INLINE_BYTES = 1 << 16
+
+
+class Backup:
+    """One slice's copy: what waits to be taken in, one after the other."""
+
+    def __init__(self, slot: HostedSlice | None, primary: str) -> None:
+        self.slot, self.primary = slot, primary
+        self.region: Region | None = None  # lent by the primary
+        self.own: Region | None = None  # where what is not lent is put
+        self.landed: Sequence[Buffer] | None = None  # what a socket has put there
+        self.queue: collections.deque[Request] = collections.deque()
+        self.is_busy = False
+        self.is_named = False  # by the seats
+        self.is_out = False  # it is no backup any more
+
+
+class Backups:
+    """All copies of other servers' slices here."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        pool: Pool,
+        home: Home,
+        *,
+        find: Callable[[int], tuple[Segment, Slice]],
+        check_sender: Callable[[Peer, int], None],
+    ) -> None:
+        self._blocks, self._pool, self._home = blocks, pool, home
+        self._find, self._check_sender = find, check_sender
+        self.backups: dict[int, Backup] = {}
+        self._lent: dict[str, tuple[int, Memory, int]] = {}  # by primary: number, memory, block of ours for it
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+
+    # -- what comes from primaries ------------------------------------------------------------------------
+
+    def lend(self, request: Request, message: Lend) -> None:
+        """The primary's memory, and as much of ours for the slices that are to come."""
+        memory = request.attachment
+        if memory is None or memory.array.nbytes < message.num_bytes:
+            raise ProtocolError(f"{request.peer} lends memory that did not come")
+        block = self._blocks.make(message.num_bytes)
+        with self._lock:
+            before = self._lent.get(request.peer.name)
+            self._lent[request.peer.name] = (message.number, memory, block)
+        if before is not None:
+            self._blocks.let_go(before[2])
+        request.reply(Done())
+
+    def landing(self, peer: Peer, message: Seed | Replicate) -> Sequence[Buffer]:
+        """Bytes from whoever is not the primary are taken in all the same, and go nowhere."""
+        _, part = self._find(message.slice)
+        if isinstance(message, Seed):
+            for entry in message.entries:
+                check_entry(entry, part)
+            sizes = [part.num_bytes, *(entry.num_bytes for entry in message.entries)]
+            return [buffer_of(np.empty(size, np.uint8)) for size in sizes]
+        sizes = self._piece_sizes(message)
+        with self._lock:
+            backup = self.backups.get(message.slice)
+            if backup is not None and backup.slot is not None and not backup.is_busy and backup.primary == peer.name:
+                backup.landed = backup.slot.rules.bytes_of_pieces(_own(backup, backup.slot).array, message.has)
+                return backup.landed
+        return [buffer_of(np.empty(size, np.uint8)) for size in sizes]
+
+    def _piece_sizes(self, message: Replicate) -> list[int]:
+        segment, part = self._find(message.slice)
+        pieces = segment.pieces(part)
+        if any(not 0 <= index < len(pieces) for index in message.has):
+            raise ProtocolError(f"an update of pieces {message.has} of slice {part.id}")
+        item = tensor_of(np.empty(64, np.uint8), part.dtype).element_size()
+        return [pieces[index].num_items * item for index in message.has]
+
+    def handle(self, request: Request, message: Seed | Replicate) -> None:
+        self._check_sender(request.peer, message.slice)
+        _, part = self._find(message.slice)
+        if faults.armed is not None:
+            faults.reach("seed.got" if isinstance(message, Seed) else "replicate.got")
+        with self._lock:
+            backup = self.backups.get(message.slice)
+            if backup is None:
+                if isinstance(message, Replicate):
+                    raise ProtocolError(f"there is no backup of slice {message.slice} here")
+                backup = self.backups[message.slice] = Backup(None, request.peer.name)
+            backup.queue.append(request)
+            if backup.is_busy:
+                return
+            backup.is_busy = True
+        if isinstance(message, Replicate) and part.num_bytes <= INLINE_BYTES:
+            self._work_off(backup)
+        else:
+            self._pool.submit(functools.partial(self._work_off, backup))
+
+    def _work_off(self, backup: Backup) -> None:
+        while True:
+            with self._lock:
+                if not backup.queue:
+                    backup.is_busy = False
+                    self._idle.notify_all()
+                    return
+                request = backup.queue.popleft()
+            try:
+                message = request.message
+                if backup.is_out:
+                    raise FencedError(f"{request.peer} is not the primary of this slice any more")
+                if isinstance(message, Seed):
+                    self._take_seed(backup, request, message)
+                else:
+                    assert isinstance(message, Replicate)
+                    self._take_update(backup, request, message)
+            except SynclineError as error:
+                request.refuse(error)
+            except Exception as error:  # whoever waits must hear of it, whatever it is
+                request.refuse(SynclineError(f"{type(error).__name__}: {error}"))
+
+    def _take_seed(self, backup: Backup, request: Request, message: Seed) -> None:
+        values, *states = request.payload or (memoryview(b""),)
+        slot = backup.slot
+        if slot is not None and backup.primary == request.peer.name and message.version < slot.state.version:
+            raise ProtocolError(f"a seed of version {message.version} for a backup that is at {slot.state.version}")
+        if slot is None:
+            slot = self._make_slot(request.peer, message)
+        loaded = [
+            (entry, tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape))
+            for entry, buffer in zip(message.entries, states, strict=True)
+        ]
+        with slot.lock, self._home.at_work():
+            buffer_of(slot.memory)[:] = values
+            slot.rules.uploaded()
+            slot.rules.load_state(loaded)
+            slot.state.take_over(message.version, message.clocks, message.fences)
+            slot.uploaded = True
+        backup.slot, backup.primary = slot, request.peer.name
+        if message.lent is not None:
+            backup.region = self._region(request.peer, message, slot.part)
+        request.reply(Replicated(message.version))
+
+    def _make_slot(self, peer: Peer, message: Seed) -> HostedSlice:
+        segment, part = self._find(message.slice)
+        if message.lent is not None:
+            _, _, block = self._lent_by(peer, message.lent)
+            view = self._blocks.take(block, part, message.offset)
+        else:
+            block = self._blocks.make(part.num_bytes)
+            view = self._blocks.take(block, part, 0)
+            self._blocks.let_go(block)  # the slice alone keeps it
+        return HostedSlice(segment, part, view, self._home)
+
+    def _lent_by(self, peer: Peer, number: int) -> tuple[int, Memory, int]:
+        with self._lock:
+            known = self._lent.get(peer.name)
+        if known is None or known[0] != number:
+            raise ProtocolError(f"{peer} names memory {number}, which it has not lent")
+        return known
+
+    def _region(self, peer: Peer, message: Seed, part: Slice) -> Region:
+        assert message.lent is not None
+        _, memory, _ = self._lent_by(peer, message.lent)
+        view = memory.array[message.offset : message.offset + part.num_bytes]
+        if view.nbytes != part.num_bytes or message.offset < 0:
+            raise ProtocolError(f"{peer} names a place outside of what it has lent")
+        return Region(view, part.dtype, memory)
+
+    def _take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
+        slot = backup.slot
+        if slot is None:
+            raise ProtocolError(f"the seed of slice {message.slice} did not come")
+        with slot.lock:
+            if not self._is_in(slot, message):
+                if slot.state.version != message.version:
+                    at, said = slot.state.version, message.version
+                    raise ProtocolError(f"an update of version {said} for a backup that is at {at}")
+                self._apply(backup, slot, request, message)
+            digest = digest_of(slot) if message.wants_digest else b""
+            version = slot.state.version
+        request.reply(Replicated(version, digest))
+
+    @staticmethod
+    def _is_in(slot: HostedSlice, message: Replicate) -> bool:
+        """Whether this update came before: its answer was lost."""
+        clocks = slot.state.clocks
+        return bool(message.clocks) and all(clocks.get((n, i), 0) >= clock for n, i, clock in message.clocks)
+
+    def _apply(self, backup: Backup, slot: HostedSlice, request: Request, message: Replicate) -> None:
+        state = slot.state
+        if message.has:
+            flat = self._gradient(backup, slot, request, message).flat
+            with self._home.at_work():
+                gradients = slot.rules.as_pieces(flat, message.has)
+                try:
+                    slot.rules.apply(gradients, dict(message.overrides), message.scale)
+                except Exception as error:
+                    raise RuleError(f"the backup could not apply it: {type(error).__name__}: {error}") from None
+                finally:
+                    state.applied([], True)
+        state.applied([((name, incarnation), clock) for name, incarnation, clock in message.clocks], False)
+        for fence in message.fences:
+            state.fence(fence)
+        slot.num_updates += bool(message.has)
+
+    def _gradient(self, backup: Backup, slot: HostedSlice, request: Request, message: Replicate) -> Region:
+        if not request.payload:
+            if backup.region is None:
+                raise ProtocolError(f"an update of slice {message.slice} without its bytes")
+            return backup.region
+        own = _own(backup, slot)
+        if request.payload is not backup.landed:
+            views = slot.rules.bytes_of_pieces(own.array, message.has)
+            for view, given in zip(views, request.payload, strict=True):
+                view[:] = given
+        return own
+
+    # -- seats --------------------------------------------------------------------------------------------
+
+    def wait_idle(self, goes_on: Callable[[], bool]) -> None:
+        """Until everything that has come is taken in."""
+        with self._idle:
+            while goes_on() and any(backup.is_busy for backup in self.backups.values()):
+                self._idle.wait(0.05)
+
+    def take_out(self, number: int) -> HostedSlice | None:
+        """This copy is no backup any more; the slice, if there is a whole one."""
+        with self._lock:
+            backup = self.backups.pop(number, None)
+            if backup is not None:
+                backup.is_out = True
+        return backup.slot if backup is not None else None
+
+    def put_in(self, slot: HostedSlice, primary: str) -> None:
+        """A slice whose primary is elsewhere from now on."""
+        with self._lock:
+            backup = self.backups[slot.part.id] = Backup(slot, primary)
+            backup.is_named = True
+
+    def forget_lenders_but(self, there: Container[str]) -> None:
+        with self._lock:
+            gone = [self._lent.pop(name) for name in list(self._lent) if name not in there]
+        for _, _, block in gone:
+            self._blocks.let_go(block)
+
+    def slots(self) -> Collection[HostedSlice]:
+        return [backup.slot for backup in list(self.backups.values()) if backup.slot is not None]
+
+
+def _own(backup: Backup, slot: HostedSlice) -> Region:
+    if backup.own is None:
+        backup.own = Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype)
+    return backup.own

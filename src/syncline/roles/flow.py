@@ -1,0 +1,398 @@
+"""Rounds on their way through a server: queued at every slice, spread over the pool, clipped if asked, answered."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from syncline import faults
+from syncline.core.rounds import Commit, Rounds, Verdict
+from syncline.core.slices import Identity, life_of
+from syncline.core.traffic import AskClip
+from syncline.errors import RuleError, SynclineError
+from syncline.net.rpc import Request
+from syncline.roles.hosted import HostedSlice
+from syncline.roles.pool import Pool
+from syncline.roles.pulls import Pulls
+from syncline.roles.work import Contribution, FenceWork, Key, RoundWork, Work
+
+Held = Commit[Contribution]
+#: A round of at most this many bytes is applied by the thread that completes it.
+INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
+_NO_CLOCKS: dict[str, int] = {}
+
+
+def key_of(commit: Held) -> Key:
+    return (commit.worker, commit.item.incarnation, commit.clock)
+
+
+class Flow:
+    """All work under way. `order` makes decisions and the slices' queues follow each other alike."""
+
+    def __init__(
+        self, rounds: Rounds[Contribution], slices: dict[int, HostedSlice], pool: Pool, pulls: Pulls, num_servers: int
+    ) -> None:
+        self._rounds, self._slices, self._pool, self._pulls = rounds, slices, pool, pulls
+        self._in_rounds = rounds.policy.in_rounds
+        self.num_servers = num_servers
+        pulls.clocks = self.clocks_now
+        self.chief = ""
+        self.tells_clocks = False  # with one replica a worker's copy may have to stand in for a slice
+        self.order = threading.RLock()
+        self.idle = threading.Condition(self.order)
+        self.going: set[Identity] = set()  # workers that are out, and forgotten when nothing of theirs is open
+        self.forget_gone: Callable[[], None] = lambda: None  # under `order`, after a round is through
+        self._busy: set[Work] = set()
+        self._under_way: dict[Key, RoundWork] = {}
+        self._clipping: dict[Key, RoundWork] = {}  # asked for the norm over all servers
+        self._parked: list[Held] = []
+        self._clocks: dict[str, int] = {}  # of every worker, in what was queued so far
+        self._preferred: list[int] = []
+        self._leaving: frozenset[int] = frozenset()
+        self._in_order: tuple[HostedSlice, ...] | None = None
+        self.lag_max = 0
+        self.num_rounds = 0
+        self.round_seconds = 0.0  # from a whole round to its last slice, added up
+
+    # -- slices -------------------------------------------------------------------------------------------
+
+    def _slots_in_order(self) -> tuple[HostedSlice, ...]:
+        """As they are needed first, where somebody has said so; else as they are hosted."""
+        if self._in_order is None:
+            place = {number: k for k, number in enumerate(self._preferred)}
+            ordered = sorted(self._slices, key=lambda number: (place.get(number, len(place)), number))
+            self._in_order = tuple(self._slices[number] for number in ordered if number not in self._leaving)
+        return self._in_order
+
+    def hosts_others(self, leaving: Iterable[int] = ()) -> None:
+        """Under `order`: there are other slices now. `leaving`: these are about to go, and take nothing more in."""
+        self._leaving, self._in_order = frozenset(leaving), None
+        self._pulls.hosts_others()
+
+    def prefer(self, slices: Sequence[int]) -> None:
+        """Slices are applied in this order from now on."""
+        with self.order:
+            self._preferred = [number for number in slices if number in self._slices]
+            self._in_order = None
+
+    # -- rounds on their way ------------------------------------------------------------------------------
+
+    def enqueue(self, verdict: Verdict[Contribution]) -> list[RoundWork]:
+        """Under `order`: every slice gets its rounds in the order in which they became whole."""
+        works = []
+        for commits in verdict.apply:
+            slots = self._slots_in_order()
+            work = RoundWork(commits, slots, self.chief, self._rounds.policy, self._finished)
+            works.append(work)
+            self._busy.add(work)
+            for commit in commits:
+                self._under_way[commit.worker, commit.item.incarnation, commit.clock] = work
+            if self.tells_clocks:
+                self._note_clocks(work)
+            if not self._clips(work):
+                for slot in slots:
+                    slot.queue.append(work)
+        return works
+
+    def fence(self, workers: Sequence[tuple[str, int]], finished: Callable[[], None]) -> list[Work]:
+        """Under `order`: a fence behind everything that is in the slices' queues."""
+        slots = self._slots_in_order()
+
+        def done(work: Work) -> None:
+            self._through(work)
+            finished()
+
+        work = FenceWork(workers, slots, done)
+        self._busy.add(work)
+        for slot in slots:
+            slot.queue.append(work)
+        return [work]
+
+    def _clips(self, work: Work) -> bool:
+        return work.clip_norm is not None and not work.skip and bool(work.slots or self.num_servers > 1)
+
+    def run(self, works: Iterable[Work]) -> None:
+        for work in works:
+            if isinstance(work, RoundWork) and self._clips(work):
+                self._measure_norms(work)
+            elif work.slots:
+                self._drain_all(work)
+            else:
+                work.end()
+        self.release()
+
+    def _drain_all(self, work: Work) -> None:
+        """Spreads a round over the pool; a small one is done by the time another thread would have woken up."""
+        small = len(work.slots) <= INLINE_SLICES and sum([s.part.num_bytes for s in work.slots]) <= INLINE_BYTES
+        for slot in work.slots:
+            if small:
+                self.drain(slot)
+            else:
+                self._pool.submit(functools.partial(self.drain, slot))
+
+    def drain(self, slot: HostedSlice) -> None:
+        for work in slot.drain():
+            work.slice_done()
+
+    def _through(self, work: Work) -> None:
+        """This work is on no way any more."""
+        with self.order:
+            self._busy.discard(work)
+            for commit in work.commits:
+                self._under_way.pop((commit.worker, commit.item.incarnation, commit.clock), None)
+            if self.going:
+                self.forget_gone()
+            if not self._busy:
+                self.idle.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Under `order`: nothing is on its way but rounds that wait for the workers' word on their norm."""
+        return not self._busy
+
+    def _finished(self, work: Work) -> None:
+        """Every slice has taken the round in: who may be answered is answered."""
+        assert isinstance(work, RoundWork)
+        if work.error is not None:
+            self._fail(work, work.error)
+            return
+        self._pulls.advanced()
+        with self.order:
+            work.applied = True
+            self.num_rounds += 1
+            self.round_seconds += time.perf_counter() - work.began
+            ready = [commit for commit in work.commits if commit.item.sayings()]
+            if work.clip_norm is not None and self._clips(work) and self.num_servers > 1:
+                for commit in ready:
+                    self._clipping.pop(key_of(commit), None)
+            for commit in ready:
+                commit.item.clocks = work.clocks
+            self._parked += ready
+            self._through(work)
+        self.release()
+
+    def _fail(self, work: RoundWork, error: Exception) -> None:
+        """Everyone hears of it, once; who asks later hears it then."""
+        with self.order:
+            if work.failed is not None:
+                return
+            failed = work.failed = RuleError(f"the update could not be applied: {error}")
+            asked = self._take_requests(work.commits)
+            self._through(work)
+        self.refuse(asked, failed)
+
+    # -- answers ------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Answers whatever the policy no longer holds back."""
+        if not self._parked:
+            return
+        with self.order:
+            if self._in_rounds:  # whoever is in a round that was applied is level with the rest of it
+                ready, self._parked = self._parked, []
+            else:
+                ready = [c for c in self._parked if self._rounds.may_answer(c.worker, c.clock)[0]]
+                self._parked = [c for c in self._parked if c not in ready]
+                for commit in ready:
+                    self.lag_max = max(self.lag_max, self._rounds.lag(commit.worker, commit.clock))
+                    commit.item.clocks = self.clocks_now()
+        for commit in ready:
+            self.reply(commit)
+
+    def reply(self, commit: Held) -> None:
+        for item in commit.item.sayings():
+            request, answer = item.request, item.answer
+            assert request is not None
+            if answer is None:
+                self._pulls.committed(request, commit.clock, commit.item.clocks)
+                continue
+            for slot in list(self._slices.values()):
+                answer.applied(slot)  # those that it has not heard of yet
+            answer.clocks = commit.item.clocks
+            answer.finish()
+        if faults.armed is not None:
+            faults.reach("commit.answered")
+
+    def answer_later(self, key: Key, contribution: Contribution) -> bool:
+        """Under `order`: a commit is said again. Whether its first saying is on its way, and answers this one."""
+        work = self._under_way.get(key)
+        known = list(work.commits) if work is not None else self._parked
+        for commit in known:
+            if key_of(commit) == key:
+                commit.item.say_again(contribution)
+                return True
+        return False
+
+    def _take_requests(self, commits: Iterable[Held]) -> list[Contribution]:
+        """Under `order`: those who are to be refused; they are not answered otherwise."""
+        asked = []
+        for commit in commits:
+            taken = Contribution(commit.item.incarnation, 0, 0)
+            taken.say_again(commit.item)
+            asked += taken.again
+            commit.item.request, commit.item.answer, commit.item.again = None, None, []
+        return asked
+
+    @staticmethod
+    def refuse(asked: Iterable[Contribution], error: SynclineError) -> None:
+        for item in asked:
+            request, answer = item.request, item.answer
+            assert request is not None
+            if answer is not None:
+                answer.finish(functools.partial(request.refuse, error))
+            else:
+                request.refuse(error)
+
+    # -- workers that come and go -------------------------------------------------------------------------
+
+    def _note_clocks(self, work: RoundWork) -> None:
+        standings = self._rounds.standings
+        for commit in work.commits:
+            standing = standings.get(commit.worker)
+            if standing is not None and standing.incarnation == commit.item.incarnation:
+                self._clocks[life_of(commit.worker, standing.incarnation)] = commit.clock
+        work.clocks = self._clocks.copy()
+
+    def count_workers(self, replicas: int) -> None:
+        """Under `order`: others take part now."""
+        waiting = {(c.worker, c.item.incarnation): c.clock for c in self._rounds.open_commits()}
+        standings = [s for s in self._rounds.standings.values() if not s.left]
+        self._clocks = {
+            life_of(s.name, s.incarnation): waiting.get((s.name, s.incarnation), s.clock + 1) - 1 for s in standings
+        }
+        self.tells_clocks = replicas < 2
+
+    def clocks_now(self) -> dict[str, int]:
+        """The clocks of all workers that whatever is read here can contain, at most."""
+        return self._clocks.copy() if self.tells_clocks else _NO_CLOCKS
+
+    def of_worker(self, name: str, incarnation: int) -> list[Held]:
+        """Under `order`: everything of this worker that is not answered."""
+        found = [commit for work in self._under_way.values() for commit in work.commits]
+        found += [commit for work in self._clipping.values() for commit in work.commits]
+        found += [*self._parked, *self._rounds.open_commits()]
+        return [c for c in found if (c.worker, c.item.incarnation) == (name, incarnation)]
+
+    def take_requests_of(self, name: str, incarnation: int) -> list[Contribution]:
+        """Under `order`: this worker is out; what it has committed counts, and is not answered."""
+        commits = self.of_worker(name, incarnation)
+        for commit in commits:
+            commit.item.is_fenced = True
+        asked = self._take_requests(commits)
+        self._parked = [c for c in self._parked if not c.item.is_fenced]
+        return asked
+
+    def take_requests_in(self, works: Iterable[RoundWork]) -> list[Contribution]:
+        """Under `order`: not all slices take these rounds in here; they are not answered as if they did."""
+        return self._take_requests([commit for work in works for commit in work.commits])
+
+    def begin_anew(self, dropped: Iterable[Held]) -> list[Contribution]:
+        """Under `order`: primaries have changed; whoever waits for an answer is to make its commits anew."""
+        commits = [*dropped, *self._parked]
+        commits += [commit for work in self._clipping.values() for commit in work.commits]
+        self._clipping.clear()
+        self._under_way.clear()
+        self._parked = []
+        return self._take_requests(commits)
+
+    # -- clipping by the norm over all servers ------------------------------------------------------------
+
+    def _measure_norms(self, work: RoundWork) -> None:
+        if not work.slots:
+            self._norms_known(work)
+        for slot in work.slots:
+            self._pool.submit(functools.partial(self._measure_norm, work, slot))
+
+    def _measure_norm(self, work: RoundWork, slot: HostedSlice) -> None:
+        try:
+            share = slot.norm(work)
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            self._fail(work, error)
+            return
+        if work.norm_done(slot.part.id, share):
+            self._norms_known(work)
+
+    def _norms_known(self, work: RoundWork) -> None:
+        work.share = math.fsum(work.squared_norms[number] for number in sorted(work.squared_norms))
+        if self.num_servers == 1:
+            self._apply_clipped(work, work.share)
+            return
+        with self.order:
+            requests = [(c.clock, item.request) for c in work.commits for item in c.item.sayings()]
+            for commit in work.commits:
+                self._take_requests([commit])  # GiveClip asks anew
+                self._clipping[key_of(commit)] = work
+            self._busy.discard(work)
+            if not self._busy:
+                self.idle.notify_all()
+        for clock, request in requests:
+            if request is not None:
+                request.reply(AskClip(clock, work.share))
+
+    def asked_for_norm(self, key: Key) -> RoundWork | None:
+        """Under `order`: the round of this commit, if it waits for the norm over all servers."""
+        return self._clipping.get(key)
+
+    def give_clip(self, work: RoundWork, commit: Held, squared_norm: float) -> Callable[[], None]:
+        """Under `order`: the first worker to bring the norm has the round applied; what to do, outside of it."""
+        applied, scaled = work.applied, work.scaled
+        work.scaled = True
+        if applied:
+            del self._clipping[key_of(commit)]
+            commit.item.clocks = work.clocks
+            return functools.partial(self.reply, commit)
+        if scaled:
+            return lambda: None
+        self._busy.add(work)
+        return functools.partial(self._apply_clipped, work, squared_norm)
+
+    def _apply_clipped(self, work: RoundWork, squared_norm: float) -> None:
+        assert work.clip_norm is not None
+        # As torch.nn.utils.clip_grad_norm_ has it.
+        work.scale = min(1.0, work.clip_norm / (math.sqrt(squared_norm) + 1e-6))
+        if math.isnan(squared_norm):
+            work.scale = math.nan
+        with self.order:
+            for slot in work.slots:
+                slot.queue.append(work)
+        if not work.slots:
+            work.end()
+        self._drain_all(work)
+
+    # -- what waits ---------------------------------------------------------------------------------------
+
+    def parked(self) -> list[Held]:
+        return self._parked
+
+    def clipping(self) -> Iterable[RoundWork]:
+        return set(self._clipping.values())
+
+    def num_unclipped_orphans(self) -> int:
+        """Under `order`: commits of workers that are out, in rounds that wait for their norm."""
+        return sum(commit.item.is_fenced for work in self.clipping() for commit in work.commits)
+
+    def forget_orphans(self) -> list[str]:
+        """Under `order`: who is out brings no norm; rounds that nobody is left to bring it for are given up."""
+        lost = []
+        for work in set(self._clipping.values()):
+            if all(commit.item.is_fenced for commit in work.commits) and not work.scaled:
+                names = ", ".join(f"step {c.clock} of {c.worker}" for c in work.commits)
+                lost.append(f"{names} was committed and not clipped when its workers were lost: it is dropped")
+                for commit in work.commits:
+                    self._clipping.pop(key_of(commit), None)
+                self._through(work)
+            for commit in work.commits:
+                if commit.item.is_fenced:
+                    self._clipping.pop(key_of(commit), None)
+        return lost
+
+
+def respond(request: Request, action: Callable[[], None]) -> None:
+    """Does what was put off; an error is the answer, as it would have been then."""
+    try:
+        action()
+    except SynclineError as error:
+        request.refuse(error)

@@ -1,0 +1,246 @@
+"""Generations at a server: prepared, held, installed. See "Members come, go, die and return" in the design."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from syncline import faults
+from syncline.core.control import Install, Leave, Prepare, Prepared
+from syncline.core.message import Done
+from syncline.errors import FencedError, ProtocolError, Refresh, SynclineError
+from syncline.net.rpc import Latch, Request
+from syncline.roles.commits import Commits
+from syncline.roles.hosting import Hosting
+from syncline.roles.pulls import Pulls
+from syncline.roles.work import RoundWork, Work
+
+#: A hold without an Install ends by itself: a coordinator that died there stops nobody.
+HOLD_SECONDS = 0.15
+_LOOK_SECONDS = 0.2
+
+
+class _Hold:
+    """A generation on its way: from its Prepare to its Install, or to the end of patience."""
+
+    def __init__(self, message: Prepare) -> None:
+        self.message = message
+        self.is_answered = self.is_installing = False
+        self.ended = threading.Event()
+
+
+class Generations:
+    """The server's part in changes. Each question is worked on by a thread of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        commits: Commits,
+        hosting: Hosting,
+        pulls: Pulls,
+        *,
+        generation: int,
+        is_late: bool,
+        replicas: int,
+        log: Callable[[str], None],
+        hold_seconds: float = HOLD_SECONDS,
+        cut_off: Callable[[str, int], None] = lambda name, incarnation: None,
+    ) -> None:
+        """`cut_off` closes the connections of a worker that is out: what it has pinned ends with them."""
+        self._name, self._commits, self._hosting, self._pulls = name, commits, hosting, pulls
+        self._flow, self._departures, self._order = commits.flow, commits.departures, commits.order
+        self._installed, self._is_late = generation if not is_late else 0, is_late
+        self._replicas, self._log, self._hold_seconds = replicas, log, hold_seconds
+        self._hold: _Hold | None = None
+        self._cut_off, self._is_closed = cut_off, False
+        self._through = Latch()  # of the last Install: its fences are on every slice
+        self._through.open()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    # -- prepare ------------------------------------------------------------------------------------------
+
+    def prepare(self, request: Request, message: Prepare) -> None:
+        _in_thread("prepare", request, lambda: self._prepare(request, message))
+
+    def _prepare(self, request: Request, message: Prepare) -> None:
+        with self._order:
+            self._check_newer(message)
+            before, hold = self._hold, _Hold(message)
+            self._hold = hold
+            self._commits.hold()
+            told = [self._departures.fence(*worker) for worker in message.fenced]
+        if before is not None:
+            before.ended.set()
+        for asked in told:
+            self._flow.refuse(asked, FencedError(f"this worker was evicted before generation {message.generation}"))
+        for worker in message.fenced:
+            self._cut_off(*worker)
+        self._hosting.release_backups(message.seats)
+        self._wait_idle(hold)
+        with self._order:
+            self._check_current(hold)
+            hold.is_answered = True
+            answer = self._prepared(message)
+        faults.reach("prepare.held")
+        request.reply(answer)
+        hold.ended.wait(self._hold_seconds)
+        self._end_by_itself(hold)
+
+    def _check_newer(self, message: Prepare) -> None:
+        newest = self._installed if self._hold is None else max(self._installed + 1, self._hold.message.generation)
+        if message.generation <= self._installed or message.generation < newest:
+            raise ProtocolError(
+                f"{self._name} is asked to prepare generation {message.generation}; it is at {self._installed}, "
+                f"and has heard of {newest}"
+            )
+
+    def _check_current(self, hold: _Hold) -> None:
+        if self._hold is not hold:
+            raise ProtocolError(f"generation {hold.message.generation} is not prepared any more: another one is")
+
+    def _wait_idle(self, hold: _Hold) -> None:
+        """Until everything that was begun is through, here and on its way in from primaries."""
+        with self._order:
+            while self._hold is hold and not self._flow.is_idle and not self._is_closed:
+                self._flow.idle.wait(0.5)
+        self._hosting.backups.wait_idle(lambda: self._hold is hold and not self._is_closed)
+
+    def _prepared(self, message: Prepare) -> Prepared:
+        rounds = self._commits.rounds
+        # One that has come late and hosts nothing has never been told how things stand.
+        knows = not self._is_late or bool(self._hosting.slices)
+        standings = [msgspec.structs.replace(s) for s in rounds.standings.values()] if knows else []
+        staged = [(*worker, self._departures.staged_whole(*worker)) for worker in message.fenced]
+        num_orphans = rounds.num_orphans() + self._flow.num_unclipped_orphans()
+        return Prepared(standings, [entry for entry in staged if entry[2]], num_orphans)
+
+    def _end_by_itself(self, hold: _Hold) -> None:
+        with self._order:
+            if self._hold is not hold or hold.is_installing:
+                return
+            self._hold = None
+            self._commits.let_go()
+        self._commits.decide()
+
+    # -- install ------------------------------------------------------------------------------------------
+
+    def install(self, request: Request, message: Install) -> None:
+        _in_thread("install", request, lambda: self._install(request, message))
+
+    def _install(self, request: Request, message: Install) -> None:
+        with self._order:
+            if message.generation == self._installed:
+                through = self._through  # said again
+                hold = None
+            else:
+                hold = self._hold
+                if hold is None or hold.message.generation != message.generation or not hold.is_answered:
+                    raise ProtocolError(f"generation {message.generation} is not prepared any more")
+                hold.is_installing = True
+                through = Latch()
+        faults.reach("install.begun")
+        if hold is not None:
+            hold.ended.set()
+            if hold.message.moves:
+                self._move(hold, message, through)
+            else:
+                self._change(hold, message, through)
+        while not through.wait(_LOOK_SECONDS):  # a fence may wait for a backup that is gone, until the next Prepare
+            if self._is_closed:
+                raise ProtocolError(f"{self._name} is closing")
+        faults.reach("install.done")
+        request.reply(Done())
+
+    def _change(self, hold: _Hold, message: Install, through: Latch) -> None:
+        """Primaries stay: the fenced ones are settled and out, others enter, and all goes on."""
+        fenced = hold.message.fenced
+        works: list[Work] = []
+        with self._order:
+            self._check_current(hold)
+            for entry in message.settle:
+                works += self._departures.settle(*entry)
+            for worker in fenced:
+                works += self._departures.let_out(*worker)
+            lost = self._flow.forget_orphans()
+            for standing in message.standings:
+                self._commits.rounds.enter(standing)
+            ways = self._hosting.take_seats(hold.message.seats, message.members)
+            self._begin(message, through)
+            works += self._flow.fence(fenced, through.open) if fenced else []
+            self._commits.let_go()
+        if not fenced:
+            through.open()
+        for line in lost:
+            self._log(line)
+        for way in ways:
+            way.close()
+        self._flow.run(works)
+        self._commits.decide()
+
+    def _move(self, hold: _Hold, message: Install, through: Latch) -> None:
+        """Primaries change: whatever is open is to be made anew, where the clocks of slices decide what is new."""
+        fenced, seats = hold.message.fenced, hold.message.seats
+        works: list[RoundWork] = []
+        with self._order:
+            self._check_current(hold)
+            # A step that any server has counts everywhere, as far as its bytes are here. Slices that go elsewhere
+            # take nothing more in: their new primaries may have begun, and see by the clocks what they lack.
+            self._flow.hosts_others(self._hosting.leaving(seats))
+            for entry in message.settle:
+                works += self._departures.settle(*entry)
+            settled = self._flow.take_requests_in(works)
+        self._flow.run(works)
+        self._wait_idle(hold)
+        with self._order:
+            self._check_current(hold)
+            ways = self._hosting.take_seats(seats, message.members)
+            staying = [(name, incarnation) for name, incarnation, _ in message.settle]
+            in_rounds = self._commits.rounds.policy.in_rounds
+            clocks = self._hosting.clocks(message.standings, staying, in_rounds)
+            asked, held = self._commits.begin_anew(message.generation, message.standings, clocks)
+            for worker in fenced:
+                self._departures.let_go(worker)
+            self._begin(message, through)
+            fences = list(self._flow.fence(fenced, through.open)) if fenced else []
+            waiting = self._pulls.begin_anew()
+            self._is_late = False
+        refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made anew")
+        self._flow.refuse([*settled, *asked], refresh)
+        for request in held:
+            if isinstance(request.message, Leave):
+                self._commits.leave(request)  # whoever leaves has nothing to make anew
+            else:
+                request.refuse(refresh)
+        self._pulls.refuse(waiting, refresh)
+        for way in ways:
+            way.close()
+        if not fenced:
+            through.open()
+        self._flow.run(fences)
+
+    def _begin(self, message: Install, through: Latch) -> None:
+        """Under `order`: this generation counts."""
+        self._installed, self._hold, self._through = message.generation, None, through
+        self._flow.hosts_others()
+        self._flow.num_servers = sum(member.role == "server" for member in message.members)
+        self._commits.rank([member.name for member in message.members if member.role == "worker"])
+        self._flow.count_workers(self._replicas)
+
+
+def _in_thread(name: str, request: Request, action: Callable[[], None]) -> None:
+    """A hold lasts; whoever reads the connection must not wait for it. An error is the answer."""
+
+    def run() -> None:
+        try:
+            action()
+        except SynclineError as error:
+            request.refuse(error)
+        except Exception as error:  # a bug of ours must end in an answer, not in silence
+            request.refuse(error)
+            raise
+
+    threading.Thread(target=run, name=name, daemon=True).start()

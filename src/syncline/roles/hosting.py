@@ -1,0 +1,256 @@
+"""What a server hosts: segments it knows, slices of which it is the primary, backups; and how seats change that."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+from syncline.core.control import Host
+from syncline.core.layout import Segment, Slice, aligned
+from syncline.core.members import Member
+from syncline.core.rounds import Standing
+from syncline.core.seats import Seat
+from syncline.core.slices import Copy, Identity, least_clocks, life_of
+from syncline.errors import FencedError, ProtocolError, SynclineError
+from syncline.net.rpc import Endpoint
+from syncline.net.transport import Memory, Peer, buffer_of
+from syncline.roles.backups import Backups
+from syncline.roles.blocks import Blocks
+from syncline.roles.homes import Home
+from syncline.roles.hosted import HostedSlice
+from syncline.roles.pool import Pool
+from syncline.roles.replication import Partner
+from syncline.roles.seeding import alone_replica
+
+Dial = Callable[[Member], Endpoint]
+
+
+class Hosting:
+    """The slices of a server, by what they are here."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        home: Home,
+        *,
+        create_memory: Callable[[int], Memory],
+        dial: Dial,
+        drain: Callable[[HostedSlice], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._pool, self._home, self._dial, self._drain, self._log = pool, home, dial, drain, log
+        self.name = ""
+        self.segments: dict[int, Segment] = {}
+        self._parts: dict[int, tuple[Segment, Slice]] = {}
+        self.slices: dict[int, HostedSlice] = {}  # of which this server is the primary
+        self._arriving: dict[int, HostedSlice] = {}  # it is to be, from the next generation on
+        self.blocks = Blocks(create_memory, home, log)
+        self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self._check_sender)
+        self._seats: dict[int, Seat] = {}
+        self._members: dict[str, Member] = {}
+        self._partners: dict[Identity, Partner] = {}
+
+    def find(self, number: int) -> tuple[Segment, Slice]:
+        """A slice of the layout, wherever it is."""
+        found = self._parts.get(number)
+        if found is None:
+            raise ProtocolError(f"{self.name} knows of no slice {number}")
+        return found
+
+    def knows(self, number: int) -> bool:
+        return number in self._parts
+
+    def primary(self, number: int) -> HostedSlice:
+        slot = self.slices.get(number) or self._arriving.get(number)
+        if slot is None:
+            raise ProtocolError(f"{self.name} does not host slice {number}")
+        return slot
+
+    # -- hosting ------------------------------------------------------------------------------------------
+
+    def make_room(self, message: Host) -> dict[int, HostedSlice]:
+        """New slices in a block of their own; what is there already is there."""
+        segment = message.segment
+        known = self.segments.get(segment.index) == segment
+        wanted = [
+            part
+            for part in segment.slices
+            if part.id in message.slices and not (known and (part.id in self.slices or part.id in self._arriving))
+        ]
+        made: dict[int, HostedSlice] = {}
+        if wanted:
+            block, offset = self.blocks.make(sum(aligned(part.num_bytes) for part in wanted)), 0
+            try:
+                for part in wanted:
+                    view = self.blocks.take(block, part, offset)
+                    made[part.id] = HostedSlice(segment, part, view, self._home)
+                    offset += aligned(part.num_bytes)
+            except SynclineError:
+                self.blocks.drop(part.id for part in wanted)
+                raise
+            finally:
+                self.blocks.let_go(block)
+        return made
+
+    def host(self, segment: Segment, made: dict[int, HostedSlice]) -> bool:
+        """Between two commits. Whether the slices are in use from now on: those of a new segment are; others wait
+        for the generation in which this server is their primary."""
+        known = self.segments.get(segment.index)
+        if known == segment:
+            self._arriving.update(made)
+            return False
+        if known is not None:  # it was taken back: it could not be hosted everywhere
+            for part in known.slices:
+                self._parts.pop(part.id, None)
+                self.slices.pop(part.id, None)
+        self.segments[segment.index] = segment
+        self._parts.update((part.id, (segment, part)) for part in segment.slices)
+        self.slices.update(made)
+        return True
+
+    def restore(self, copy: Copy, values: memoryview, standings: Iterable[Standing]) -> None:
+        """A worker's copy stands in for what was lost; said again, it changes nothing."""
+        slot = self.primary(copy.slice)
+        with slot.lock:
+            if slot.uploaded:
+                return
+            buffer_of(slot.memory)[:] = values
+            slot.rules.uploaded()
+            slot.state.version = max(copy.known, copy.version)
+            lives = {life_of(s.name, s.incarnation): (s.name, s.incarnation) for s in standings}
+            slot.state.clocks = {lives[life]: clock for life, clock in copy.clocks.items() if life in lives}
+            slot.uploaded, slot.copied = True, dict(copy.clocks)
+
+    # -- seats --------------------------------------------------------------------------------------------
+
+    def hear(self, members: Sequence[Member], seats: Iterable[Seat]) -> None:
+        """Who there is, and where slices are, as the coordinator says."""
+        self._members = {member.name: member for member in members}
+        for seat in seats:
+            self._seats.setdefault(seat.slice, seat)  # those of a generation count when it is installed
+
+    def _check_sender(self, peer: Peer, number: int) -> None:
+        """Only a slice's primary may say what happens to it."""
+        seat, member = self._seats.get(number), self._members.get(peer.name)
+        if seat is not None and seat.primary != peer.name:
+            raise FencedError(f"{peer} is not the primary of slice {number}; {seat.primary or 'nobody'} is")
+        if number in self.slices:
+            raise FencedError(f"{self.name} itself is the primary of slice {number}")
+        if member is not None and member.incarnation > peer.incarnation > 0:
+            raise FencedError(f"{peer}, incarnation {peer.incarnation}, has been replaced")
+
+    def partner(self, member: Member) -> Partner:
+        """The way to another server."""
+        key = (member.name, member.incarnation)
+        if key not in self._partners:
+            mine = self._members.get(self.name)
+            self._partners[key] = Partner(
+                member,
+                self._dial,
+                is_of_our_kind=mine is not None and mine.kind == member.kind,
+                drain=lambda slot: self._pool.submit(functools.partial(self._drain, slot)),
+                submit=self._pool.submit,
+                log=self._log,
+            )
+        return self._partners[key]
+
+    def release_backups(self, seats: Iterable[Seat]) -> None:
+        """Seats are on disk: whose backup is gone there acknowledges alone from now on."""
+        alone = []
+        for seat in seats:
+            slot = self.slices.get(seat.slice)
+            replica = slot.replica if slot is not None and seat.primary == self.name else None
+            if slot is None or replica is None:
+                continue
+            if replica.partner.name == seat.backup:
+                replica.is_named = True
+            elif replica.is_seeding:
+                continue  # that is between this server and its copy, which no seat counts on yet
+            else:  # whatever else was given a copy: no seat counts on it
+                slot.stand_alone()
+                alone.append(slot)
+        for slot in alone:
+            self._pool.submit(functools.partial(self._drain, slot))
+
+    def leaving(self, seats: Iterable[Seat]) -> list[int]:
+        """The slices of which this server is the primary, and will not be."""
+        return [seat.slice for seat in seats if seat.slice in self.slices and seat.primary != self.name]
+
+    def take_seats(self, seats: Sequence[Seat], members: Sequence[Member]) -> list[Partner]:
+        """A generation begins. Nothing is on its way through slices that change. Ways that lead nowhere any more."""
+        self._seats.update((seat.slice, seat) for seat in seats)
+        self.hear(members, ())
+        for seat in seats:
+            if seat.primary == self.name:
+                self._become_primary(seat)
+            else:
+                self._become_other(seat)
+        there = {(member.name, member.incarnation) for member in members}
+        gone = [key for key in self._partners if key not in there]
+        self.backups.forget_lenders_but(set(self._members))
+        return [self._partners.pop(key) for key in gone]
+
+    def _become_primary(self, seat: Seat) -> None:
+        slot = self.slices.get(seat.slice)
+        if slot is None:
+            slot = self.backups.take_out(seat.slice) or self._arriving.pop(seat.slice, None)
+            if slot is None:
+                self._log(f"slice {seat.slice} is said to be here, and is not")
+                return
+            slot.state.pins = 0
+            self.slices[seat.slice] = slot
+        backup = self._members.get(seat.backup)
+        if slot.replica is None and backup is not None:
+            with slot.lock:
+                slot.replica = alone_replica(self.partner(backup), slot)
+                slot.replica.is_named = True
+
+    def _become_other(self, seat: Seat) -> None:
+        slot = self.slices.pop(seat.slice, None)
+        if slot is not None:
+            slot.stand_alone()
+            self._drain(slot)
+        self._arriving.pop(seat.slice, None)
+        if seat.backup == self.name:
+            if slot is not None:
+                self.backups.put_in(slot, seat.primary)
+            elif seat.slice in self.backups.backups:
+                self.backups.backups[seat.slice].is_named = True
+            return
+        backup = self.backups.backups.get(seat.slice)
+        if backup is not None and not (backup.is_named or backup.primary != seat.primary):
+            return  # its primary is giving it to us just now
+        self.backups.take_out(seat.slice)
+        self.blocks.drop([seat.slice])
+
+    def clocks(
+        self, standings: Iterable[Standing], staying: Iterable[Identity], in_rounds: bool
+    ) -> dict[Identity, int]:
+        """What every slice here has of every worker. Slices without any values yet begin where the others are.
+
+        `staying`: workers that took part when the slices that came from copies were lost.
+        """
+        given = {(s.name, s.incarnation): s.clock for s in standings}
+        restored = [slot for slot in self.slices.values() if slot.copied is not None]
+        for slot in restored:
+            for name, incarnation in staying:
+                clock = slot.copied.get(life_of(name, incarnation)) if slot.copied is not None else None
+                if clock is not None:
+                    slot.state.clocks.setdefault((name, incarnation), clock)
+        used = [s.state for s in self.slices.values() if s.uploaded and (s.copied is None or s.state.clocks)]
+        found = least_clocks(used) if used else given
+        if in_rounds:
+            # Who has made steps and is unknown to all slices here came to them late; its last one may be open.
+            heard = {worker for state in used for worker in state.clocks}
+            found.update((worker, clock - 1) for worker, clock in given.items() if worker not in heard and clock > 1)
+        for slot in self.slices.values():
+            if not slot.uploaded:
+                slot.state.clocks.update(found)
+        return found
+
+    def close_ways(self) -> None:
+        for partner in self._partners.values():
+            partner.close()
+
+    def close(self) -> None:
+        self.blocks.close()

@@ -1,0 +1,156 @@
+"""Joining at the coordinator: who becomes a member, when the job begins, and what everyone is told of the others."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from syncline import config as configuration
+from syncline.core.control import AskRoster, Join, Joined, Rejoin, Roster
+from syncline.core.message import Done
+from syncline.core.policy import policy_of
+from syncline.errors import ConfigError, JobFailed, ProtocolError
+from syncline.net.rpc import Request
+from syncline.net.transport import Peer
+
+if TYPE_CHECKING:
+    from syncline.roles.coordinator import Coordinator
+
+
+class Joining:
+    """Comings, and the roster."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+        self._defaults: dict[str, dict[str, Any]] = {}
+        self._waiting: dict[str, Request] = {}  # until the job is whole
+        self._asking: list[tuple[Request, int]] = []  # for the roster of a generation
+
+    def forget(self, name: str) -> None:
+        self._defaults.pop(name, None)
+        self._waiting.pop(name, None)
+
+    def take_waiting(self) -> list[Request]:
+        """Those who still wait to be members, and will not be."""
+        waiting, self._waiting = list(self._waiting.values()), {}
+        return waiting
+
+    def join(self, request: Request, message: Join) -> None:
+        if message.role != request.peer.role:
+            raise ProtocolError(f"{request.peer} joins as a {message.role}, and proved to be another")
+        with self._c.lock:
+            if self._c.membership.outcome is not None:
+                raise JobFailed(self._c.membership.outcome.reason)
+            self._make_way(message)
+            member = self._c.membership.join(
+                message.role, message.name, message.host, message.address, message.process, message.kind
+            )
+            self._c.endpoints[member.name] = request.endpoint
+            request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
+            self._defaults[member.name] = message.defaults
+            if not self._c.membership.formed:
+                self._waiting[member.name] = request
+                self.form_if_ready(False)
+                return
+            self._c.liveness.watch(member.name, time.monotonic())
+            self._c.registry.servers = self._c.membership.servers()
+            self._c.keep()
+            late = member.name not in self._c.membership.state.entered
+            answer = Joined(member.incarnation, member.since, self._c.membership.ordered(), self._c.config, late)
+        self._c.event(f"{member.name} (incarnation {member.incarnation}) has joined")
+        request.reply(answer)
+        self._c.changing.member_is_in(member)
+
+    def _make_way(self, message: Join) -> None:
+        """Whoever starts a process under the name of one whose connection is gone knows that it is dead."""
+        known = message.name in self._c.membership.state.members
+        same = self._c.membership.state.processes.get(message.name) == message.process
+        if known and not same and message.name not in self._c.endpoints and self._c.membership.formed:
+            self._c.evict(message.name, "was replaced by a new process of its name")
+
+    def form_if_ready(self, has_gathered: bool) -> None:
+        """Under the lock: begins the job when those are there whom it begins with."""
+        if not self._c.membership.may_form(has_gathered):
+            return
+        state = self._c.membership.state
+        try:
+            self._take_defaults(self._defaults.get(self._c.membership.chief, {}))
+        except ConfigError as error:
+            self._refuse_defaults(error)
+            return
+        self._c.membership.form()
+        self._c.formed_at = time.monotonic()
+        self._c.registry.servers = self._c.membership.servers()
+        self._c.registry.use_slices_of(state.config.slice_bytes)
+        now = time.monotonic()
+        for name in state.members:
+            self._c.liveness.watch(name, now)
+        self._c.keep()
+        members, joining = self._c.membership.ordered(), self._waiting
+        self._waiting, self._defaults = {}, {}
+        self._c.changing.start(resume=False)
+        # Servers first: a worker must find them ready.
+        for name in sorted(joining, key=lambda n: state.members[n].role != "server"):
+            answer = Joined(state.members[name].incarnation, state.generation, members, state.config)
+            joining[name].reply(answer)
+
+    def _refuse_defaults(self, error: ConfigError) -> None:
+        """What the chief's script says cannot be: it hears so itself, and the job is over."""
+        chief = self._c.membership.chief
+        request = self._waiting.pop(chief, None)
+        self._c.membership.fail(chief, f"{chief}: {error}")
+        if request is not None:
+            request.refuse(error)
+        self._c.ending.conclude()
+
+    def _take_defaults(self, defaults: dict[str, Any]) -> None:
+        """What the chief's script said counts where neither the launch nor syncline.toml said anything."""
+        known = configuration.check_known(defaults, "init()")
+        config = configuration.resolve(self._c.given, known)
+        policy_of(config)
+        self._c.membership.state.config = config
+
+    def rejoin(self, request: Request, message: Rejoin) -> None:
+        with self._c.lock:
+            member = self._c.membership.state.members.get(message.name)
+            if member is None or member.incarnation != message.incarnation:
+                self._c.refuse_fenced(message.name, message.incarnation)
+                return
+            self._c.endpoints[member.name] = request.endpoint
+            request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
+            self._c.liveness.heard(member.name, time.monotonic())
+            is_server = member.role == "server"
+        if not self._c.changing.moves:
+            request.reply(self.roster())
+        else:
+            request.reply(Done())  # the roster comes when it is settled
+        if is_server:
+            self._c.registering.try_again()
+        self._c.remind_to_retire(message.name)
+
+    def roster(self) -> Roster:
+        with self._c.lock:
+            state = self._c.membership.state
+            finished = list(state.finished.values())
+            return Roster(state.generation, self._c.membership.ordered(), list(state.seats.values()), finished)
+
+    def ask_roster(self, request: Request, message: AskRoster) -> None:
+        with self._c.lock:
+            if self._c.changing.moves or self._c.membership.generation < message.generation:
+                self._asking.append((request, message.generation))
+                return
+        request.reply(self.roster())
+
+    def tell(self) -> None:
+        """Everybody hears of the generation; not while primaries are about to change."""
+        with self._c.lock:
+            if self._c.changing.moves or not self._c.membership.formed:
+                return
+            roster = self.roster()
+            endpoints = list(self._c.endpoints.values())
+            asking = [r for r, generation in self._asking if generation <= roster.generation]
+            self._asking = [a for a in self._asking if a[1] > roster.generation]
+        for request in asking:
+            request.reply(roster)
+        for endpoint in endpoints:
+            endpoint.mention(roster)

@@ -1,0 +1,75 @@
+"""Barriers at the coordinator: everyone who takes part comes, then all go on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from syncline.core.control import Barrier, Passed
+from syncline.core.membership import Barriers
+from syncline.errors import StoreError
+from syncline.net.rpc import Request
+from syncline.stats import Wait
+
+if TYPE_CHECKING:
+    from syncline.roles.coordinator import Coordinator
+
+
+class Meeting:
+    """Workers that wait for each other."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+        state = coordinator.membership.state
+        self._barriers = Barriers(state.stretch, state.passed)
+        self._there: dict[tuple[str, int], list[tuple[Request, float]]] = {}
+
+    def arrive(self, request: Request, message: Barrier) -> None:
+        with self._c.lock:
+            if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.stretch):
+                # Who asks again may not have heard that a new era has begun.
+                request.reply(Passed(max(message.stretch, self._c.membership.state.stretch)))
+                return
+            waiting = self._there.setdefault((message.name, message.turn), [])
+            waiting[:] = [w for w in waiting if w[0].peer.name != request.peer.name]
+            waiting.append((request, time.monotonic()))
+        self.release()
+
+    def _workers(self) -> list[str]:
+        """For whom barriers wait: those who take part, and those who are out and not settled yet."""
+        state = self._c.membership.state
+        return [*state.entered, *state.fencing] or self._c.membership.workers()
+
+    def release(self) -> None:
+        """Whoever is at a barrier that is whole goes on, once that is kept."""
+        state = self._c.membership.state
+        with self._c.lock:
+            whole = self._barriers.ready(self._workers())
+            if not whole:
+                return
+            before = (state.stretch, dict(state.passed))
+            answers = self._barriers.pass_all(whole)
+            state.stretch = answers[-1]
+            try:
+                self._c.keep()
+            except StoreError as error:
+                state.stretch = before[0]
+                self._barriers.take_back(before[1])
+                self._c.say_trouble(error)
+                return
+            passed = [
+                (self._there.pop(key, []), Passed(stretch)) for key, stretch in zip(whole, answers, strict=True)
+            ]
+            self._barriers.forget(whole)
+        for waiting, answer in passed:
+            for request, _ in waiting:
+                request.reply(answer)
+
+    def waits(self, now: float) -> list[Wait]:
+        """Under the lock."""
+        found = []
+        for (name, turn), waiting in self._there.items():
+            missing = self._barriers.missing(name, turn, self._workers())
+            since = min(at for _, at in waiting)
+            found.append(Wait("", turn, missing, now - since, f"the barrier {name!r}"))
+        return found

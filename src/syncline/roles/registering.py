@@ -1,0 +1,162 @@
+"""Registrations at the coordinator: the chief's make the layout, are hosted, get their values and their backups."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from syncline import faults
+from syncline.core.control import Host, Register, Registered, Uploaded
+from syncline.core.layout import Segment
+from syncline.core.message import Done
+from syncline.errors import ConnectionLost, ProtocolError, SynclineError
+from syncline.net.rpc import Call, Request
+
+if TYPE_CHECKING:
+    from syncline.roles.coordinator import Coordinator
+
+
+class Registering:
+    """All registrations under way."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+        self._waiting: list[tuple[Request, float]] = []
+        self._uploaded: dict[int, list[Request]] = {}  # segments with values whose backups are not there yet
+
+    def waiting(self) -> list[tuple[str, float]]:
+        """Who waits for a registration, since when; under the lock."""
+        return [(request.peer.name, since) for request, since in self._waiting]
+
+    def register(self, request: Request, message: Register) -> None:
+        who = request.peer.name
+        with self._c.lock:
+            if not self._c.membership.formed:
+                raise ProtocolError("the job is not whole yet")
+            if self._c.changing.moves or not self._c.registry.servers:
+                self._wait(request)  # where slices are is about to change
+                return
+            registry = self._c.registry
+            is_chief = who == self._c.membership.chief
+            decision = registry.register(
+                who, is_chief, message.ordinal, message.parameters, message.rules, message.reduce
+            )
+            segment = decision.segment
+            if segment is not None:
+                self._c.keep_segment(segment)
+                self._c.keep()
+                faults.reach("register.kept")
+            elif decision.kind == "wait":
+                segment = self._not_ready(message) if is_chief else None
+                if segment is None:
+                    self._wait(request)
+                    return
+        if segment is None:
+            with self._c.lock:
+                answer = self._answer(registry.segments_with(message.parameters))
+            request.reply(answer)
+        else:
+            self._host(request, segment)
+
+    def _wait(self, request: Request) -> None:
+        """Under the lock; a question asked again takes the place of the one before."""
+        self._waiting = [w for w in self._waiting if w[0].peer.name != request.peer.name]
+        self._waiting.append((request, time.monotonic()))
+
+    def _not_ready(self, message: Register) -> Segment | None:
+        """The chief asks again, or is another now: the segment that it is to bring the values of."""
+        where = self._c.registry.layout.where
+        if any(parameter.name not in where for parameter in message.parameters):
+            return None
+        segment = where[message.parameters[0].name][0]
+        is_done = segment.index in self._c.registry.ready or segment.index in self._uploaded
+        return None if is_done else self._c.registry.layout.segments[segment.index]
+
+    def _answer(self, segments: list[Segment], upload: int | None = None) -> Registered:
+        state = self._c.membership.state
+        return Registered(segments, list(state.seats.values()), state.generation, upload)
+
+    def _host(self, request: Request, segment: Segment) -> None:
+        """Every server makes room for its slices; then the chief is asked for its values."""
+        with self._c.lock:
+            endpoints = {name: self._c.endpoints.get(name) for name in self._c.membership.servers()}
+            seats = self._c.membership.state.seats
+            mine = {name: [p.id for p in segment.slices if seats[p.id].primary == name] for name in endpoints}
+            if None in endpoints.values():
+                self._wait(request)  # for a server that has not found us yet, or is about to be evicted
+                return
+
+        def hosted(calls: list[Call]) -> None:
+            try:
+                for call in calls:
+                    call.wait(0)
+            except ConnectionLost:
+                with self._c.lock:
+                    self._wait(request)  # taken up again when it is settled who is there
+                return
+            except SynclineError as error:
+                with self._c.lock:
+                    self._c.registry.take_back(segment)
+                request.refuse(error)
+                return
+            with self._c.lock:
+                segments = self._c.registry.layout.segments[: segment.index + 1]
+                answer = self._answer(list(segments), segment.index)
+            request.reply(answer)
+
+        try:
+            calls = [e.call(Host(segment, mine[name])) for name, e in endpoints.items() if e is not None]
+        except ConnectionLost:
+            with self._c.lock:
+                self._wait(request)
+            return
+        self._c.reporting.when_all(calls, hosted)
+
+    def uploaded(self, request: Request, message: Uploaded) -> None:
+        with self._c.lock:
+            if request.peer.name != self._c.membership.chief:
+                raise ProtocolError(f"{request.peer} is not the chief, whose values count")
+            if not 0 <= message.segment < len(self._c.registry.layout.segments):
+                raise ProtocolError(f"there is no segment {message.segment}")
+            if message.segment in self._c.registry.ready:
+                request.reply(Done())
+                return
+            self._uploaded.setdefault(message.segment, []).append(request)
+            has_backups = self._c.config.replicas > 1 and len(self._c.registry.servers) > 1
+        if has_backups:
+            self._c.changing.wake()  # who then finds that the seats are right
+        else:
+            self.seats_are_right()
+
+    @property
+    def has_uploaded(self) -> bool:
+        return bool(self._uploaded)
+
+    def slices_with_values(self) -> set[int]:
+        """Under the lock."""
+        known = self._c.registry.ready | set(self._uploaded)
+        return {part.id for s in self._c.registry.layout.segments if s.index in known for part in s.slices}
+
+    def seats_are_right(self) -> None:
+        """What has its values, and its backups, is ready to be used by all."""
+        with self._c.lock:
+            uploaded, self._uploaded = self._uploaded, {}
+            if not uploaded:
+                return
+            self._c.registry.ready.update(uploaded)
+            self._c.keep()
+        for requests in uploaded.values():
+            for request in requests:
+                request.reply(Done())
+        self.try_again()
+
+    def try_again(self) -> None:
+        """Something has changed: registrations that waited are looked at anew."""
+        with self._c.lock:
+            waiting, self._waiting = self._waiting, []
+        for request, _ in waiting:
+            try:
+                assert isinstance(request.message, Register)
+                self.register(request, request.message)
+            except SynclineError as error:
+                request.refuse(error)

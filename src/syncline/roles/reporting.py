@@ -1,0 +1,237 @@
+"""What a coordinator tells: numbers, how the job stands, who waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from syncline.core.control import (
+    AskServerStats,
+    AskStats,
+    AskStatus,
+    AskWhy,
+    GivenServerStats,
+    GivenStats,
+    GivenStatus,
+    GivenWhy,
+    Report,
+    Standings,
+    Watch,
+)
+from syncline.core.message import Done, Message
+from syncline.core.rounds import by_name
+from syncline.core.why import Known, why
+from syncline.errors import ConnectionLost
+from syncline.net.rpc import Call, Request
+from syncline.stats import JobStatus, MemberStatus, Wait
+
+if TYPE_CHECKING:
+    from syncline.roles.coordinator import Coordinator
+
+
+class Reporting:
+    """Reads what the coordinator knows."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+
+    # -- asking the servers -------------------------------------------------------------------------------
+
+    def ask_servers(self, message: Message, then: Callable[[list[Call]], None]) -> None:
+        """Asks every server; `then` runs when all have answered, in the thread of the last answer."""
+        with self._c.lock:
+            endpoints = [self._c.endpoints.get(name) for name in self._c.membership.servers()]
+        calls = []
+        for endpoint in endpoints:
+            if endpoint is not None:
+                with contextlib.suppress(ConnectionLost):
+                    calls.append(endpoint.call(message))
+        self.when_all(calls, then)
+
+    @staticmethod
+    def when_all(calls: list[Call], then: Callable[[list[Call]], None]) -> None:
+        if not calls:
+            then(calls)
+            return
+        lock, left = threading.Lock(), [len(calls)]
+
+        def one_done() -> None:
+            with lock:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                then(calls)
+
+        for call in calls:
+            call.when_done(one_done)
+
+    # -- numbers ------------------------------------------------------------------------------------------
+
+    def report(self, request: Request, message: Report) -> None:
+        with self._c.lock:
+            self._c.reports[request.peer.name] = message
+        if request.number:
+            request.reply(Done())
+
+    def stats(self, request: Request, message: AskStats) -> None:
+        def gathered(calls: list[Call]) -> None:
+            servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
+            with self._c.lock:
+                samples = sum(report.samples for report in self._c.reports.values())
+                busy = max((report.seconds for report in self._c.reports.values()), default=0.0)
+                revoked = self._c.membership.state.num_revoked
+            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked))
+
+        self.ask_servers(AskServerStats(), gathered)
+
+    def seconds(self) -> float:
+        if self._c.formed_at is None:
+            return 0.0
+        return (self._c.ending.ended_at or time.monotonic()) - self._c.formed_at
+
+    def watch(self, request: Request, message: Watch) -> None:
+        with self._c.lock:
+            self._c.launchers.add(request.endpoint)
+            membership, outcome = self._c.membership, self._c.membership.outcome
+            state = membership.state
+            seated = {name for seat in state.seats.values() for name in (seat.primary, seat.backup)}
+            stepped = {name for name, (beat, _) in self._c.beats.items() if beat.step}
+            standings = Standings(
+                formed=membership.formed,
+                missing=membership.missing(),
+                seconds=self.seconds(),
+                reports=dict(self._c.reports),
+                left=sorted(state.left, key=by_name),
+                verdict=outcome.reason if outcome else "",
+                culprit=outcome.culprit if outcome else "",
+                incarnations={name: member.incarnation for name, member in state.members.items()},
+                pushed=sorted((stepped | seated) & set(state.members), key=by_name),
+                wanted=dict(state.wanted),
+                num_scalings=state.num_scalings,
+                retiring=sorted(self._c.retiring, key=by_name),
+            )
+        request.reply(standings)
+
+    # -- who waits for whom -------------------------------------------------------------------------------
+
+    def waits(self) -> list[Wait]:
+        """Under the lock: all waits that are known, by the beats and at the coordinator itself."""
+        now = time.monotonic()
+        found = [
+            Wait(w.who, w.step, w.for_whom, w.seconds + (now - at), w.what)
+            for beat, at in self._c.beats.values()
+            for w in beat.waits
+        ]
+        found += self._c.meeting.waits(now)
+        for who, since in self._c.registering.waiting():
+            chief = self._c.membership.chief
+            found.append(Wait(who, 0, [chief], now - since, f"the registration of {who}"))
+        return found
+
+    def known(self) -> dict[str, Known]:
+        """Under the lock: what there is to say of those who are waited for."""
+        now = time.monotonic()
+        found = {}
+        state = self._c.membership.state
+        for name, member in state.members.items():
+            heard = self._c.liveness.last_heard(name)
+            step = self._c.beats[name][0].step if name in self._c.beats else 0
+            found[name] = Known(
+                host=member.host,
+                heard_seconds=now - heard if heard is not None else 0.0,
+                left_seconds=self._c.liveness.deadline(name) - now if heard is not None else 0.0,
+                step=step,
+            )
+        for name, (_, reason) in state.fencing.items():
+            found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; is being fenced")
+        for name in self._c.membership.awaited:
+            reason = self._c.evicted.get(name, "is gone")
+            found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; starts again")
+        return found
+
+    def why(self, request: Request, message: AskWhy) -> None:
+        with self._c.lock:
+            waits = self.waits()
+            known = self.known()
+            gone = [name for name in message.servers if name not in self._c.membership.state.members]
+            if gone:
+                waits = [Wait(request.peer.name, message.step, gone, 0.0, "server"), *waits]
+            text = why(waits, known, step=message.step, stuck_seconds=self._c.config.stuck_seconds)
+        request.reply(GivenWhy(text))
+
+    # -- how the job stands -------------------------------------------------------------------------------
+
+    def status(self, request: Request, message: AskStatus) -> None:
+        with self._c.lock:
+            request.reply(GivenStatus(self._status()))
+
+    def _status(self) -> JobStatus:
+        membership, config = self._c.membership, self._c.config
+        waits = self.waits()
+        outcome = membership.outcome
+        return JobStatus(
+            job=self._c.job,
+            name=config.name,
+            term=self._c.term,
+            generation=membership.generation,
+            policy=config.policy,
+            replicas=max(1, config.replicas),
+            ack=config.ack or ("replicated" if config.replicas > 1 else "memory"),
+            protection=self._protection(),
+            seconds=self.seconds(),
+            members=[self._member_status(name) for name in [*membership.servers(), *membership.workers()]],
+            waits=waits,
+            why=why(waits, self.known(), stuck_seconds=config.stuck_seconds),
+            events=list(self._c.events),
+            num_revoked=membership.state.num_revoked,
+            verdict=outcome.reason if outcome else "",
+        )
+
+    def _protection(self) -> str:
+        """What a server's death would cost now."""
+        state = self._c.membership.state
+        alone = sum(not seat.backup for seat in state.seats.values())
+        if self._c.config.replicas < 2:
+            return "one replica: what a server acknowledged lives as long as that server"
+        if alone:
+            return f"{alone} of {len(state.seats)} slices have no backup now"
+        hosts = {state.members[name].host for name in self._c.membership.servers()}
+        where = "process-level only: all servers are on one host" if len(hosts) < 2 else "on different hosts"
+        return f"every slice has a backup ({where})"
+
+    def _member_status(self, name: str) -> MemberStatus:
+        state, now = self._c.membership.state, time.monotonic()
+        member, beat = state.members[name], self._c.beats.get(name)
+        heard = self._c.liveness.last_heard(name)
+        steps = [known.step for other, (known, _) in self._c.beats.items() if other in state.entered]
+        step = beat[0].step if beat else 0
+        return MemberStatus(
+            name=name,
+            role=member.role,
+            incarnation=member.incarnation,
+            host=member.host,
+            since=member.since,
+            heard_seconds=now - heard if heard is not None else 0.0,
+            deadline_seconds=self._c.liveness.deadline(name) - heard if heard is not None else 0.0,
+            rtt_seconds=beat[0].rtt_seconds if beat else 0.0,
+            state=self._state_of(name),
+            step=step,
+            lag=max(steps, default=0) - step if member.role == "worker" and name in state.entered else 0,
+            num_primary=sum(seat.primary == name for seat in state.seats.values()),
+            num_backup=sum(seat.backup == name for seat in state.seats.values()),
+        )
+
+    def _state_of(self, name: str) -> str:
+        state, beat = self._c.membership.state, self._c.beats.get(name)
+        if name in self._c.retiring:
+            return "retiring"
+        if name not in self._c.endpoints:
+            return "suspected"
+        if beat is not None and beat[0].is_quarantined:
+            return "quarantined"
+        if state.members[name].role == "worker" and name not in state.entered:
+            return "joining"
+        return "working"

@@ -1,0 +1,172 @@
+"""Seeding: a slice gets its copy on another server while it is in use; one after the other, with pauses."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from syncline import faults
+from syncline.core.control import SeedTo
+from syncline.core.layout import aligned
+from syncline.core.members import Member
+from syncline.core.message import Done
+from syncline.core.traffic import Lend
+from syncline.errors import ConnectionLost, SynclineError
+from syncline.net.rpc import Endpoint, Request
+from syncline.net.transport import Memory
+from syncline.roles.hosted import HostedSlice
+from syncline.roles.replication import Partner, Region, Replica, seed_of
+from syncline.roles.work import FenceWork
+
+#: Between two looks at what has gathered for a backup that is still taking its seed in.
+_LOOK_SECONDS = 0.001
+#: For a backup to take in what has gathered since its seed; and how often it is looked whether it is still there.
+_TAIL_SECONDS, _LOST_SECONDS = 60.0, 0.05
+Drain = Callable[[HostedSlice], None]
+
+
+class Seeding:
+    """Copies for other servers, made by one thread at a time."""
+
+    def __init__(self, slices: Mapping[int, HostedSlice], drain: Drain) -> None:
+        self._slices, self._drain = slices, drain
+        self._one_at_a_time = threading.Lock()
+
+    def begin(self, request: Request, message: SeedTo, partner: Partner) -> None:
+        threading.Thread(target=self._seed_all, args=(request, message, partner), name="seed", daemon=True).start()
+
+    def _seed_all(self, request: Request, message: SeedTo, partner: Partner) -> None:
+        begun: list[HostedSlice] = []
+        try:
+            with self._one_at_a_time:
+                endpoint = partner.connect()
+                slots = [slot for slot in self._slots(message.slices) if not _has(slot, message.target)]
+                replicas = self._replicas(endpoint, partner, slots)
+                for slot, replica in zip(slots, replicas, strict=True):
+                    begun.append(slot)
+                    took = self._seed(endpoint, slot, replica)
+                    if slot is not slots[-1]:
+                        time.sleep(took)
+                if not all(_has(slot, message.target) for slot in self._slots(message.slices)):
+                    raise ConnectionLost(f"{partner.name} is not counted on any more for some of these slices")
+        except (SynclineError, OSError) as error:
+            for slot in begun:
+                self._take_back(slot, partner)
+            request.refuse(error)
+        except Exception as error:  # a bug of ours must end in an answer, not in silence
+            for slot in begun:
+                self._take_back(slot, partner)
+            request.refuse(error)
+            raise
+        else:
+            request.reply(Done())
+
+    def _slots(self, numbers: Sequence[int]) -> list[HostedSlice]:
+        found = [self._slices.get(number) for number in numbers]
+        if any(slot is None for slot in found):
+            missing = [number for number, slot in zip(numbers, found, strict=True) if slot is None]
+            raise SynclineError(f"slice {missing[0]} has no primary here that could seed it")
+        return [slot for slot in found if slot is not None]
+
+    def _replicas(self, endpoint: Endpoint, partner: Partner, slots: Sequence[HostedSlice]) -> list[Replica]:
+        """Where the updates of these slices will lie: in one memory that is lent, where the other side can map it."""
+        total = sum(aligned(slot.part.num_bytes) for slot in slots)
+        memory = self._lend(endpoint, partner, total) if slots else None
+        found, offset = [], 0
+        for slot in slots:
+            size = slot.part.num_bytes
+            if memory is not None:
+                region = Region(memory.array[offset : offset + size], slot.part.dtype, memory)
+                found.append(Replica(partner, region, (partner.num_lent, offset)))
+            else:
+                found.append(alone_replica(partner, slot))
+            offset += aligned(size)
+        return found
+
+    def _lend(self, endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
+        if not endpoint.shares_memory:
+            return None
+        try:
+            memory = endpoint.create_memory(num_bytes)
+        except OSError:
+            return None  # too little to share: updates go over the socket
+        partner.num_lent += 1
+        endpoint.call(Lend(partner.num_lent, num_bytes), attachment=memory).wait(_TAIL_SECONDS)
+        return memory
+
+    def _seed(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> float:
+        """The whole slice, then what has happened to it meanwhile; returns the seconds that it stood still."""
+        began = time.perf_counter()
+        with slot.lock:
+            if slot.in_flight is not None:
+                raise SynclineError(f"slice {slot.part.id} has an update in flight that is not through yet")
+            letter = seed_of(slot, replica.lent)
+            replica.outbox = collections.deque()
+            slot.replica = replica
+        took = time.perf_counter() - began
+        seed = letter.send(endpoint)
+        if faults.armed is not None:
+            faults.reach("seed.sent")
+        while not seed.is_done:
+            self._send_gathered(endpoint, slot, replica)
+            seed.arrives(_LOOK_SECONDS)
+        seed.wait(0)
+        self._count_on_it(endpoint, slot, replica)
+        return took
+
+    def _send_gathered(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
+        """What was applied here since the seed follows it."""
+        with slot.lock:
+            _check_wanted(slot, replica)
+            assert replica.outbox is not None
+            gathered = list(replica.outbox)
+            replica.outbox.clear()
+        for each in gathered:
+            each.send(endpoint)
+
+    def _count_on_it(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
+        """From here on an update needs both. The slice stands still until the copy has all that was before it."""
+        there = threading.Event()
+        with slot.lock:
+            _check_wanted(slot, replica)
+            gathered, replica.outbox = replica.outbox or (), None
+            last = replica.update(slot, FenceWork((), (slot,), lambda work: there.set()), (), ())
+            slot.in_flight = last
+        for each in gathered:
+            each.send(endpoint)
+        replica.send(slot, last)
+        until = time.monotonic() + _TAIL_SECONDS
+        while not there.wait(_LOST_SECONDS):
+            if not endpoint.is_open or time.monotonic() > until:
+                raise ConnectionLost(f"{replica.partner.name} did not take slice {slot.part.id} in")
+        _check_wanted(slot, replica)
+
+    def _take_back(self, slot: HostedSlice, partner: Partner) -> None:
+        """It did not come to that: whoever the seats do not name is no backup."""
+        replica = slot.replica
+        if replica is not None and replica.partner is partner and not replica.is_named:
+            slot.stand_alone()
+            self._drain(slot)
+
+
+def alone_replica(partner: Partner, slot: HostedSlice) -> Replica:
+    """For a backup that is there already, or reads no memory of ours: updates go over the connection."""
+    return Replica(partner, Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype))
+
+
+def _check_wanted(slot: HostedSlice, replica: Replica) -> None:
+    if slot.replica is not replica:
+        raise ConnectionLost(f"slice {slot.part.id} was given up")
+
+
+def _has(slot: HostedSlice, target: Member) -> bool:
+    """Whether this slice's backup is there, and listens."""
+    replica = slot.replica
+    if replica is None or replica.is_seeding:
+        return False
+    member = replica.partner.member
+    return (member.name, member.incarnation) == (target.name, target.incarnation) and bool(replica.partner.current())

@@ -1,0 +1,171 @@
+"""Work for a server's slices: a round on its way through all of them, or a fence; and what a round is made of."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from syncline.core.layout import Ranges, Slice
+from syncline.core.policy import Policy
+from syncline.core.rounds import Commit
+from syncline.core.rule import Option
+from syncline.core.slices import Identity
+from syncline.errors import RuleError
+from syncline.net.rpc import Request
+
+if TYPE_CHECKING:
+    from syncline.roles.hosted import HostedSlice, Snapshot
+
+#: Name, incarnation and clock: one commit, and no other that there will ever be.
+Key = tuple[str, int, int]
+
+
+class Progress(Protocol):
+    """Hears of slices as they are applied, and how it ended."""
+
+    clocks: dict[str, int]  # what goes with the end of the answer
+
+    def count(self, num_bytes: int) -> None:
+        """So much was copied for it, and for others."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether it sends copies of slices, since others may write them meanwhile."""
+
+    def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
+        """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
+
+    def finish(self, end: Callable[[], None] | None = None) -> None:
+        """The round is applied, or ends otherwise."""
+
+
+class Contribution:
+    """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
+
+    __slots__ = (
+        "again", "answer", "arrays", "back_at", "clip_norm", "clocks", "incarnation", "is_fenced", "is_told",
+        "overrides", "pushed", "request", "since", "skip", "slot", "stretch", "weight",
+    )  # fmt: skip
+
+    def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
+        self.incarnation, self.stretch, self.slot = incarnation, stretch, slot
+        self.pushed: Ranges = ()
+        self.weight, self.skip = 1.0, False
+        self.back_at: int | None = None
+        self.clip_norm: float | None = None
+        self.overrides: list[tuple[int, int, dict[str, Option]]] = []
+        self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
+        self.request: Request | None = None
+        self.answer: Progress | None = None  # where the answer goes out slice by slice
+        self.again: list[Contribution] = []  # the same commit, said more than once: each saying is answered
+        self.clocks: dict[str, int] = {}  # that go with its answer
+        self.since = 0.0  # when it was committed
+        self.is_told = False  # what it says is known, not only bytes that went ahead
+        self.is_fenced = False  # its worker is out, and it counts all the same
+
+    def sayings(self) -> list[Contribution]:
+        """Those who are to be answered: the first, and who said it again."""
+        return [item for item in (self, *self.again) if item.request is not None]
+
+    def say_again(self, other: Contribution) -> None:
+        """Whoever made `other`, the same commit, is answered with this one too."""
+        for item in other.sayings():
+            kept = Contribution(item.incarnation, item.stretch, item.slot)
+            kept.request, kept.answer = item.request, item.answer
+            self.again.append(kept)
+
+
+Round = tuple[Commit[Contribution], ...]
+
+
+class Work:
+    """Something on its way through all slices of a server. The last slice to finish reports it."""
+
+    commits: Round = ()
+    fences: Sequence[Identity] = ()
+    skip, in_rounds = True, False
+    weight = scale = 1.0
+    clip_norm: float | None = None
+    overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
+
+    def __init__(self, slots: Sequence[HostedSlice], finished: Callable[[Work], None]) -> None:
+        self.slots = slots
+        self.error: Exception | None = None  # raised while it was applied
+        self.began = time.perf_counter()
+        self._left = len(slots)
+        self._lock = threading.Lock()
+        self._finished = finished
+
+    def answers(self) -> list[Progress]:
+        """Those who want to hear of slices as they are applied."""
+        return []
+
+    def slice_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._finished(self)
+
+    def end(self) -> None:
+        """There was no slice to go through."""
+        self._finished(self)
+
+    def overrides_for(self, segment: int) -> dict[int, dict[str, Option]]:
+        return {group: options for index, group, options in self.overrides if index == segment}
+
+
+class FenceWork(Work):
+    """Nothing more of these workers; without any, a word that only makes sure that backups are up to date."""
+
+    def __init__(
+        self, fences: Sequence[Identity], slots: Sequence[HostedSlice], finished: Callable[[Work], None]
+    ) -> None:
+        super().__init__(slots, finished)
+        self.fences = fences
+
+
+class RoundWork(Work):
+    """A round, or what is applied on arrival: a round of one."""
+
+    def __init__(
+        self,
+        commits: Round,
+        slots: Sequence[HostedSlice],
+        chief: str,
+        policy: Policy,
+        finished: Callable[[Work], None],
+    ) -> None:
+        super().__init__(slots, finished)
+        self.commits, self.in_rounds = commits, policy.in_rounds
+        self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
+        leading = commits[0]
+        if len(commits) == 1:
+            self.skip, self.weight = leading.item.skip, leading.item.weight
+        else:
+            self.skip = any(commit.item.skip for commit in commits)
+            self.weight = sum(commit.item.weight for commit in commits)
+            leading = next((c for c in commits if c.worker == chief), leading)
+        self.clip_norm = leading.item.clip_norm
+        self.overrides = leading.item.overrides
+        self.squared_norms: dict[int, float] = {}
+        self.clocks: dict[str, int] = {}  # of all workers, as this round leaves them
+        self.applied = False
+        self.failed: RuleError | None = None  # what everyone is answered when it could not be applied
+        self.share = 0.0  # of the squared norm, where several servers have one
+        self.scaled = False  # whether the norm over all servers is known
+
+    def answers(self) -> list[Progress]:
+        if not self._answers_early or self.error is not None:
+            return []
+        return [commit.item.answer for commit in self.commits if commit.item.answer is not None]
+
+    def norm_done(self, slice_id: int, squared_norm: float) -> bool:
+        """Whether this was the last slice whose share of the norm was missing."""
+        with self._lock:
+            self.squared_norms[slice_id] = squared_norm
+            return len(self.squared_norms) == len(self.slots)

@@ -1,0 +1,77 @@
+"""`syncline status`: all that matters, within a hundred columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from syncline.cli.standing import COLUMNS, show_status
+from syncline.stats import JobStatus, MemberStatus, Wait
+
+
+def member(name: str, **values: Any) -> MemberStatus:
+    known: dict[str, Any] = {
+        "name": name,
+        "role": name.partition("-")[0],
+        "incarnation": 3,
+        "host": "local",
+        "since": 1,
+        "heard_seconds": 0.12,
+        "deadline_seconds": 2.0,
+        "rtt_seconds": 0.00042,
+        "state": "working",
+    }
+    return MemberStatus(**{**known, **values})
+
+
+def job(**values: Any) -> JobStatus:
+    known: dict[str, Any] = {
+        "job": "3f2a", "name": "demo", "term": 2, "generation": 7, "policy": "sync", "replicas": 2,
+        "ack": "replicated", "protection": "every slice has a backup (process-level only)", "seconds": 61.0,
+        "members": [member("server-0", num_primary=3, num_backup=2), member("worker-0", step=1812, lag=1)],
+        "waits": [], "why": "nobody waits for anybody", "events": [],
+    }  # fmt: skip
+    return JobStatus(**{**known, **values})
+
+
+def test_a_quiet_job() -> None:
+    assert show_status(job()).splitlines() == [
+        "demo: sync · 2 replicas, ack replicated · term 2 · generation 7 · 61 s",
+        "a server's death: every slice has a backup (process-level only)",
+        "",
+        "member    life  host   state     step  lag  heard     rtt  slices",
+        "server-0     3  local  working              0.1 s  0.4 ms     3+2",
+        "worker-0     3  local  working  1,812    1  0.1 s  0.4 ms",
+        "",
+        "waits: nobody for anybody",
+    ]
+
+
+def test_who_waits_for_whom_and_what_happened() -> None:
+    text = show_status(
+        job(
+            waits=[Wait("worker-0", 812, ["worker-2"], 3.1, "round"), Wait("", 1, ["worker-2"], 4.0, "barrier")],
+            why="step 812 has waited 3.1 s for worker-2 on host b (last heard of 3.0 s ago; evicted in 0.9 s)",
+            events=[f"event {k}" for k in range(20)],
+            verdict="worker-2 was killed",
+        )
+    )
+    assert "  the round at step 1 waits for worker-2: 4.0 s (barrier)\n  worker-0 at step 812 waits for" in text
+    assert "event 19" in text and "event 10" in text and "event 9\n" not in text
+    assert text.endswith("the job is over: worker-2 was killed")
+
+
+@pytest.mark.parametrize("length", [1, 40, 300])
+def test_nothing_is_wider_than_a_hundred_columns(length: int) -> None:
+    word = "x" * length
+    long = member(f"worker-{10**5}", host=word, state=word, step=10**9, lag=10**6, heard_seconds=1e5, num_restarts=9)
+    status = job(
+        name=word,
+        protection=f"{word} " * 9,
+        members=[long],
+        events=[f"{word} " * 9],
+        waits=[Wait(word, 7, [word] * 5, 3.0, word)],
+        why=word,
+    )
+    assert max(len(line) for line in show_status(status).splitlines()) <= COLUMNS

@@ -1,0 +1,114 @@
+"""A wait of more than a moment is put into words, once and then now and then; a short one costs nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline import Rule
+from syncline.client import waits
+from syncline.core.control import AskWhy, Barrier, GivenWhy
+from syncline.core.traffic import CommitStaged, Stage
+from syncline.errors import ProtocolError
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.client import job, servers
+
+    monkeypatch.setattr(waits, "LOUD_SECONDS", 0.1)
+    monkeypatch.setattr(servers, "LOUD_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "AGAIN_SECONDS", 0.25)
+    monkeypatch.setattr(job, "REPORT_SECONDS", 0.03)
+
+
+def slow(twin: Any, name: str, kinds: tuple[type, ...], seconds: float) -> None:
+    """A server that answers late."""
+    server = twin.servers[name]
+    kept = server.answer
+
+    def answer(request: Any, message: Any) -> Any:
+        if not isinstance(message, kinds):
+            return kept(request, message)
+        timer = threading.Timer(seconds, lambda: request.reply(kept(request, message)))
+        timer.name = "Thread-late"
+        timer.start()
+        return None
+
+    server.answer = answer
+
+
+def test_why_a_step_waits_is_said(house: Callable[..., Any]) -> None:
+    twin = house(2, slice_bytes=64)
+    twin.job.kv.register({"a": np.zeros(32)}, Rule("SGD", lr=1.0))
+    slow(twin, "server-1", (CommitStaged,), 0.7)
+    ticket = twin.job.kv.push({"a": np.ones(32)})
+    told = []
+    timer = threading.Timer(0.3, lambda: told.append(twin.hearing.beat()))
+    timer.name = "Thread-look"
+    timer.start()
+    ticket.wait()
+    timer.join()
+    asked = [m for m in twin.coordinator.heard if isinstance(m, AskWhy)]
+    assert 2 <= len(asked) <= 4 and set(map(repr, asked)) == {repr(AskWhy(1, ["server-1"]))}
+    assert twin.said[0] == "step 1 has waited 1.2 s for worker-7 on host b (last heard of 1.1 s ago)"
+    [wait] = told[0].waits
+    assert (wait.who, wait.step, wait.for_whom, wait.what) == ("worker-0", 1, ["server-1"], "server")
+    assert wait.seconds >= 0.1 and twin.hearing.beat().waits == []
+
+
+def test_a_short_wait_is_not_asked_about(house: Callable[..., Any]) -> None:
+    twin = house(1)
+    twin.job.kv.register({"a": np.zeros(32)}, Rule("SGD", lr=1.0))
+    slow(twin, "server-0", (Stage,), 0.05)
+    for _ in range(5):
+        twin.job.kv.push({"a": np.ones(32)}).wait()
+    assert not twin.said and not any(isinstance(m, AskWhy) for m in twin.coordinator.heard)
+
+
+def test_a_refusal_is_not_waited_upon_until_the_others_answer(house: Callable[..., Any]) -> None:
+    twin = house(2, slice_bytes=64)
+    twin.job.kv.register({"a": np.zeros(32)}, Rule("SGD", lr=1.0))
+    kept = twin.servers["server-0"].answer
+    twin.servers["server-0"].answer = lambda r, m: None if isinstance(m, CommitStaged) else kept(r, m)
+
+    def refuse(message: Any) -> None:
+        if isinstance(message, CommitStaged):
+            raise ProtocolError("one is missing")
+
+    twin.servers["server-1"].fail = refuse
+    with pytest.raises(ProtocolError, match="one is missing"):
+        twin.job.kv.push({"a": np.ones(32)}).wait(timeout_seconds=10)
+
+
+@pytest.mark.parametrize("how", ["gone", "knows nothing"])
+def test_without_the_coordinators_word_the_servers_are_asked(house: Callable[..., Any], how: str) -> None:
+    twin = house(1)
+    twin.job.kv.register({"a": np.zeros(32)}, Rule("SGD", lr=1.0))
+    if how == "gone":
+        twin.link._dial = lambda: (_ for _ in ()).throw(OSError("nobody listens"))
+        twin.coordinator.endpoints[0].close("killed")
+    else:
+        twin.coordinator.answers[AskWhy] = lambda m: GivenWhy("nobody waits for anybody")
+    slow(twin, "server-0", (Stage,), 0.4)
+    twin.job.kv.push({"a": np.ones(32)}).wait()
+    assert twin.said and twin.said[0].startswith("step 1 has waited 0.")
+    assert twin.said[0].endswith("server-0: the round waits for worker-7")
+
+
+def test_why_a_barrier_waits_is_said(house: Callable[..., Any]) -> None:
+    twin = house(1)
+
+    def answer(message: Any) -> Any:
+        time.sleep(0.3)
+        return twin.coordinator._answer(message)
+
+    twin.coordinator.answers[Barrier] = answer
+    twin.coordinator.answers[AskWhy] = lambda m: GivenWhy("barrier 'x' has waited 1.1 s for worker-1 on host b")
+    twin.job.barrier("x")
+    assert twin.said == ["barrier 'x' has waited 1.1 s for worker-1 on host b"]

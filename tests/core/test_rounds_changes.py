@@ -1,0 +1,163 @@
+"""Rounds when generations change: fences, settled steps, those who enter, commits that are made anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.core.policy import parse_policy
+from syncline.core.rounds import ERA, Rounds, Standing, Verdict, merged, next_turn
+from syncline.errors import FencedError
+
+
+def rounds_of(policy: str, num_workers: int) -> Rounds[str]:
+    return Rounds(parse_policy(policy), [(f"worker-{k}", 10 + k) for k in range(num_workers)])
+
+
+def commit(rounds: Rounds[str], worker: int, clock: int, item: str = "") -> Verdict[str]:
+    return rounds.commit(f"worker-{worker}", 10 + worker, clock, 0, item or f"{worker}@{clock}")
+
+
+def items(verdict: Verdict[str]) -> list[tuple[str, ...]]:
+    return [tuple(commit.item for commit in each) for each in verdict.apply]
+
+
+def test_a_commit_made_anew_while_its_round_is_open_counts_once_with_what_is_given_last() -> None:
+    """After a lost connection a worker stages again: the memory of the first time may be gone."""
+    rounds = rounds_of("sync", 2)
+    commit(rounds, 0, 1, "first")
+    assert commit(rounds, 0, 1, "second").kind == "open"
+    assert rounds.open_commit("worker-0", 1) == "second"
+    assert items(commit(rounds, 1, 1)) == [("second", "1@1")]
+    assert rounds.open_commit("worker-0", 1) is None
+    assert commit(rounds, 0, 1).kind == "already applied"
+
+
+def test_rounds_wait_for_a_fenced_worker_until_it_is_settled_what_counts() -> None:
+    """Released before, one server would apply the round without a step that another has with it."""
+    rounds = rounds_of("sync", 2)
+    commit(rounds, 0, 1)
+    rounds.fence("worker-1", 11)
+    with pytest.raises(FencedError, match="worker-1, incarnation 11, has been evicted"):
+        commit(rounds, 1, 1)
+    assert rounds.missing() == ["worker-1"]
+    assert items(rounds.leave_fenced("worker-1", 11)) == [("0@1",)]
+
+
+def test_a_step_that_another_server_has_counts_here_too() -> None:
+    rounds = rounds_of("sync", 2)
+    commit(rounds, 0, 1)
+    rounds.fence("worker-1", 11)
+    assert items(rounds.settle("worker-1", 1, 0, "staged")) == [("0@1", "staged")]
+    with pytest.raises(FencedError):
+        commit(rounds, 1, 2)
+    assert items(rounds.leave_fenced("worker-1", 11)) == []
+
+
+def test_a_settled_step_in_an_open_round_is_an_orphan_and_counts_with_the_round() -> None:
+    rounds = rounds_of("sync", 3)
+    commit(rounds, 1, 1)
+    rounds.fence("worker-1", 11)
+    rounds.leave_fenced("worker-1", 11)
+    assert rounds.num_orphans() == 1
+    rounds.forget_left("worker-1")
+    assert "worker-1" in rounds.standings, "it is in a round that is open"
+    commit(rounds, 0, 1)
+    assert items(commit(rounds, 2, 1)) == [("0@1", "1@1", "2@1")]
+    assert rounds.num_orphans() == 0
+    rounds.forget_left("worker-1")
+    assert "worker-1" not in rounds.standings
+
+
+def test_a_fence_of_an_earlier_incarnation_does_not_touch_a_later_one() -> None:
+    rounds = rounds_of("sync", 2)
+    rounds.fence("worker-1", 9)
+    rounds.leave_fenced("worker-1", 9)
+    assert rounds.standings["worker-1"].active and not rounds.standings["worker-1"].fenced
+
+
+def test_who_enters_takes_part_from_its_round_on_and_none_waits_for_it_before() -> None:
+    rounds = rounds_of("sync", 1)
+    for clock in (1, 2):
+        commit(rounds, 0, clock)
+    rounds.enter(Standing("worker-1", 11, stretch_began=-2))
+    assert items(commit(rounds, 1, 1)) == []
+    assert items(commit(rounds, 0, 3)) == [("0@3", "1@1")]
+
+
+def test_who_enters_again_before_its_first_commit_gets_a_later_round() -> None:
+    """The answer was lost with the coordinator. Who has begun keeps its place."""
+    rounds = rounds_of("sync", 1)
+    rounds.enter(Standing("worker-1", 11, stretch_began=-2))
+    rounds.enter(Standing("worker-1", 11, stretch_began=-5))
+    assert rounds.standings["worker-1"].turn() == (0, 5)
+    commit(rounds, 1, 1)
+    rounds.enter(Standing("worker-1", 11, stretch_began=-9))
+    assert rounds.standings["worker-1"].turn() == (0, 6)
+    rounds.enter(Standing("worker-1", 12, stretch_began=-9))
+    assert rounds.standings["worker-1"].incarnation == 12
+
+
+def test_where_slices_came_or_went_open_commits_are_made_anew_from_what_every_slice_has() -> None:
+    rounds = rounds_of("sync", 2)
+    for clock in (1, 2):
+        commit(rounds, 0, clock)
+        commit(rounds, 1, clock)
+    commit(rounds, 0, 3, "open")
+    standings = [
+        Standing(s.name, s.incarnation, clock=s.clock, position=s.position) for s in rounds.standings.values()
+    ]
+    dropped = rounds.begin_anew(standings, {("worker-0", 10): 1, ("worker-1", 11): 1})
+    assert [commit.item for commit in dropped] == ["open"]
+    assert rounds.clocks() == {"worker-0": (10, 1), "worker-1": (11, 1)}
+    commit(rounds, 0, 2)
+    assert items(commit(rounds, 1, 2)) == [("0@2", "1@2")], "round 2 again, on the slice that lacked it"
+    assert rounds.standings["worker-0"].turn() == (0, 2) and rounds.standings["worker-0"].position == 2
+
+
+def test_the_word_of_the_server_that_heard_more_counts() -> None:
+    here = [Standing("worker-0", 2, clock=5), Standing("worker-1", 3, clock=5, resting=True)]
+    there = [Standing("worker-0", 2, clock=6), Standing("worker-1", 3, clock=5, away=True, position=9)]
+    found = merged([here, there])
+    assert found["worker-0"].clock == 6
+    assert (found["worker-1"].resting, found["worker-1"].away, found["worker-1"].position) == (True, True, 9)
+    assert not here[1].away, "what was reported is not changed"
+    assert merged([there, here]) == found
+    later = merged([here, [Standing("worker-0", 7)]])
+    assert later["worker-0"].incarnation == 7
+
+
+def test_the_next_round_is_the_highest_that_any_server_has_opened() -> None:
+    assert next_turn([]) == (0, 0)
+    low, high = Standing("worker-0", 1, clock=9), Standing("worker-1", 2, clock=4, stretch=ERA, stretch_began=3)
+    assert next_turn([low, high]) == (ERA, 1)
+
+
+def test_who_enters_behind_a_barrier_keeps_its_round_when_the_first_commit_of_the_era_comes_later() -> None:
+    """One server has heard a commit from behind the barrier, this one not yet: both must count alike (seed 205)."""
+    heard, not_yet = rounds_of("sync", 1), rounds_of("sync", 1)
+    for rounds in (heard, not_yet):
+        commit(rounds, 0, 1)
+        rounds.rest("worker-0", 10, 0, away=True)
+    heard.commit("worker-0", 10, 2, ERA, "0@2")
+    for rounds in (heard, not_yet):
+        rounds.enter(Standing("worker-1", 11, stretch=ERA, stretch_began=-1))
+    assert items(not_yet.commit("worker-0", 10, 2, ERA, "0@2")) == [("0@2",)], "it enters with the round after this"
+    for rounds in (heard, not_yet):
+        rounds.commit("worker-1", 11, 1, ERA, "1@1")
+        assert items(rounds.commit("worker-0", 10, 3, ERA, "0@3")) == [("0@3", "1@1")]
+
+
+def test_the_first_to_enter_finds_nobody() -> None:
+    rounds = rounds_of("sync", 0)
+    rounds.enter(Standing("worker-0", 10, stretch=ERA))
+    assert items(rounds.commit("worker-0", 10, 1, ERA, "0@1")) == [("0@1",)]
+
+
+def test_a_late_word_from_before_the_barrier_takes_nobody_out_of_the_new_era() -> None:
+    """Said again after a new roster, or replayed: one server would apply the round without a worker (seed 4466)."""
+    rounds = rounds_of("sync", 2)
+    for worker in (0, 1):
+        rounds.rest(f"worker-{worker}", 10 + worker, 0, away=True)
+    rounds.commit("worker-0", 10, 1, ERA, "0@1")
+    assert items(rounds.rest("worker-1", 11, 0, away=True)) == []
+    assert items(rounds.commit("worker-1", 11, 1, ERA, "1@1")) == [("0@1", "1@1")]

@@ -1,0 +1,109 @@
+"""Whole jobs of real processes that are hurt, with a ledger that knows what became of every push."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+LEDGER = pathlib.Path(__file__).parents[2] / "examples" / "chaos_ledger.py"
+SECONDS = 100.0
+
+
+class Hurt:
+    """A job under way: its output so far, its members, and ways to hurt them. Only what it started is touched."""
+
+    def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.output = ""
+        self._process = subprocess.Popen(
+            words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, **environment}, start_new_session=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.output += line
+
+    def until(self, text: str | Callable[[], object], seconds: float = SECONDS) -> None:
+        """Until its output has this text, or this is so."""
+        look = (lambda: re.search(text, self.output)) if isinstance(text, str) else text
+        deadline = time.monotonic() + seconds
+        while not look():
+            assert time.monotonic() < deadline, f"not within {seconds:g} s: {text}\n{self.output}"
+            assert self._process.poll() is None or look(), f"ended before: {text}\n{self.output}"
+            time.sleep(0.02)
+
+    def pid(self, member: str) -> int:
+        """The live process of a member of this job."""
+        for entry in pathlib.Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().decode().split("\0")
+                    here = pathlib.Path(os.readlink(entry / "cwd")) == self.folder
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                except OSError:
+                    continue
+                if here and state != "Z" and "syncline.launch.member" in words and member in words:
+                    return int(entry.name)
+        raise AssertionError(f"{member} has no process\n{self.output}")
+
+    def hit(self, member: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid(member), number)
+
+    def ends_well(self, seconds: float = SECONDS) -> str:
+        """The whole output; every acknowledged push is applied once, and none twice."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not over within {seconds:g} s\n{self.output}") from None
+        self._reader.join(10.0)
+        assert self._process.returncode == 0, self.output
+        found = re.findall(r"ledger: (\d+) acknowledged, (\d+) lost, (\d+) doubled(.*)", self.output)
+        assert found, self.output
+        acknowledged, lost, doubled, rest = found[-1]
+        assert int(acknowledged) > 0 and (lost, doubled, rest) == ("0", "0", ""), self.output
+        return self.output
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._reader.join(10.0)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def hurt(tmp_path: pathlib.Path) -> Iterator[Callable[..., Hurt]]:
+    """Starts a job of the ledger: hurt("-w", "3", …, seconds=5, fault="server-1@replicate.sent=kill")."""
+    made: list[Hurt] = []
+
+    def start(
+        *flags: str,
+        seconds: float = 5.0,
+        fault: str = "",
+        prefix: Sequence[str] = (),
+        script: Sequence[str] = (),
+        **environment: str,
+    ) -> Hurt:
+        run = [*prefix, sys.executable, "-m", "syncline", "run", "--name", "hurt", *flags]
+        # Processors that are busy to the last make a new process wait: some time is left to them.
+        words = [*run, str(LEDGER), "--seconds", str(seconds), "--think", "0.02", *script]
+        made.append(Hurt(tmp_path.resolve(), words, {"SYNCLINE_FAULT": fault, **environment}))
+        return made[-1]
+
+    yield start
+    for job in made:
+        job.close()

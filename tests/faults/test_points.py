@@ -1,0 +1,53 @@
+"""kill -9 of each role at each named point of the protocol: every acknowledged push counts once, none twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from syncline.faults import POINTS
+
+QUICK = {"replicate.acknowledged"}
+VICTIM = {"coordinator": "coordinator", "server": "server-1", "worker": "worker-1"}
+#: Passed only when something else happens: a server or a worker is killed as well, long before.
+AFTER_A_DEATH = {
+    "change.kept",
+    "change.prepared",
+    "change.installed",
+    "prepare.held",
+    "install.begun",
+    "install.done",
+}
+
+
+def cases() -> list[Any]:
+    found = []
+    for role, points in POINTS.items():
+        for point in points:
+            for policy in ("sync", "async"):
+                quick = point in QUICK and policy == "sync"
+                marks = [] if quick else [pytest.mark.proof]
+                found.append(pytest.param(role, point, policy, marks=marks, id=f"{role}-{point}-{policy}"))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "point", "policy"), cases())
+def test_a_death_at_this_point_loses_and_doubles_nothing(
+    hurt: Callable[..., Any], role: str, point: str, policy: str
+) -> None:
+    victim = VICTIM[role]
+    often = 20 if point.partition(".")[0] in ("commit", "replicate", "slice") else 1
+    if point in ("prepare.held", "install.begun", "install.done"):
+        # The change that seeds the first backups passes these too: the next one is meant.
+        often = 3
+    faults = [f"{victim}@{point}#{often}=kill"]
+    if point in AFTER_A_DEATH or point in ("refresh.done", "enter.asked"):
+        other = "worker-2" if role != "worker" else "server-1"
+        faults.append(f"{other}@{'commit.landed' if other != 'server-1' else 'slice.applied'}#30=kill")
+    job = hurt("-w", "3", "-s", "2", "--replicas", "2", "--policy", policy, fault=",".join(faults), seconds=6.0)
+    output = job.ends_well()
+    if point not in ("refresh.done", "enter.asked"):
+        assert f"{victim} was killed by SIGKILL" in output, "the point was never passed"

@@ -1,0 +1,364 @@
+"""The launcher, with processes and a coordinator that only play their parts."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from syncline.core.control import Died, Report, Standings
+from syncline.launch import jobfile
+from syncline.launch.launcher import Launcher
+from syncline.launch.processes import Plan
+
+FILE = jobfile.new("127.0.0.1", 1, {})
+SECONDS = 10.0
+
+
+class Process:
+    """Lives until it is told how it ended."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.name, self.pid = plan, plan.name, 1 << 30
+        self.output = io.BytesIO(f"{plan.name} speaks\n".encode())
+        self.code: int | None = None
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        if self.code is None and (number == signal.SIGKILL or self.signals.count(number) == 2):
+            self.code = -number
+
+    def close_lifeline(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+
+class Coordinator:
+    """What the launcher sees of it."""
+
+    def __init__(self, workers: int, servers: int) -> None:
+        self.standings = Standings(
+            formed=True,
+            missing=[],
+            seconds=1.0,
+            reports={},
+            left=[],
+            verdict="",
+            culprit="",
+            incarnations={},
+            pushed=[],
+            wanted={"worker": workers, "server": servers},
+            retiring=[],
+        )
+        self.told: list[Died] = []
+        self.hears = True
+        self.has_answered = True
+
+    def change(self, **values: Any) -> None:
+        self.standings = msgspec.structs.replace(self.standings, **values)
+
+    def start(self) -> None:
+        pass
+
+    def take(self) -> list[Standings]:
+        return [self.standings]
+
+    def look_now(self, seconds: float) -> bool:
+        return True
+
+    def tell(self, died: Died, seconds: float = 0.0) -> bool:
+        self.told.append(died)
+        return True
+
+    def is_told(self, name: str) -> bool:
+        return self.hears
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.end = ""
+
+    def line(self, member: str, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, standings: Standings) -> None:
+        pass
+
+    def verdict(self, text: str) -> None:
+        self.end = text
+
+
+class Play:
+    """One job, whose launcher runs in a thread."""
+
+    def __init__(self, folder: pathlib.Path, workers: int = 2, servers: int = 1, max_restarts: int = 3) -> None:
+        self.folder, self.screen, self.coordinator = folder, Screen(), Coordinator(workers, servers)
+        names = [f"server-{k}" for k in range(servers)] + [f"worker-{k}" for k in range(workers)]
+        self.lives: dict[str, list[Process]] = {}
+        self.launcher = Launcher(
+            [self.plan(name) for name in ["coordinator", *names]],
+            self.screen,
+            self.coordinator,  # type: ignore[arg-type]
+            folder=folder,
+            grow=self.grow,
+            max_restarts=max_restarts,
+            start=self.start,  # type: ignore[arg-type]
+        )
+        self.code: int | None = None
+        self.thread = threading.Thread(target=self._run, name="play", daemon=True)
+        self.thread.start()
+        self.wait(lambda: set(self.lives) == {"coordinator", *names})
+
+    def _run(self) -> None:
+        self.code = self.launcher.run()
+
+    @staticmethod
+    def plan(name: str, host: str = "local") -> Plan:
+        return Plan(role=name.rpartition("-")[0] or name, name=name, host=host, file=FILE)
+
+    def grow(self, name: str, where: Mapping[str, str]) -> Plan:
+        return self.plan(name, "local")
+
+    def start(self, plan: Plan, remote: str) -> Process:
+        process = Process(plan)
+        self.lives.setdefault(plan.name, []).append(process)
+        number = len(self.lives[plan.name])
+        if plan.role != "coordinator":
+            known = self.coordinator.standings.incarnations
+            self.coordinator.change(incarnations={**known, plan.name: 10 * number})
+        return process
+
+    def end(self, name: str, code: int) -> None:
+        """This life has ended; with 0, having left."""
+        known = {n: i for n, i in self.coordinator.standings.incarnations.items() if n != name}
+        left = [*self.coordinator.standings.left, name] if code == 0 else self.coordinator.standings.left
+        self.coordinator.change(incarnations=known, left=left)
+        self.lives[name][-1].code = code
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < until, (self.screen.lines, self.screen.end)
+            time.sleep(0.005)
+
+    def wait_for_life(self, name: str, number: int) -> Process:
+        self.wait(lambda: len(self.lives.get(name, [])) >= number)
+        return self.lives[name][number - 1]
+
+    def finish(self) -> tuple[int, str]:
+        self.thread.join(SECONDS)
+        assert self.code is not None, self.screen.lines
+        return self.code, self.screen.end
+
+    def close(self) -> None:
+        self.launcher._signal = signal.SIGTERM
+        self.thread.join(SECONDS)
+
+
+@pytest.fixture
+def play(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Play]]:
+    monkeypatch.setattr("syncline.launch.launcher.CLOSE_SECONDS", 0.1)
+    made: list[Play] = []
+
+    def make(**settings: Any) -> Play:
+        made.append(Play(tmp_path, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_killed_worker_comes_back_under_its_name(play: Callable[..., Play]) -> None:
+    job = play()
+    job.end("worker-1", -9)
+    job.wait_for_life("worker-1", 2)
+    assert job.coordinator.told == [Died("worker-1", "was killed by SIGKILL (out of memory?)")]
+    said = "syncline: worker-1 was killed by SIGKILL (out of memory?); starts again in 0.25 s (1 of 3)"
+    assert said in job.screen.lines
+    for name in ("worker-0", "worker-1"):
+        job.end(name, 0)
+    assert job.finish()[0] == 0
+    log = (job.folder / "worker-1.log").read_text()
+    again = "--- worker-1 starts again: was killed by SIGKILL (out of memory?) ---"
+    assert log == f"worker-1 speaks\n{again}\nworker-1 speaks\n"
+
+
+def test_after_too_many_deaths_the_verdict_names_it(play: Callable[..., Play]) -> None:
+    job = play(max_restarts=1)
+    job.end("server-0", -9)
+    job.wait_for_life("server-0", 2)
+    job.end("server-0", -11)
+    code, verdict = job.finish()
+    assert code == 128 + 11
+    assert "the job has failed: server-0 was killed by SIGSEGV, the 2. time without a push in between" in verdict
+    assert job.coordinator.told[-1] == Died("server-0", "was killed by SIGSEGV", comes_back=False)
+
+
+def test_a_push_in_between_forgives(play: Callable[..., Play]) -> None:
+    """And a push of the life before does not count for the next one."""
+    job = play(max_restarts=1)
+    for number in range(1, 4):
+        job.coordinator.change(pushed=["worker-1"])
+        job.wait(lambda: bool(life.has_pushed) if (life := job.launcher._lives.get("worker-1")) else False)
+        job.end("worker-1", -9)
+        job.coordinator.change(pushed=[])
+        job.wait_for_life("worker-1", number + 1)
+    job.end("worker-1", -9)
+    job.wait(lambda: job.launcher._failure is not None or len(job.lives["worker-1"]) == 5)
+    assert len(job.lives["worker-1"]) == 4
+    assert job.finish()[0] == 137
+
+
+def test_an_evicted_process_is_started_again(play: Callable[..., Play]) -> None:
+    job = play(workers=1)
+    job.end("worker-0", 75)
+    job.wait_for_life("worker-0", 2)
+    assert "syncline: worker-0 was evicted; starts again in 0.25 s (1 of 3)" in job.screen.lines
+
+
+def test_a_mistake_of_the_script_is_not_tried_again(play: Callable[..., Play]) -> None:
+    """All workers end by themselves before a step was made: the verdict is that of the first, and at once."""
+    job = play()
+    job.end("worker-1", 3)
+    job.wait(lambda: len(job.coordinator.told) == 1)
+    job.end("worker-0", 1)
+    code, verdict = job.finish()
+    assert code == 3 and "worker-1 ended with exit code 3" in verdict
+
+
+def test_after_a_step_the_same_mistake_is(play: Callable[..., Play]) -> None:
+    job = play(workers=1)
+    job.coordinator.change(reports={"worker-0": Report(4, 0, 0.0, 0, 0, 0)})
+    job.wait(lambda: job.launcher._has_stepped)
+    job.end("worker-0", 1)
+    job.wait_for_life("worker-0", 2)
+
+
+def test_a_script_that_never_joins(play: Callable[..., Play]) -> None:
+    job = play(workers=1)
+    job.lives["worker-0"][0].code = 0
+    code, verdict = job.finish()
+    assert code == 1 and "does the script call syncline.init()?" in verdict
+
+
+def test_the_coordinator_comes_back_at_once_and_takes_the_job_up(play: Callable[..., Play]) -> None:
+    job = play(max_restarts=2)
+    assert not job.lives["coordinator"][0].plan.takes_up
+    for number in (2, 3):
+        job.end("coordinator", -9)
+        assert job.wait_for_life("coordinator", number).plan.takes_up
+    assert job.coordinator.told == []
+    job.end("coordinator", -9)
+    code, verdict = job.finish()
+    assert (
+        code == 137 and "coordinator was killed by SIGKILL (out of memory?), the 3. time within a minute" in verdict
+    )
+
+
+def test_nobody_starts_before_the_coordinator_has_heard_of_the_death(play: Callable[..., Play]) -> None:
+    """The old life would still be a member, and the new one refused."""
+    job = play()
+    job.coordinator.hears = False
+    job.end("worker-0", -9)
+    job.wait(lambda: bool(job.coordinator.told))
+    time.sleep(0.5)
+    assert len(job.lives["worker-0"]) == 1
+    job.coordinator.hears = True
+    job.wait_for_life("worker-0", 2)
+
+
+def test_more_are_wanted_then_fewer_then_more(play: Callable[..., Play]) -> None:
+    job = play()
+    job.coordinator.change(wanted={"worker": 4, "server": 2})
+    job.wait_for_life("worker-3", 1)
+    job.wait_for_life("server-1", 1)
+    job.coordinator.change(wanted={"worker": 1, "server": 2}, retiring=["worker-2", "worker-3"])
+    job.end("worker-3", 0)
+    job.wait(lambda: "worker-3" in job.launcher._finished)
+    job.coordinator.change(wanted={"worker": 4, "server": 2})
+    job.wait_for_life("worker-3", 2)
+    job.wait_for_life("worker-4", 1)  # worker-2 is on its way out, and its name is not free
+    assert len(job.lives["worker-2"]) == 1
+    for name in ("worker-0", "worker-1", "worker-2", "worker-3", "worker-4"):
+        job.end(name, 0)
+    assert job.finish()[0] == 0
+
+
+def test_one_that_dies_while_it_retires_is_not_started_again(play: Callable[..., Play]) -> None:
+    job = play()
+    job.coordinator.change(wanted={"worker": 1, "server": 1}, retiring=["worker-1"])
+    job.end("worker-1", -9)
+    job.wait(lambda: "worker-1" in job.launcher._finished)
+    job.end("worker-0", 0)
+    assert job.finish()[0] == 0 and len(job.lives["worker-1"]) == 1
+
+
+def test_workers_from_elsewhere_keep_the_job_going(play: Callable[..., Play]) -> None:
+    """They joined with the job file; the servers must not go away under them."""
+    job = play(workers=1)
+    job.coordinator.change(incarnations={**job.coordinator.standings.incarnations, "worker-1": 99})
+    job.end("worker-0", 0)
+    time.sleep(0.5)
+    assert job.code is None
+    job.coordinator.change(incarnations={"server-0": 10}, left=["worker-0", "worker-1"])
+    assert job.finish()[0] == 0
+
+
+def test_nothing_is_restarted_once_the_job_is_over(play: Callable[..., Play]) -> None:
+    job = play()
+    job.end("worker-0", 0)
+    job.coordinator.change(verdict="all workers have finished", left=["worker-0", "worker-1"])
+    job.wait(lambda: job.launcher._has_ended)
+    job.end("server-0", -9)
+    job.end("worker-1", 0)
+    assert job.finish()[0] == 0
+    assert len(job.lives["server-0"]) == 1
+
+
+def test_a_failure_that_the_coordinator_knows_of(play: Callable[..., Play]) -> None:
+    job = play()
+    job.coordinator.change(verdict="worker-1 was wrong", culprit="worker-1")
+    code, verdict = job.finish()
+    assert code == 1 and verdict.startswith("the job has failed: worker-1 was wrong")
+
+
+def test_the_word_to_end_comes_twice(play: Callable[..., Play]) -> None:
+    """The first lets a member finish its step, the second ends it at once."""
+    job = play()
+    job.launcher._signal = signal.SIGINT
+    assert job.finish()[0] == 130
+    assert all(lives[0].signals[:2] == [signal.SIGTERM] * 2 for lives in job.lives.values())
+
+
+def test_who_was_evicted_and_hears_nothing_is_ended(
+    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped, or hangs, would never come back by itself."""
+    monkeypatch.setattr("syncline.launch.launcher.FENCED_SECONDS", 0.2)
+    job = play()
+    job.wait(lambda: all(life.incarnation for life in job.launcher._lives.values() if life.plan.role == "worker"))
+    known = {n: i for n, i in job.coordinator.standings.incarnations.items() if n != "worker-1"}
+    job.coordinator.change(incarnations=known)
+    job.wait_for_life("worker-1", 2)
+    assert any("worker-1 was evicted 0.2 s ago and has not ended; it is ended now" in x for x in job.screen.lines)

@@ -1,0 +1,49 @@
+"""Who is started again, how often and after which pause."""
+
+from __future__ import annotations
+
+from syncline.launch.restarts import Restarts, is_of_the_script, pause_seconds
+
+
+def test_pauses_double_and_are_bounded() -> None:
+    assert [pause_seconds(n) for n in range(1, 8)] == [0.25, 0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+    assert pause_seconds(10_000) == 5.0
+
+
+def test_deaths_without_a_push_in_between_are_counted() -> None:
+    """A member that works between its deaths may die as often as it likes; one that does not may not."""
+    restarts = Restarts(2)
+    for _ in range(50):
+        assert restarts.died("worker-1", True, 0.0).starts_again
+    assert restarts.died("worker-1", False, 0.0).number == 2
+    last = restarts.died("worker-1", False, 0.0)
+    assert not last.starts_again
+    assert last.describe("worker-1", "was killed by SIGKILL") == (
+        "worker-1 was killed by SIGKILL, the 3. time without a push in between"
+    )
+    assert restarts.died("worker-2", False, 0.0).number == 1
+
+
+def test_none_at_all() -> None:
+    first = Restarts(0).died("server-0", True, 0.0)
+    assert not first.starts_again and first.describe("server-0", "was evicted") == "server-0 was evicted"
+
+
+def test_the_coordinators_deaths_count_within_a_minute() -> None:
+    restarts = Restarts(2)
+    assert all(restarts.died("coordinator", False, 40.0 * k).starts_again for k in range(20))
+    assert restarts.died("coordinator", False, 809.0).number == 2
+    assert not restarts.died("coordinator", False, 810.0).starts_again
+
+
+def test_what_is_said_of_it() -> None:
+    restarts = Restarts(3)
+    restarts.died("worker-1", True, 0.0)
+    said = restarts.died("worker-1", False, 0.0).describe("worker-1", "was killed by SIGKILL (out of memory?)")
+    assert said == "worker-1 was killed by SIGKILL (out of memory?); starts again in 0.5 s (2 of 3)"
+    assert restarts.died("coordinator", False, 0.0).describe("coordinator", "is gone").endswith("at once (1 of 3)")
+
+
+def test_whose_fault_an_end_is() -> None:
+    assert is_of_the_script(1) and is_of_the_script(7)
+    assert not any(is_of_the_script(code) for code in (0, 75, -9, -15))

@@ -1,0 +1,103 @@
+"""How many workers, how many replicas, and what an acknowledgement means: settled before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from syncline import config as configuration
+from syncline.errors import ConfigError
+from syncline.launch import jobfile
+from syncline.launch.hosts import parse_workers, quietest, settle_workers
+from syncline.launch.running import Plans, Script, protection, settle_replicas
+
+
+def test_a_number_of_workers_or_the_least_and_the_most() -> None:
+    assert parse_workers("4") == {"workers": 4, "least_workers": 0, "most_workers": 0}
+    assert parse_workers("2:8") == {"workers": 0, "least_workers": 2, "most_workers": 8}
+    for text in ("many", "8:2", "0:4", ":4", "2:", "2:8:9", ""):
+        with pytest.raises(ConfigError, match="give a number of workers, or the least and the most"):
+            parse_workers(text)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "workers"), [(0, 1, 2), (0, 4, 4), (0, 64, 8), (3, 64, 3), (16, 64, 8), (1, 64, 2)]
+)
+def test_it_starts_with_what_is_there(monkeypatch: Any, gpus: int, cores: int, workers: int) -> None:
+    """As many as there are GPUs, else cores, within the least and the most."""
+    monkeypatch.setattr(configuration, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(configuration, "num_cores", lambda: cores)
+    assert settle_workers(parse_workers("2:8"))["workers"] == workers
+    assert settle_workers({"least_workers": 3, "most_workers": 3})["workers"] == 3
+
+
+def test_with_hosts_as_many_as_they_have() -> None:
+    assert settle_workers({"hosts": "a:4,b:2"})["workers"] == 6
+    assert settle_workers({"hosts": "a:4,b:2", **parse_workers("6")})["workers"] == 6
+    assert settle_workers({"hosts": "a:4,b:2", **parse_workers("2:8")})["workers"] == 6
+    for text in ("3", "7:8", "2:5", "0"):
+        with pytest.raises(ConfigError, match=r"-w .* and -H a:4,b:2 \(6 workers\) exclude each other"):
+            settle_workers({"hosts": "a:4,b:2", **(parse_workers(text))})
+
+
+def test_a_number_outside_of_its_own_bounds() -> None:
+    with pytest.raises(ConfigError, match="workers = 9: least_workers = 2 and most_workers = 8 exclude this"):
+        settle_workers({"workers": 9, "least_workers": 2, "most_workers": 8})
+    assert settle_workers({"workers": 0}) == {"workers": 0}  # refused by its limits
+
+
+def settled(hosts: list[str], **given: Any) -> tuple[int, str]:
+    found = settle_replicas(given, configuration.resolve({"servers": len(hosts), **given}), hosts)
+    return found["replicas"], found["ack"]
+
+
+def test_replicas_follow_from_the_hosts_and_acknowledgements_from_the_replicas() -> None:
+    assert settled(["local"]) == settled(["local", "local"]) == (1, "memory")
+    assert settled(["a", "b"]) == (2, "replicated")
+    assert settled(["a", "b"], replicas=1) == settled(["a", "b"], ack="memory") == (1, "memory")
+    assert settled(["local", "local"], replicas=2) == settled(["local"] * 2, ack="replicated") == (2, "replicated")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "given", "message"),
+    [
+        (["local"], {"replicas": 2}, "--replicas 2 needs two servers or more; this job has 1: say -s 2"),
+        (["local"], {"ack": "replicated"}, "--ack replicated needs two servers or more; this job has 1: say -s 2"),
+        (
+            ["a", "b"],
+            {"replicas": 1, "ack": "replicated"},
+            "--ack replicated and --replicas 1 exclude each other; say --ack memory",
+        ),
+        (
+            ["a", "b"],
+            {"replicas": 2, "ack": "memory"},
+            "--ack memory and --replicas 2 exclude each other; say --ack replicated",
+        ),
+        (["a"], {"ack": "disk"}, "ack = 'disk': there are memory, replicated"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(hosts: list[str], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settled(hosts, **given)
+    assert str(caught.value) == message
+
+
+def test_what_a_servers_death_would_cost() -> None:
+    assert protection(2, ["a", "b"]).endswith("acknowledged by both: the loss of any one server costs nothing")
+    assert protection(2, ["a", "a"]).endswith("costs nothing (process-level only: all servers are on one host)")
+    assert "if a server dies, its parameters come back from a worker's copy" in protection(1, ["a", "b"])
+
+
+def test_one_more_goes_to_the_host_with_the_fewest() -> None:
+    config = configuration.resolve({"hosts": "a:3,b:2", "workers": 5, "servers": 2})
+    plans = Plans(jobfile.new("127.0.0.1", 1, {}), config, Script(path="train.py", arguments=["-x"]), 7)
+    first = {plan.name: plan for plan in plans.first()}
+    where = {name: plan.host for name, plan in first.items() if plan.role != "coordinator"}
+    assert quietest("worker", where, config) == "b" and quietest("server", where, config) == "a"
+    more = plans.another("worker-5", where)
+    assert (more.name, more.role, more.host, more.script, more.num_local_workers) == (
+        "worker-5", "worker", "b", "train.py", 3,
+    )  # fmt: skip
+    assert plans.another("server-2", where).script == ""
+    assert quietest("worker", {"worker-0": "elsewhere"}, configuration.resolve({})) == "local"

@@ -1,0 +1,192 @@
+"""A coordinator by itself: servers and workers are played by the test, the journal is a list in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from syncline.core.control import (
+    AskCopies,
+    GiveCopies,
+    GivenCopies,
+    Host,
+    Install,
+    Join,
+    Joined,
+    Prepare,
+    Prepared,
+    Register,
+    Registered,
+    SeedTo,
+    Uploaded,
+)
+from syncline.core.layout import Parameter
+from syncline.core.membership import JobState
+from syncline.core.message import Done, Message
+from syncline.core.rounds import Standing
+from syncline.core.rule import Rule
+from syncline.core.slices import Copy
+from syncline.errors import ProtocolError, StoreError
+from syncline.net.memory import pair
+from syncline.net.rpc import Call, Endpoint, Request, Stamp
+from syncline.net.transport import Buffer, Peer
+from syncline.roles.coordinator import Coordinator
+
+SECONDS = 10.0
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+class Disk:
+    """A journal in memory, which notes what was said to the members when something was kept."""
+
+    def __init__(self) -> None:
+        self.states: list[bytes] = []
+        self.segments: dict[int, bytes] = {}
+        self.full = False
+
+    def load(self) -> tuple[bytes | None, list[bytes]]:
+        return (self.states[-1] if self.states else None), [self.segments[k] for k in sorted(self.segments)]
+
+    def save(self, state: bytes, segments: Mapping[int, bytes] = {}) -> None:
+        if self.full:
+            raise StoreError("the disk is full")
+        self.states.append(state)
+        self.segments.update(segments)
+
+    @property
+    def last(self) -> JobState:
+        return msgspec.msgpack.decode(self.states[-1], type=JobState)
+
+
+class Played:
+    """A member played by the test: everything that it hears is kept, and answered as its role does."""
+
+    def __init__(self, job: Job, role: str, name: str, host: str = "a") -> None:
+        self.job, self.role, self.name, self.host = job, role, name, host
+        self.heard: list[Message] = []
+        self.held: list[Request] = []
+        self.holds: set[type[Message]] = set()  # not answered until the test does
+        self.standings: list[Standing] = []
+        self.staged: list[tuple[str, int, int]] = []
+        self.copies: list[Copy] = []
+        self.process = f"process of {name} {id(self)}"
+        self.incarnation = 0
+        self.connect()
+
+    def connect(self) -> None:
+        left, right = pair(Peer(self.role, self.name, 0), Peer("coordinator", "coordinator", 0))
+        Endpoint(right, Stamp("job"), self.job.coordinator)
+        self.stamp = Stamp("job")
+        self.stamp.incarnation = self.incarnation
+        self.endpoint = Endpoint(left, self.stamp, self)
+
+    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+        raise ProtocolError("no payload")
+
+    def lost(self, endpoint: Endpoint, reason: str) -> None:
+        pass
+
+    def handle(self, request: Request) -> None:
+        message = request.message
+        self.heard.append(message)
+        if type(message) in self.holds:
+            self.held.append(request)
+        elif isinstance(message, Prepare):
+            request.reply(Prepared([msgspec.structs.replace(s) for s in self.standings], self.staged, 0))
+        elif isinstance(message, AskCopies):
+            request.reply(GivenCopies([c for c in self.copies if c.slice in message.slices]))
+        elif isinstance(message, Install | Host | SeedTo | GiveCopies):
+            request.reply(Done())
+
+    def all(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def ask_to_join(self) -> Call:
+        return self.endpoint.call(Join(self.role, self.name, self.host, 1, None, {}, self.process, "cpu"))
+
+    def joined(self, call: Call) -> Joined:
+        answer = call.wait(SECONDS)
+        assert isinstance(answer, Joined)
+        self.incarnation = self.stamp.incarnation = answer.incarnation
+        return answer
+
+    def ask(self, message: Message) -> Any:
+        return self.endpoint.call(message).wait(SECONDS)
+
+
+class Job:
+    """A coordinator and the members that are played to it."""
+
+    def __init__(self, workers: int = 2, servers: int = 2, disk: Disk | None = None, **settings: Any) -> None:
+        self.disk = disk or Disk()
+        self.log: list[str] = []
+        given = {
+            "workers": workers,
+            "servers": servers,
+            "deadline_seconds": 60.0,
+            "suspect_seconds": 0.05,
+            **settings,
+        }
+        given.setdefault("longest_deadline_seconds", 60.0)
+        self.coordinator = Coordinator(given, log=self.log.append, journal=self.disk, job="job")
+        self.coordinator.start_deadline()
+        self.members: dict[str, Played] = {}
+
+    def begin(self) -> Job:
+        wanted = self.coordinator.membership.state.wanted
+        asked = [
+            (member, member.ask_to_join())
+            for role in ("server", "worker")
+            for member in [self.play(role, f"{role}-{k}") for k in range(wanted[role])]
+        ]
+        for member, call in asked:
+            assert not member.joined(call).late
+        for k, server in enumerate(m for m in self.members.values() if m.role == "server"):
+            server.standings = [Standing(m.name, m.incarnation) for m in self.members.values() if m.role == "worker"]
+            assert k >= 0
+        return self
+
+    def play(self, role: str, name: str, host: str = "a") -> Played:
+        self.members[name] = Played(self, role, name, host)
+        return self.members[name]
+
+    def __getitem__(self, name: str) -> Played:
+        return self.members[name]
+
+    def register(self, num_items: int = 4096, slice_bytes: int = 4096) -> Registered:
+        message = Register(0, [Parameter("w", "float32", (num_items,))], [Rule("Add").spec], "mean")
+        answer = self["worker-0"].ask(message)
+        assert isinstance(answer, Registered) and answer.upload == 0
+        self["worker-0"].ask(Uploaded(0))
+        return answer
+
+    def seats(self) -> dict[int, tuple[str, str]]:
+        return {n: (s.primary, s.backup) for n, s in self.coordinator.membership.state.seats.items()}
+
+    def kill(self, name: str) -> None:
+        self[name].endpoint.close("killed")
+
+
+@pytest.fixture
+def jobs() -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(*arguments: Any, **settings: Any) -> Job:
+        made.append(Job(*arguments, **settings))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.coordinator.close()
+        for member in job.members.values():
+            member.endpoint.close()

@@ -1,0 +1,398 @@
+"""A coordinator's twin: the core's membership, changes, seats and liveness over a simulated disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from syncline.core.changes import Change
+from syncline.core.control import Prepared
+from syncline.core.liveness import Liveness
+from syncline.core.members import Address, Member
+from syncline.core.membership import Barriers, JobState, Membership
+from syncline.core.seats import Plan, Seat
+from syncline.errors import ConfigError
+
+from .planning import Planning
+from .world import Frame, Session, StoreFull, Superseded
+
+if TYPE_CHECKING:
+    from .job import Job
+
+ATTEMPT_SECONDS = 0.35
+LOOK_SECONDS = 0.05
+
+
+class Coordinator(Planning):
+    """One term of the job's coordinator."""
+
+    role = "coordinator"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.world, "coordinator")
+        self.job = job
+
+    def begin(self) -> None:
+        self.term, data = self.world.disk.open()
+        if data is None:
+            state = JobState(config=self.job.config)
+        else:
+            state = msgspec.msgpack.decode(data, type=JobState)
+        self.membership, self.state = Membership(state), state
+        self.liveness = Liveness(least_seconds=1.0, most_seconds=4.0, suspect_seconds=0.3, asleep_seconds=0.15)
+        for name in state.members:
+            self.liveness.watch(name, self.world.now, full=True)
+        self.barriers = Barriers(state.stretch, state.passed)
+        self.links: dict[str, Session] = {}
+        self.released = 0
+        self.entering: set[str] = set()
+        self.leaving: dict[str, int] = {}
+        self.retiring: set[str] = set()
+        self.at_barrier: dict[str, tuple[int, Session]] = {}
+        self.attempt: dict[str, Any] | None = None
+        self.restoring: dict[str, Any] | None = None
+        self.seeding: dict[str, Any] | None = None
+        self.moves = state.formed  # an earlier coordinator may have died within a change
+        self.server_is_out = self.term > 1
+        self.unsure = dict.fromkeys(state.entered, 1 << 60) if self.term > 1 else {}
+        self.departed = self.term > 1  # somebody may have left with the freshest copy
+        self.num_keys = 0
+        self.places: dict[str, tuple[int, int, int, int]] = {}  # what those who entered were told
+        self.is_dirty = state.formed
+        self.later = 0.0
+        self._look()
+
+    # -- what it remembers --------------------------------------------------------------------------------
+
+    def keep(self) -> bool:
+        """Whether the state is on the disk; nobody is told of anything that is not."""
+        try:
+            self.world.disk.save(self.term, msgspec.msgpack.encode(self.state))
+        except StoreFull:
+            return False
+        except Superseded:
+            self.world.crash(self, restart=False)
+            return False
+        return True
+
+    def say(self, name: str, kind: str, body: Any, generation: int | None = None) -> None:
+        link = self.links.get(name)
+        if link is not None and self.is_alive:
+            number = self.state.generation if generation is None else generation
+            self.answer(link, Frame(kind, "coordinator", 0, number, self.term, body))
+
+    def _key(self) -> tuple[int, int]:
+        self.num_keys += 1
+        return (self.term, self.num_keys)
+
+    # -- members ------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        for name, reason in self.liveness.dead(self.world.now):
+            self.evict(name, reason)
+        self.after(LOOK_SECONDS, self._look)
+        self.pump()
+
+    def evict(self, name: str, reason: str) -> None:
+        member = self.state.members.get(name)
+        self.liveness.forget(name)
+        if member is None:
+            return
+        self.world.note("evict", name, reason)
+        self.membership.evict(name, reason)
+        self.links.pop(name, None)
+        self.entering.discard(name)
+        self.at_barrier.pop(name, None)
+        self.is_dirty = True
+        if member.role == "server":
+            self.job.ledger.server_losses.append(self.world.now)
+            self.moves = self.server_is_out = True
+            self.retiring.discard(name)
+        else:
+            self.departed = True
+        self.attempt = self.restoring = self.seeding = None
+        self.pump()
+
+    def lost(self, session: Session) -> None:
+        for name, link in list(self.links.items()):
+            if link is session:
+                del self.links[name]
+                self.liveness.suspect(name, self.world.now, "closed")
+
+    def died(self, name: str, life: str) -> None:
+        """The launcher's word."""
+        if self.state.processes.get(name) == life:
+            self.liveness.gone(name, self.world.now, "its process ended")
+
+    def on_join(self, session: Session, frame: Frame) -> None:
+        role, name, life = frame.body
+        known = self.state.processes.get(name)
+        if known is not None and known != life:
+            if session.other(self).is_alive:  # whoever starts a process under this name knows that it is dead
+                self.liveness.gone(name, self.world.now, "was replaced")
+            return
+        before = self.state.incarnations
+        if known is None:
+            try:
+                self.membership.join(role, name, "host", Address(life, "", 0), process=life)
+            except ConfigError:
+                return
+            first = self.job.first_incarnations.get(name)
+            if "reuse_incarnation" in self.job.bugs and first is not None:
+                self.state.members[name] = msgspec.structs.replace(self.state.members[name], incarnation=first)
+            self.job.first_incarnations.setdefault(name, self.state.incarnations)
+            if not self.keep():
+                del self.state.members[name], self.state.processes[name]
+                self.state.incarnations = before
+                return
+            self.is_dirty = True
+            self.liveness.watch(name, self.world.now)
+        self.links[name] = session
+        member = self.state.members[name]
+        late = self.membership.formed and name not in self.state.entered
+        if self.membership.formed:
+            self._welcome(member, late)
+        elif self.membership.may_form(False) and set(self.state.members) <= set(self.links):
+            self._form()
+        self.pump()
+
+    def _welcome(self, member: Member, late: bool) -> None:
+        assert member.address is not None
+        body = {"process": member.address.unix, "incarnation": member.incarnation, "late": late}
+        self.say(member.name, "joined", body)
+
+    def _form(self) -> None:
+        self.membership.form()
+        servers = self.membership.servers()
+        for number in range(self.job.scenario.slices):
+            backup = servers[(number + 1) % len(servers)] if self.job.scenario.replicas > 1 else ""
+            primary = servers[number % len(servers)]
+            self.state.seats[number] = Seat(number, primary, "" if backup == primary else backup)
+        if not self.keep():
+            self.state.formed, self.state.generation, self.state.entered, self.state.seats = False, 0, {}, {}
+            return
+        self.entering = set(self.state.entered)
+        self.moves = self.is_dirty = True
+        for member in self.membership.ordered():
+            self._welcome(member, False)
+
+    def on_beat(self, session: Session, frame: Frame) -> None:
+        member = self.state.members.get(frame.name)
+        if member is None or member.incarnation != frame.incarnation:
+            self.answer(session, Frame("out", "coordinator", 0, 0, self.term, (frame.incarnation,)))
+            return
+        if session.is_broken:  # replayed, or already closed
+            return
+        self.links[frame.name] = session
+        self.liveness.heard(frame.name, self.world.now)
+        if member.role == "worker" and frame.body[0] >= self.unsure.get(frame.name, 1 << 61):
+            del self.unsure[frame.name]
+        if member.role == "worker" and frame.generation < self.released:
+            self._tell(frame.name)
+
+    def on_old_term(self, session: Session, frame: Frame) -> None:
+        self.world.crash(self, restart=False)
+
+    def _is_member(self, frame: Frame) -> bool:
+        return any((m.name, m.incarnation) == (frame.name, frame.incarnation) for m in self.state.members.values())
+
+    def on_enter(self, session: Session, frame: Frame) -> None:
+        if self._is_member(frame) and self.membership.formed and not session.is_broken:
+            known = self.places.get(frame.name)
+            if known is not None and known[0] == frame.incarnation:  # a second change would give it another place
+                self.say(frame.name, "entered", known)
+                return
+            if self.attempt is None or frame.name not in self.attempt["change"].entering:
+                self.entering.add(frame.name)
+                self.pump()
+
+    def on_leave(self, session: Session, frame: Frame) -> None:
+        if self._is_member(frame):
+            self.membership.leave(frame.name)
+            self.liveness.forget(frame.name)
+            self.state.fencing[frame.name] = (frame.incarnation, "left")
+            self.is_dirty = self.departed = True
+            self.seeding = None
+        self.leaving[frame.name] = frame.incarnation
+        self.links[frame.name] = session
+        if frame.name not in self.state.fencing and frame.name in self.state.left and not self.is_dirty:
+            self.say(frame.name, "left", (frame.incarnation,))
+        self.pump()
+
+    def on_barrier(self, session: Session, frame: Frame) -> None:
+        turn, stretch = frame.body
+        if not self._is_member(frame):
+            return
+        if not self.barriers.arrive("epoch", turn, frame.name, stretch):
+            self.say(frame.name, "passed", (turn, self.state.stretch))
+            return
+        self.at_barrier[frame.name] = (turn, session)
+        self._release_barriers()
+
+    def _release_barriers(self) -> None:
+        if self.world.now < self.world.disk.full_until:  # nobody is told of what could not be kept
+            self.after(0.05, self._release_barriers)
+            return
+        for _, turn in self.barriers.whole([*self.state.entered, *self.state.fencing]):
+            self.state.stretch = self.barriers.next_stretch()
+            self.keep()
+            for name, (known, _) in list(self.at_barrier.items()):
+                if known == turn:
+                    del self.at_barrier[name]
+                    self.say(name, "passed", (turn, self.state.stretch))
+
+    # -- what is to be done -------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        state = self.state
+        if not self.membership.formed or not self.is_alive or self.attempt is not None:
+            return
+        if self.world.now < self.later or not self.membership.servers():
+            return
+        if state.lost:
+            self._restore()
+        elif self.is_dirty or self.moves or state.fencing or self.entering:
+            self._begin(None)
+        elif self.seeding is None:
+            self._plan()
+
+    def _wait(self, seconds: float) -> None:
+        self.later = self.world.now + seconds
+        self.after(seconds + 1e-6, self.pump)
+
+    def _begin(self, wanted: Plan | None) -> None:
+        """Decides on the next generation, keeps it, and has every server prepare."""
+        state = self.state
+        self.seeding = None
+        if wanted is not None:
+            if any(state.seats[seat.slice].primary != seat.primary for seat in wanted.seats):
+                self.moves = True
+            state.seats.update((seat.slice, seat) for seat in wanted.seats)
+        entering = {
+            name: state.members[name].incarnation
+            for name in sorted(self.entering)
+            if name in state.members and name not in state.fencing
+        }
+        state.entered.update(entering)
+        state.generation += 1
+        state.is_changing = True
+        skips = ("no_generation" in self.job.bugs) or ("promote_unkept" in self.job.bugs and self.moves)
+        if not skips and not self.keep():
+            self.is_dirty = True
+            self._wait(0.05)
+            return
+        fenced = {name: incarnation for name, (incarnation, _) in state.fencing.items()}
+        bugs = self.job.bugs
+        change = Change(
+            state.generation, self.membership.servers(), fenced=fenced, entering=entering,
+            seats=list(state.seats.values()), moves=self.moves, stretch=0 if "old_era" in bugs else state.stretch,
+            staying={} if "forget_standings" in bugs else state.entered,
+        )  # fmt: skip
+        attempt = self.attempt = {"change": change, "installed": set(), "install": None, "clocks": []}
+        self.is_dirty = False
+        for server in change.servers:
+            self.say(server, "prepare", change.prepare())
+        if "release_early" in self.job.bugs and not self.job.is_new:
+            self._finish(change)
+            return
+        self.after(ATTEMPT_SECONDS, lambda: self._give_up(attempt))
+
+    def _is_under_way(self, change: Change) -> bool:
+        return self.attempt is not None and self.attempt["change"] is change
+
+    def _give_up(self, attempt: dict[str, Any]) -> None:
+        if self.attempt is attempt:
+            self.attempt, self.is_dirty = None, True
+            self.pump()
+
+    def on_prepared(self, session: Session, frame: Frame) -> None:
+        generation, answer, clocks = frame.body
+        attempt = self.attempt
+        if attempt is None or attempt["change"].generation != generation or attempt["install"] is not None:
+            return
+        change: Change = attempt["change"]
+        if frame.name not in change.servers:
+            return
+        attempt["clocks"].append(clocks)
+        if not change.prepared(frame.name, answer):
+            return
+        self._report(change, attempt["clocks"])
+        if "enter_one_server" in self.job.bugs:
+            first: Prepared = change._answers[change.servers[0]]
+            turn = max([(change.stretch, 0), *(s.turn() for s in first.standings)])
+            change.turn = lambda: turn  # type: ignore[method-assign]
+        install = change.install(self.membership.ordered())
+        if "settle_fenced_only" in self.job.bugs:
+            install = msgspec.structs.replace(install, settle=[s for s in install.settle if s[0] in change.fenced])
+        attempt["install"] = install
+        for server in change.servers:
+            self.say(server, "install", attempt["install"])
+
+    def _report(self, change: Change, clocks: list[dict[Any, tuple[int, int]]]) -> None:
+        """What is outside of what is promised is said."""
+        unsettled = change.unsettled()
+        for name, incarnation in change.fenced.items():
+            if self.state.fencing.get(name, (0, "left"))[1] == "left":
+                continue
+            if name in self.unsure or self.server_is_out or any(f"of {name} " in text for text in unsettled):
+                self.job.ledger.report_double((name, incarnation), f"{name} and a server were lost in one step")
+        if not self.server_is_out:
+            return
+        if change.moves and change.num_orphans:
+            self.job.ledger.doubles.update(self.job.ledger.fenced)
+        # A worker that is out already, whose last step was not on all slices yet when the server was lost.
+        for who in {who for each in clocks for who in each}:
+            seen = [each[who] for each in clocks if who in each]
+            if min(least for least, _ in seen) < max(most for _, most in seen):
+                self.job.ledger.report_double(who, f"{who[0]} and then a server were lost in one step")
+
+    def on_not_held(self, session: Session, frame: Frame) -> None:
+        if self.attempt is not None and self.attempt["change"].generation == frame.body[0]:
+            self.attempt, self.is_dirty = None, True
+            self._wait(0.02)
+
+    def on_installed(self, session: Session, frame: Frame) -> None:
+        attempt = self.attempt
+        if attempt is None or attempt["change"].generation != frame.body[0]:
+            return
+        attempt["installed"].add(frame.name)
+        if attempt["installed"] >= set(attempt["change"].servers):
+            self._finish(attempt["change"])
+
+    def _finish(self, change: Change) -> None:
+        """Every server has it: rounds, barriers and places are others' from now on."""
+        state = self.state
+        saved = (dict(state.fencing), state.is_changing)
+        for name, incarnation in change.fenced.items():
+            if state.fencing.get(name, (0, ""))[0] == incarnation:
+                del state.fencing[name]
+        state.is_changing = False
+        if not self.keep():
+            state.fencing, state.is_changing = saved
+            self.after(0.05, lambda: self._finish(change) if self._is_under_way(change) else None)
+            return
+        self.attempt, self.released = None, change.generation
+        if self.server_is_out:
+            self.unsure = dict.fromkeys(state.entered, change.generation)
+        self.moves = self.server_is_out = False
+        self.job.is_new = False
+        self.job.released(self, change)
+        for name in self.links:
+            self._tell(name)
+        if change.entering:
+            stretch, back_at = change.turn()[0], change.back_at()
+            for name, incarnation in change.entering.items():
+                self.entering.discard(name)
+                self.places[name] = (incarnation, stretch, back_at, state.passed.get("epoch", 0))
+                self.say(name, "entered", self.places[name])
+        for name, incarnation in self.leaving.items():
+            if name in state.left and name not in state.fencing:
+                self.say(name, "left", (incarnation,))
+        self._release_barriers()
+        self.pump()
+
+    def _tell(self, name: str) -> None:
+        seats = {number: seat.primary for number, seat in self.state.seats.items()}
+        if self.released == self.state.generation:
+            self.say(name, "roster", (self.released, self.membership.ordered(), seats))

@@ -1,0 +1,205 @@
+"""A whole simulated job: its processes, its launcher, its faults, and the look at its end."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+from syncline.config import JobConfig
+from syncline.core.changes import Change
+from syncline.core.policy import parse_policy
+
+from .coordinator import Coordinator
+from .faults import Fault, Scenario, scenario_of
+from .hosting import Hosted
+from .ledger import Ledger
+from .server import Server
+from .worker import Worker
+from .world import Process, Violation, World
+
+#: After the last fault every waiter is released, and the job done, within this.
+DONE_SECONDS = 40.0
+
+
+class Job:
+    """Runs one scenario to its end, or to the first invariant that does not hold."""
+
+    def __init__(self, scenario: Scenario, bugs: Iterable[str] = (), *, verbose: bool = False) -> None:
+        self.scenario, self.bugs = scenario, frozenset(bugs)
+        self.world = World(scenario.seed, self.bugs, verbose=verbose)
+        self.policy = parse_policy(scenario.policy)
+        self.ledger = Ledger(self.world, scenario.slices, self.policy, is_even=scenario.is_even)
+        self.config = JobConfig(
+            workers=scenario.workers, servers=scenario.servers, most_workers=len(scenario.scripts),
+            policy=scenario.policy, replicas=scenario.replicas,
+        )  # fmt: skip
+        self.done: dict[str, int] = {}
+        self.finished: set[str] = set()
+        self.first_incarnations: dict[str, int] = {}
+        self.is_new = True
+        self._epoch = 0
+        self._quiet_from = 0.0
+
+    def next_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
+    @staticmethod
+    def digest(ledger: dict[Any, int]) -> int:
+        mark = 0
+        for entry in ledger:
+            mark ^= zlib.crc32(repr(entry).encode())
+        return mark
+
+    # -- running ------------------------------------------------------------------------------------------
+
+    def run(self) -> Job:
+        world, scenario = self.world, self.scenario
+        world.restart = self._died
+        world.start(Coordinator(self))
+        for k in range(scenario.servers):
+            world.start(Server(self, f"server-{k}"))
+        for k in range(scenario.workers):
+            world.start(Worker(self, f"worker-{k}"))
+        for name, when in scenario.late_workers.items():
+            world.at(when, lambda name=name: world.start(Worker(self, name)))
+        for name, when in scenario.late_servers.items():
+            world.at(when, lambda name=name: world.start(Server(self, name)))
+        for name, when in scenario.retires.items():
+            world.at(when, lambda name=name: self._retire(name))
+        for fault in scenario.faults:
+            world.at(fault.when, lambda fault=fault: self._strike(fault))
+            self._quiet_from = max(self._quiet_from, fault.when + fault.seconds)
+        world.run(self._quiet_from + DONE_SECONDS)
+        if not world.ended:
+            raise Violation(f"seed {scenario.seed}: not done {DONE_SECONDS:g} s after the last fault: {self.why()}")
+        return self
+
+    def _retire(self, name: str) -> None:
+        process = self.world.current.get(name)
+        if isinstance(process, Server) and process.is_alive:
+            process.asks["retire"] = ()
+
+    def has_finished(self) -> None:
+        if self.finished >= set(self.scenario.scripts):
+            coordinator = self.world.current["coordinator"]
+            if isinstance(coordinator, Coordinator) and coordinator.released:
+                self.ledger.final(self.primaries(coordinator))
+            self.world.ended = True
+
+    # -- launcher -----------------------------------------------------------------------------------------
+
+    def _died(self, process: Process) -> None:
+        """Starts another in its place, after a pause."""
+        world, name = self.world, process.name
+        if isinstance(process, Server):
+            self.ledger.server_losses.append(world.now)
+        if name != "coordinator" and world.draw("told", process.life) < 0.8:
+            world.at(world.now + 0.005, lambda: self._tell(process))
+        pause = 0.05 + 0.5 * world.draw("restart", process.life)
+        world.at(world.now + pause, lambda: self._start_again(process))
+
+    def _tell(self, process: Process) -> None:
+        coordinator: Any = self.world.current["coordinator"]
+        coordinator.run(lambda: coordinator.died(process.name, process.life))
+
+    def _start_again(self, process: Process) -> None:
+        name = process.name
+        if self.world.current.get(name) is not process or name in self.finished:
+            return
+        if name == "coordinator":
+            self.world.start(Coordinator(self))
+        elif isinstance(process, Server):
+            self.world.start(Server(self, name))
+        else:
+            self.world.start(Worker(self, name))
+
+    # -- faults -------------------------------------------------------------------------------------------
+
+    def _pick(self, luck: float, role: str = "") -> Process | None:
+        found = [p for n, p in sorted(self.world.current.items()) if p.is_alive and (not role or p.role == role)]
+        return found[int(luck * len(found))] if found else None
+
+    def _strike(self, fault: Fault) -> None:
+        world = self.world
+        verb, _, role = fault.kind.partition("_")
+        one = self._pick(fault.who, role)
+        other = self._pick(fault.whom)
+        world.note("fault", fault.kind, one.life if one else "", other.life if other else "")
+        if one is None:
+            return
+        if verb == "crash":
+            world.crash(one, silent=fault.flag)
+        elif verb == "pause":
+            world.pause(one, fault.seconds)
+        elif verb == "second":
+            coordinator = world.current["coordinator"]
+            world.pause(coordinator, fault.seconds)
+            world.start(Coordinator(self))
+        elif verb == "torn":
+            world.disk.torn[world.disk.num_saves + 1 + int(fault.whom * 3)] = fault.flag
+        elif verb == "full":
+            world.disk.full_until = world.now + fault.seconds
+        elif verb == "break":
+            sessions = [s for s in world.sessions.values() if not s.is_broken]
+            if sessions:
+                session = sessions[int(fault.who * len(sessions))]
+                deaf = session.ends[int(fault.whom * 2)] if fault.flag else None
+                world.break_session(session, ("fault", fault.number), deaf=deaf)
+        elif verb == "replay":
+            if world.old:
+                world.replay(world.old[int(fault.who * len(world.old))], ("fault", fault.number))
+        elif verb == "wall" and other is not None and other is not one:
+            until = world.now + fault.seconds
+            world.walls[one.name, other.name] = until
+            if fault.flag:
+                world.walls[other.name, one.name] = until
+
+    # -- looking ------------------------------------------------------------------------------------------
+
+    def primaries(self, coordinator: Coordinator) -> dict[int, Hosted | None]:
+        found: dict[int, Hosted | None] = {}
+        for number, seat in coordinator.state.seats.items():
+            member = coordinator.state.members.get(seat.primary)
+            if member is not None and member.address is not None:
+                server: Any = self.world.processes[member.address.unix]
+                found[number] = server.hosted.get(number)
+        return found
+
+    def released(self, coordinator: Coordinator, change: Change) -> None:
+        if not coordinator.state.lost:
+            self.ledger.released(self.primaries(coordinator), change.fenced.items())
+
+    def why(self) -> str:
+        """For whom everything waits."""
+        words = []
+        for process in self.world.current.values():
+            if not process.is_alive:
+                continue
+            if isinstance(process, Worker):
+                steps = {clock: dict(step.states) for clock, step in process.open.items()}
+                words.append(
+                    f"{process.life} inc {process.incarnation} gen {process.generation} at {process.place} of "
+                    f"{len(process.script)}, open {steps}, asks {process.asks}"
+                )
+            elif isinstance(process, Server):
+                queues = {n: len(h.queue) for n, h in process.hosted.items() if h.queue}
+                words.append(
+                    f"{process.life} inc {process.incarnation} gen {process.generation}/{process.prepared}: "
+                    f"{process.rounds.waiting_reason()}; queues {queues}; "
+                    f"{[(s.name, s.incarnation, s.turn(), s.active) for s in process.rounds.standings.values()]}"
+                )
+            elif isinstance(process, Coordinator):
+                state = process.state
+                words.append(
+                    f"{process.life} gen {state.generation} released {process.released} "
+                    f"attempt {process.attempt and process.attempt['change'].servers} entered {state.entered} "
+                    f"fencing {state.fencing} lost {state.lost} dirty {process.is_dirty} entering {process.entering}"
+                )
+        return "\n  ".join(words)
+
+
+def play(seed: int, bugs: Iterable[str] = (), *, keep: frozenset[int] | None = None, verbose: bool = False) -> Job:
+    """Runs this seed; raises a Violation that names it."""
+    return Job(scenario_of(seed, keep), bugs, verbose=verbose).run()

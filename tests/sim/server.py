@@ -1,0 +1,297 @@
+"""A server's twin: how it goes from generation to generation, and gives slices to others."""
+
+from __future__ import annotations
+
+import msgspec
+
+from syncline.core.control import Install, Prepare, Prepared
+from syncline.core.members import Member
+from syncline.core.rounds import Standing
+from syncline.core.slices import least_clocks
+
+from .hosting import Host, Hosted, Identity
+from .world import Frame, Session
+
+HOLD_SECONDS = 0.15
+
+
+class Server(Host):
+    """Hosts slices, as primary or backup."""
+
+    # -- changes ------------------------------------------------------------------------------------------
+
+    def _holds(self) -> bool:
+        return self.hold_until > self.world.now or self.installing is not None
+
+    def on_prepare(self, session: Session, frame: Frame) -> None:
+        change: Prepare = frame.body
+        if not self.heed(session, frame):
+            return
+        if change.generation < max(self.prepared, self.generation):
+            return
+        if change.generation == self.generation:
+            self.reply(session, "installed", (change.generation,))
+            return
+        if not self.opened:
+            self._begin_anew()
+        self.prepared, self.installing, self.change = change.generation, None, change
+        if "skip_fence" not in self.job.bugs:
+            for name, incarnation in change.fenced:
+                self.rounds.fence(name, incarnation)
+        if self.seeding is not None:
+            self.seeding = None
+        for seat in change.seats:
+            hosted = self.hosted.get(seat.slice)
+            if hosted is not None:
+                kept = {seat.primary, seat.backup}
+                hosted.targets = {life: name for life, name in hosted.targets.items() if name in kept}
+                hosted.sent.clear()  # said again, in the new generation
+        self.hold_until = self.world.now + HOLD_SECONDS
+        self.preparing = (session, change)
+        self.after(HOLD_SECONDS + 1e-4, self._hold_ends)
+        self.pump()
+
+    def _hold_ends(self) -> None:
+        if not self._holds():
+            self.preparing = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        held, self.held = self.held, []
+        for session, frame in held:
+            if frame.kind == "rest":
+                self._rest(session, frame)
+            else:
+                self._commit(session, frame)
+
+    def _is_idle(self) -> bool:
+        return not any(self.hosted[n].queue for n in self.primaries())
+
+    def _go_on(self) -> None:
+        """What waited for the queues to be empty."""
+        if self.preparing is not None and (self._is_idle() or "no_drain" in self.job.bugs):
+            session, change = self.preparing
+            self.preparing = None
+            self.reply(
+                session, "prepared", (change.generation, self._standing_of_all(change), self._clocks_of_gone(change))
+            )
+        elif self.installing is not None and not self.is_settling and self._is_idle():
+            self._switch()
+
+    def _standing_of_all(self, change: Prepare) -> Prepared:
+        states = [self.hosted[n].state for n in self.primaries()]
+        # Who is the primary of nothing hears no commits, and has nothing to say of where workers stand.
+        standings = [msgspec.structs.replace(s) for s in self.rounds.standings.values()] if states else []
+        # What any copy of a slice has, a backup's too, counts: its primary may have given it away already.
+        for who in [tuple(f) for f in change.fenced]:
+            clock = max((h.state.clocks.get(who, 0) for h in self.hosted.values()), default=0)
+            if clock:
+                standings.append(Standing(*who, clock=clock, left=True, fenced=True))
+        staged = []
+        for who in [tuple(f) for f in change.fenced]:
+            known = self.rounds.standings.get(who[0])
+            clock = known.clock if known is not None and known.incarnation == who[1] else 0
+            while clock + 1 in self.staged.get(who, {}):
+                clock += 1
+            staged.append((*who, clock))
+        return Prepared(standings, staged, self.rounds.num_orphans())
+
+    def _clocks_of_gone(self, change: Prepare) -> dict[Identity, tuple[int, int]]:
+        """The least and the highest clock of workers that were fenced before, on the slices that will be ours."""
+        found: dict[Identity, tuple[int, int]] = {}
+        for seat in change.seats:
+            if seat.primary == self.name and seat.slice in self.hosted:
+                state = self.hosted[seat.slice].state
+                for who in [*state.clocks, *found]:
+                    clock = state.clocks.get(who, 0)
+                    if state.is_fenced(who):
+                        least, most = found.get(who, (clock, clock))
+                        found[who] = (min(least, clock), max(most, clock))
+        return found
+
+    def on_install(self, session: Session, frame: Frame) -> None:
+        install: Install = frame.body
+        if not self.heed(session, frame):
+            return
+        if install.generation == self.generation:
+            self.reply(session, "installed", (install.generation,))
+            return
+        late = not self._holds() and "install_late" not in self.job.bugs
+        if install.generation != self.prepared or self.change is None or late:
+            self.reply(session, "not_held", (install.generation,))
+            return
+        if self.installing is not None:
+            self.installing = (session, install)
+            return
+        self.installing, self.preparing, self.is_settling = (session, install), None, True
+        if "no_settle" not in self.job.bugs:
+            for name, incarnation, clock in install.settle:
+                self._settle(name, incarnation, clock)
+        for name, incarnation in self.change.fenced:
+            self._take(self.rounds.leave_fenced(name, incarnation))
+        self.is_settling = False
+        self.pump()
+
+    def _settle(self, name: str, incarnation: int, until: int) -> None:
+        standing = self.rounds.standings.get(name)
+        if standing is None or standing.incarnation != incarnation or standing.left:
+            return
+        while standing.clock < until:
+            clock = standing.clock + 1
+            item = self.staged.get((name, incarnation), {}).get(clock)
+            if item is None or not item.slices.issuperset(self.primaries()):
+                return
+            standing.fenced = standing.fenced or "skip_fence" in self.job.bugs
+            if standing.fenced:
+                self._take(self.rounds.settle(name, clock, item.stretch, item, item.back_at))
+            else:
+                self._take(self.rounds.commit(name, incarnation, clock, item.stretch, item, item.back_at))
+
+    def _switch(self) -> None:
+        """All that was settled is applied, here and on the backups: the generation begins."""
+        assert self.installing is not None and self.change is not None
+        (session, install), change = self.installing, self.change
+        self.installing, self.hold_until = None, 0.0
+        self.generation = install.generation
+        self.seats = {seat.slice: seat for seat in change.seats}
+        self.members = {member.name: member for member in install.members}
+        settled = {(n, i): c for n, i, c in install.settle}
+        for name, incarnation in change.fenced:
+            self.limits[name, incarnation] = settled.get((name, incarnation), 0)
+            self.fences[name] = max(incarnation, self.fences.get(name, 0))
+        self._host(change)
+        if change.moves:
+            self.standings, self.opened = [msgspec.structs.replace(s) for s in install.standings], False
+            self._begin_anew()
+            self.held = []
+        else:
+            if not self.opened:  # nobody has spoken since primaries changed
+                new = {s.name: msgspec.structs.replace(s) for s in install.standings}
+                out = set(new) | {n for n, i in change.fenced if i >= self.incarnation_of(n)}
+                self.standings = [s for s in self.standings if s.name not in out] + list(new.values())
+                self._begin_anew()
+            for standing in install.standings:
+                self.rounds.enter(msgspec.structs.replace(standing))
+            self._let_go()
+        self.reply(session, "installed", (install.generation,))
+        self.pump()
+
+    def _host(self, change: Prepare) -> None:
+        for seat in change.seats:
+            if self.name not in (seat.primary, seat.backup):
+                known = self.hosted.get(seat.slice)
+                if known is not None and known.since < change.generation:  # else it was brought for a later one
+                    del self.hosted[seat.slice]
+                continue
+            if seat.slice not in self.hosted:
+                if not self.job.is_new:
+                    self.job.ledger.fail(f"{self.life} gets slice {seat.slice}, which it does not have")
+                self.hosted[seat.slice] = Hosted()
+            hosted = self.hosted[seat.slice]
+            hosted.targets = {}
+            hosted.sent.clear()
+            hosted.acks.clear()
+            if seat.primary == self.name and seat.backup:
+                hosted.targets[self.members[seat.backup].address.unix] = seat.backup
+            if "skip_fence" not in self.job.bugs:
+                for name, incarnation in change.fenced:
+                    hosted.state.fence((name, incarnation))
+
+    def incarnation_of(self, name: str) -> int:
+        return max((s.incarnation for s in self.standings if s.name == name), default=0)
+
+    def _begin_anew(self) -> None:
+        """Open commits are given back, to be made anew: the clocks on each slice decide what is new there."""
+        states = [self.hosted[n].state for n in self.primaries()]
+        clocks = least_clocks(states)
+        if not states:
+            clocks = {(s.name, s.incarnation): s.clock for s in self.standings}
+        self.rounds.begin_anew([msgspec.structs.replace(s) for s in self.standings], clocks)
+        for hosted in self.hosted.values():
+            hosted.queue.clear()
+        waiting, self.waiting = self.waiting, {}
+        for requests in waiting.values():
+            for session, request in requests:
+                self.reply(session, "refresh", (request,))
+        held, self.held = self.held, []
+        for session, frame in held:
+            self.reply(session, "refresh", (frame.body[0],))
+
+    def on_retired(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame):
+            self.world.crash(self, restart=False)
+
+    def take_roster(self, generation: int, members: list[Member], seats: dict[int, str]) -> None:
+        for name in [n for n, s in self.rounds.standings.items() if s.left]:
+            self.rounds.forget_left(name)
+
+    # -- seeds and copies ---------------------------------------------------------------------------------
+
+    def on_seed_to(self, session: Session, frame: Frame) -> None:
+        key, slices, target = frame.body
+        if not self.heed(session, frame) or frame.generation != self.generation or self.prepared > self.generation:
+            return
+        self.seeding = {"session": session, "key": key, "left": list(slices), "life": target.address.unix,
+                        "name": target.name, "all": list(slices)}  # fmt: skip
+        self._seed_next()
+
+    def _seed_next(self) -> None:
+        seeding = self.seeding
+        assert seeding is not None
+        if not seeding["left"]:
+            self.seeding = None  # from now on its updates are awaited until the coordinator's next word
+            self.reply(seeding["session"], "seeded", (seeding["key"],))
+            return
+        number = seeding["left"][0]
+        hosted = self.hosted[number]
+        clocks = [] if "clocks_apart" in self.job.bugs else hosted.state.clock_entries()
+        body = (number, hosted.state.version, clocks, hosted.state.fence_entries(), dict(hosted.ledger),
+                hosted.epoch, hosted.digest)  # fmt: skip
+        self.send(seeding["life"], self.frame("seed", body))
+        if "no_tail" not in self.job.bugs:
+            hosted.targets[seeding["life"]] = seeding["name"]
+            hosted.acks.discard(seeding["life"])
+            hosted.sent.discard(seeding["life"])
+
+    def _seed_failed(self) -> None:
+        assert self.seeding is not None
+        seeding, self.seeding = self.seeding, None
+        for number in seeding["all"]:
+            hosted = self.hosted.get(number)
+            seat = self.seats.get(number)
+            if hosted is not None and seat is not None and seat.backup != seeding["name"]:
+                hosted.targets.pop(seeding["life"], None)
+        self.reply(seeding["session"], "seed_failed", (seeding["key"],))
+
+    def on_seed(self, session: Session, frame: Frame) -> None:
+        number, version, clocks, fences, ledger, epoch, digest = frame.body
+        known = self.hosted.get(number)
+        old = known is not None and (known.epoch, known.state.version) > (epoch, version)
+        seat = self.seats.get(number)
+        mine = seat is not None and self.name in (seat.primary, seat.backup)
+        if frame.generation < max(self.prepared, self.generation) or old or mine:
+            return
+        hosted = self.hosted[number] = Hosted(epoch)
+        hosted.state.take_over(version, clocks, fences)
+        hosted.ledger, hosted.digest = dict(ledger), digest
+        self.reply(session, "seed_done", (number,))
+
+    def on_seed_done(self, session: Session, frame: Frame) -> None:
+        seeding = self.seeding
+        if seeding is not None and seeding["left"] and seeding["left"][0] == frame.body[0]:
+            seeding["left"].pop(0)
+            self.after(0.005, lambda: self._seed_next() if self.seeding is seeding else None)
+
+    def on_restore(self, session: Session, frame: Frame) -> None:
+        """A worker's copy of a slice that no server has."""
+        key, number, version, clocks, ledger, epoch, digest, generation = frame.body
+        known = self.hosted.get(number)
+        if known is not None and known.epoch >= epoch:
+            if known.epoch == epoch:
+                self.reply(session, "restored", (key, number))
+            return
+        hosted = self.hosted[number] = Hosted(epoch)
+        hosted.since = generation
+        hosted.state.take_over(version, clocks, self.fences.items())
+        hosted.ledger, hosted.digest = dict(ledger), digest
+        self.reply(session, "restored", (key, number))

@@ -1,0 +1,368 @@
+"""A worker's twin: it stages a step on all servers, then has it count on all, and makes anew what is open."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncline.core.members import Member
+
+from .member import SimMember
+from .world import Frame, Session
+
+if TYPE_CHECKING:
+    from .job import Job
+
+
+class Open:
+    """A step that is not acknowledged: how far it is, server by server."""
+
+    __slots__ = ("back_at", "requests", "states", "stretch")
+
+    def __init__(self, stretch: int, back_at: int | None) -> None:
+        self.stretch, self.back_at = stretch, back_at
+        self.states: dict[str, str] = {}  # life: staging, staged, committing, done
+        self.requests: dict[str, int] = {}
+
+
+class Worker(SimMember):
+    """Goes through its script: steps, rests, barriers, then it leaves."""
+
+    role = "worker"
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job, name)
+        self.script = job.scenario.scripts[name]
+        self.place = job.done.get(name, 0)
+        self.clock, self.stretch, self.acked = 0, 0, 0
+        self.open: dict[int, Open] = {}
+        self.begun_at: dict[int, int] = {}
+        self.seats: dict[int, str] = {}  # slice: life of its primary
+        self.has_entered, self.passed = False, 0  # passed: the barriers that were over when it entered
+        self.is_computing = False
+        self.num_requests = 0
+        self.asked: dict[str, int] = {}  # a rest, or a place: life and request
+        self.given: dict[str, Any] = {}
+        self.back_at: int | None = None
+        self.needs_place = False
+        self.ignored: set[str] = set()  # servers that are gone, by the coordinator's word
+        self.frozen_at = 0.0
+        self.blocked: set[str] = set()  # servers to which the connection was lost just now
+        self.copies: dict[int, tuple[int, dict[Any, int], dict[Any, int]]] = {}
+        self.known: dict[int, int] = {}
+        self.answered: dict[int, int] = {}  # the last of its clocks that each slice's server has answered
+        self.giving: dict[Any, dict[str, Any]] = {}
+        self.settled = 0  # generation since which nothing is open from before
+        self._unsettled: tuple[int, set[int]] = (0, set())
+
+    def joined(self, late: bool) -> None:
+        self.has_entered = not late
+        self.pump()
+
+    def beat(self) -> Any:
+        return (self.settled,)
+
+    def servers(self) -> list[str]:
+        return sorted(set(self.seats.values()))
+
+    # -- the script ---------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        if not self.generation or not self.incarnation:
+            return
+        if self.place < len(self.script) and not self.has_entered:
+            if "enter" not in self.asks:
+                self.asks["enter"] = ()
+                self.ask()
+            return
+        self._go_on()
+        for clock in sorted(self.open):
+            self._advance(clock, self.open[clock])
+
+    def _go_on(self) -> None:
+        if self.is_computing:
+            return
+        if self.place >= len(self.script):
+            if not self.open and "leave" not in self.asks:
+                self.asks["leave"] = ()
+                self.job.ledger.fenced.add((self.name, self.incarnation))
+                self.ask()
+            return
+        what = self.script[self.place]
+        if what == "step":
+            if len(self.open) <= self.job.scenario.window:
+                if self.needs_place and self.job.policy.kind == "bounded":
+                    self._ask_all("place", ())
+                else:
+                    self._begin_step()
+        elif what == "barrier" and self.script[: self.place + 1].count(what) <= self.passed:
+            # All have passed it: whoever were away for it would come back to another round on each server.
+            self._done_with(self.place)
+            self.place += 1
+            self._go_on()
+        elif not self.open and "barrier" not in self.asks:
+            self._ask_all("rest", (self.stretch, what == "barrier"))
+
+    def _begin_step(self) -> None:
+        self.clock += 1
+        self.open[self.clock] = Open(self.stretch, self.back_at)
+        self.begun_at[self.clock] = self.place
+        self.back_at, self.needs_place = None, False
+        self.job.ledger.step_sent((self.name, self.incarnation, self.clock))
+        self.place += 1
+        self.is_computing = True
+        self.after(0.004 + 0.03 * self.world.draw("compute", self.name, self.place), self._computed)
+
+    def _computed(self) -> None:
+        self.is_computing = False
+        self.pump()
+
+    def _ask_all(self, kind: str, body: tuple[Any, ...]) -> None:
+        if not set(self.servers()) - set(self.given):
+            self._all_given(kind)
+            return
+        for life in self.servers():
+            if life not in self.asked and life not in self.given and life not in self.blocked:
+                self.asked[life] = self._request()
+                self.send(life, self.frame(kind, (self.asked[life], *body)))
+
+    def _all_given(self, kind: str) -> None:
+        given, self.given, self.asked = self.given, {}, {}
+        if kind == "place":
+            self.back_at, self.needs_place = max(given.values()), False
+        elif self.script[self.place] == "barrier":
+            turn = self.script[: self.place + 1].count("barrier")
+            self.asks["barrier"] = (turn, self.stretch)
+            self.ask()
+            return
+        else:
+            self.stretch += 1
+            self.needs_place = True
+            self._done_with(self.place)
+            self.place += 1
+        self.pump()
+
+    def _done_with(self, place: int) -> None:
+        self.job.done[self.name] = max(self.job.done.get(self.name, 0), place + 1)
+
+    def on_passed(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame) and self.asks.get("barrier", (0,))[0] == frame.body[0]:
+            del self.asks["barrier"]
+            self.stretch = max(self.stretch, frame.body[1])
+            self._done_with(self.place)
+            self.place += 1
+            self.pump()
+
+    def on_entered(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame) and not self.has_entered and frame.body[0] == self.incarnation:
+            self.has_entered = True
+            self.asks.pop("enter", None)
+            self.stretch, self.back_at, self.passed = frame.body[1:]
+            self.pump()
+
+    def on_left(self, session: Session, frame: Frame) -> None:
+        if "leave" in self.asks and frame.body == (self.incarnation,):
+            self.job.finished.add(self.name)
+            self.world.crash(self, restart=False)
+            self.job.has_finished()
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def _request(self) -> int:
+        self.num_requests += 1
+        return self.num_requests
+
+    def _advance(self, clock: int, step: Open) -> None:
+        servers = self.servers()
+        alone = len(servers) == 1
+        for life in servers:
+            if life not in step.states and life not in self.blocked:
+                step.states[life] = "committing" if alone else "staging"
+                request = step.requests[life] = self._request()
+                slices = frozenset(n for n, primary in self.seats.items() if primary == life)
+                body = (request, clock, step.stretch, slices, step.back_at, alone)
+                self.send(life, self.frame("stage", body))
+        unready = alone or any(step.states.get(life, "staging") == "staging" for life in servers)
+        if unready and "commit_early" not in self.job.bugs:
+            return
+        before = self.open.get(clock - 1)
+        if before is not None and any(before.states.get(life) in (None, "staging", "staged") for life in servers):
+            return
+        for life in servers:
+            if step.states.get(life) == "staged":
+                step.states[life] = "committing"
+                request = step.requests[life] = self._request()
+                self.send(life, self.frame("commit", (request, clock)))
+
+    def _step_of(self, session: Session, frame: Frame) -> tuple[int, Open] | None:
+        life = session.other(self).life
+        if life in self.ignored:
+            return None
+        for clock, step in self.open.items():
+            if step.requests.get(life) == frame.body[0]:
+                return clock, step
+        return None
+
+    def on_staged(self, session: Session, frame: Frame) -> None:
+        found = self._step_of(session, frame)
+        if found is not None:
+            found[1].states[session.other(self).life] = "staged"
+            self.pump()
+
+    def on_restage(self, session: Session, frame: Frame) -> None:
+        found = self._step_of(session, frame)
+        if found is not None:
+            found[1].states.pop(session.other(self).life, None)
+            self.pump()
+
+    def on_committed(self, session: Session, frame: Frame) -> None:
+        found = self._step_of(session, frame)
+        if found is None:
+            return
+        clock, step = found
+        step.states[session.other(self).life] = "done"
+        lands = self.job.policy.in_rounds or clock % self.job.scenario.pull_every == 0
+        for number, epoch, version, clocks, ledger in frame.body[2]:
+            self.job.ledger.seen(self.life, number, epoch, version)
+            self.known[number] = max(version, self.known.get(number, 0))
+            self.answered[number] = max(clock, self.answered.get(number, 0))
+            if lands:
+                self.copies[number] = (version, clocks, ledger)
+        while self.acked + 1 in self.open:
+            step = self.open[self.acked + 1]
+            if any(step.states.get(life) != "done" for life in self.servers()):
+                break
+            del self.open[self.acked + 1]
+            self.acked += 1
+            self.acknowledge(self.acked)
+        self.pump()
+
+    def acknowledge(self, clock: int) -> None:
+        holders = {}
+        for number, life in self.seats.items():
+            server: Any = self.world.processes[life]
+            holders[number] = server.hosted.get(number)
+        # An answer that came before its server was given up counts as of then.
+        frozen = any(life in self.ignored for life in self.seats.values())
+        when = self.frozen_at if frozen else self.world.now
+        self.job.ledger.acknowledge((self.name, self.incarnation, clock), holders, when)
+        self._done_with(self.begun_at.pop(clock))
+        generation, clocks = self._unsettled
+        clocks.discard(clock)
+        if not clocks:
+            self.settled = max(self.settled, generation)
+
+    def on_refresh(self, session: Session, frame: Frame) -> None:
+        life = session.other(self).life
+        if self._step_of(session, frame) is not None or self.asked.get(life) == frame.body[0]:
+            self.ask()
+
+    def on_behind(self, session: Session, frame: Frame) -> None:
+        life = session.other(self).life
+        if self._step_of(session, frame) is not None or self.asked.get(life) == frame.body[0]:
+            self.after(0.1, lambda: self._anew(life))
+
+    def on_fenced(self, session: Session, frame: Frame) -> None:
+        life = session.other(self).life
+        if self._step_of(session, frame) is not None or self.asked.get(life) == frame.body[0]:
+            self.end()
+
+    def on_rested(self, session: Session, frame: Frame) -> None:
+        self._given(session, frame, True)
+
+    def on_placed(self, session: Session, frame: Frame) -> None:
+        self._given(session, frame, frame.body[-1])
+
+    def _given(self, session: Session, frame: Frame, value: Any) -> None:
+        life = session.other(self).life
+        if self.asked.get(life) == frame.body[0]:
+            self.given[life] = value
+            self.pump()
+
+    # -- what goes wrong ----------------------------------------------------------------------------------
+
+    def _anew(self, life: str) -> None:
+        self._forget(life)
+        self.blocked.discard(life)
+        self.pump()
+
+    def _forget(self, life: str) -> None:
+        """What was said to this server and not answered is said again, in order."""
+        self.blocked.add(life)
+        for step in self.open.values():
+            if step.states.get(life) != "done":
+                step.states.pop(life, None)
+                step.requests.pop(life, None)
+        if life not in self.given:
+            self.asked.pop(life, None)
+
+    def lost(self, session: Session) -> None:
+        super().lost(session)
+        life = session.other(self).life
+        if session.ends[0] is self:
+            self._forget(life)
+            self.after(0.02, lambda: self._anew(life))
+            for key, giving in self.giving.items():
+                if giving["life"] == life:
+                    self.after(0.02, lambda key=key: self._give(key))
+
+    def take_roster(self, generation: int, members: list[Member], seats: dict[int, str]) -> None:
+        if generation <= self.generation:
+            return
+        lives = {m.name: m.address.unix for m in members if m.address is not None}
+        self.generation = generation
+        self.seats = {number: lives[name] for number, name in seats.items()}
+        self.ignored.clear()
+        if "redo_new_clock" in self.job.bugs and self.open:
+            self.open = {self.clock + k: step for k, step in enumerate(self.open.values(), 1)}
+            for clock in self.open:
+                self.job.ledger.step_sent((self.name, self.incarnation, clock))
+                self.begun_at[clock] = self.place - 1
+            self.clock += len(self.open)
+        for step in self.open.values():
+            step.states.clear()
+            step.requests.clear()
+        self.asked, self.given = {}, {}
+        self.asks.pop("barrier", None)  # who is away says so again
+        self._unsettled = (generation, set(self.open))
+        if not self.open:
+            self.settled = generation
+        self.pump()
+
+    # -- copies -------------------------------------------------------------------------------------------
+
+    def on_ask_copies(self, session: Session, frame: Frame) -> None:
+        if not self.heed(session, frame):
+            return
+        key, slices = frame.body
+        self.ignored.update(self.seats[n] for n in slices if n in self.seats)  # nothing more is taken from them
+        self.frozen_at = self.world.now
+        copies = {}
+        for number in slices:
+            version, clocks, _ = self.copies.get(number, (0, {}, {}))
+            copies[number] = (version, dict(clocks), self.known.get(number, 0), self.answered.get(number, 0))
+        self.reply(session, "given_copies", (key, copies))
+
+    def on_give_copies(self, session: Session, frame: Frame) -> None:
+        if not self.heed(session, frame):
+            return
+        key, wanted, target = frame.body
+        self.giving[key] = {"session": session, "left": dict(wanted), "life": target.address.unix}
+        self._give(key)
+
+    def _give(self, key: Any) -> None:
+        giving = self.giving.get(key)
+        if giving is None:
+            return
+        for number, (version, clocks, epoch, generation) in giving["left"].items():
+            ledger = self.copies.get(number, (0, {}, {}))[2]
+            body = (key, number, version, clocks, ledger, epoch, self.job.digest(ledger), generation)
+            self.send(giving["life"], self.frame("restore", body))
+
+    def on_restored(self, session: Session, frame: Frame) -> None:
+        key, number = frame.body
+        giving = self.giving.get(key)
+        if giving is not None:
+            giving["left"].pop(number, None)
+            if not giving["left"]:
+                del self.giving[key]
+                self.reply(giving["session"], "gave", (key, self.name))
