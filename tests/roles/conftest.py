@@ -26,9 +26,9 @@ from syncline.net import memory
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
 from syncline.net.transport import Peer, buffer_of
-from syncline.roles.homes import Home
-from syncline.roles.pool import InlinePool, ThreadPool
-from syncline.roles.server import Server
+from syncline.roles.server.homes import Home
+from syncline.roles.server.pool import InlinePool, ThreadPool
+from syncline.roles.server.server import Server
 
 WAIT = 10.0
 Values = Mapping[str, np.ndarray[Any, Any]]

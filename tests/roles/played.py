@@ -34,7 +34,7 @@ from syncline.errors import ProtocolError, StoreError
 from syncline.net.memory import pair
 from syncline.net.rpc import Call, Endpoint, Request, Stamp
 from syncline.net.transport import Buffer, Peer
-from syncline.roles.coordinator import Coordinator
+from syncline.roles.coordinator.coordinator import Coordinator
 
 SECONDS = 10.0
 

@@ -11,9 +11,9 @@ import pytest
 
 from syncline.core.traffic import Committed
 from syncline.net.transport import buffer_of
-from syncline.roles import answers
-from syncline.roles.answers import PartialAnswer
-from syncline.roles.hosted import Snapshot
+from syncline.roles.server import answers
+from syncline.roles.server.answers import PartialAnswer
+from syncline.roles.server.hosted import Snapshot
 
 BIG = answers.FRAME_BYTES // 4
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from syncline.core.rule import RuleSpec
-from syncline.roles import fused
-from syncline.roles.fused import FusedKernel
-from syncline.roles.rules import make_optimizer
+from syncline.roles.server import fused
+from syncline.roles.server.fused import FusedKernel
+from syncline.roles.server.rules import make_optimizer
 
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
@@ -106,7 +106,7 @@ def test_sgd_of_halves_is_not_fused_on_a_cpu(dtype: torch.dtype) -> None:
 def test_a_server_does_not_load_the_compiler() -> None:
     script = """
         import sys, torch
-        from syncline.roles.rules import leave_out_the_compiler, make_optimizer
+        from syncline.roles.server.rules import leave_out_the_compiler, make_optimizer
         from syncline.core.rule import RuleSpec
         leave_out_the_compiler()
         make_optimizer(RuleSpec("Adam", {"lr": 0.1}), [torch.zeros(1)])

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import syncline.roles.homes as homes
+import syncline.roles.server.homes as homes
 from syncline import ConfigError, Rule
 from syncline.client.job import Job
-from syncline.roles.homes import Home
+from syncline.roles.server.homes import Home
 from syncline.testing import local_job
 
 

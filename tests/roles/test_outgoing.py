@@ -17,9 +17,9 @@ from syncline.core.messages import Done, Pull, Pulled
 from syncline.net import memory
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Peer, buffer_of
-from syncline.roles.outgoing import ALL_BYTES, EACH_BYTES, EACH_TIMES, MOST_PULLS, Outgoing
-from syncline.roles.pool import InlinePool
-from syncline.roles.pulls import Pulls
+from syncline.roles.server.outgoing import ALL_BYTES, EACH_BYTES, EACH_TIMES, MOST_PULLS, Outgoing
+from syncline.roles.server.pool import InlinePool
+from syncline.roles.server.pulls import Pulls
 
 SECONDS = 20.0
 MIB = 1 << 20

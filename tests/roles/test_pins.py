@@ -15,7 +15,7 @@ from syncline.client.job import Job
 from syncline.core.slices import SliceState
 from syncline.core.traffic import Pin, Unpin
 from syncline.errors import ConnectionLost, ProtocolError
-from syncline.roles.hosted import HostedSlice
+from syncline.roles.server.hosted import HostedSlice
 from syncline.testing import LocalJob, local_job
 
 

@@ -15,8 +15,8 @@ from syncline.core.control import SeedTo
 from syncline.core.seats import Seat
 from syncline.core.traffic import AskClip, Committed, GiveClip, LoadState
 from syncline.errors import FencedError, SynclineError
-from syncline.roles import replication
-from syncline.roles.homes import Home
+from syncline.roles.server import replication
+from syncline.roles.server.homes import Home
 
 from .conftest import WAIT, House, Waiting, eventually
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.roles.pinning import bytes_at
+from syncline.roles.server.pinning import bytes_at
 from syncline.torch import carriers, optimizer
 
 

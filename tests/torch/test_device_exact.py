@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from syncline.client.job import Job
-from syncline.roles.rules import SliceRules
+from syncline.roles.server.rules import SliceRules
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 from syncline.torch.streams import CudaSide

@@ -13,7 +13,7 @@ from syncline.launch.membership import say
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.roles.coordinator import Coordinator
+from syncline.roles.coordinator.coordinator import Coordinator
 from syncline.store.journal import Journal
 
 #: After the end, this long for the others to hear of it and for the launcher to ask for the verdict.

@@ -23,7 +23,7 @@ from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.roles.coordinator import Coordinator
+from syncline.roles.coordinator.coordinator import Coordinator
 
 
 class InProcess:
@@ -70,9 +70,9 @@ class InProcess:
 
     def add_server(self, name: str) -> Call:
         # Imported here: a worker without torch has its server in a child process.
-        from syncline.roles.homes import home_of
-        from syncline.roles.pool import InlinePool
-        from syncline.roles.server import Server
+        from syncline.roles.server.homes import home_of
+        from syncline.roles.server.pool import InlinePool
+        from syncline.roles.server.server import Server
 
         home = home_of(self.coordinator.config.server_device, say(name))
         stamp = self.stamp()

@@ -24,10 +24,10 @@ from syncline.net import shm, tcp
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.roles.homes import home_of
-from syncline.roles.pool import ThreadPool
-from syncline.roles.rules import leave_out_the_compiler
-from syncline.roles.server import Server
+from syncline.roles.server.homes import home_of
+from syncline.roles.server.pool import ThreadPool
+from syncline.roles.server.rules import leave_out_the_compiler
+from syncline.roles.server.server import Server
 
 
 class _End(NamedTuple):

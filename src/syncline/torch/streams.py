@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from syncline.client.arrays import Bytes
-from syncline.roles.pinning import Registered
+from syncline.roles.server.pinning import Registered
 
 
 class Mark(Protocol):

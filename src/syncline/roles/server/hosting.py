@@ -14,13 +14,13 @@ from syncline.core.slices import Copy, Identity, least_clocks, life_of
 from syncline.errors import FencedError, ProtocolError, SynclineError
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import Memory, Peer, buffer_of
-from syncline.roles.backups import Backups
-from syncline.roles.blocks import Blocks
-from syncline.roles.homes import Home
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.pool import Pool
-from syncline.roles.replication import Partner
-from syncline.roles.seeding import alone_replica
+from syncline.roles.server.backups import Backups
+from syncline.roles.server.blocks import Blocks
+from syncline.roles.server.homes import Home
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.pool import Pool
+from syncline.roles.server.replication import Partner
+from syncline.roles.server.seeding import alone_replica
 
 Dial = Callable[[Member], Endpoint]
 

@@ -16,13 +16,13 @@ from syncline.core.traffic import Lend, Replicate, Replicated, Seed
 from syncline.errors import FencedError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
-from syncline.roles.blocks import Blocks
-from syncline.roles.homes import Home
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.pool import Pool
-from syncline.roles.replication import Region, digest_of
-from syncline.roles.rules import tensor_of
-from syncline.roles.states import check_entry
+from syncline.roles.server.blocks import Blocks
+from syncline.roles.server.homes import Home
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.pool import Pool
+from syncline.roles.server.replication import Region, digest_of
+from syncline.roles.server.rules import tensor_of
+from syncline.roles.server.states import check_entry
 
 #: An update of at most this many bytes is taken in by the thread that reads it.
 INLINE_BYTES = 1 << 16

@@ -18,9 +18,9 @@ from syncline.core.traffic import Lend
 from syncline.errors import ConnectionLost, SynclineError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Memory
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.replication import Partner, Region, Replica, seed_of
-from syncline.roles.work import FenceWork
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.replication import Partner, Region, Replica, seed_of
+from syncline.roles.server.work import FenceWork
 
 #: Between two looks at what has gathered for a backup that is still taking its seed in.
 _LOOK_SECONDS = 0.001

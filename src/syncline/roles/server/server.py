@@ -54,20 +54,20 @@ from syncline.core.traffic import (
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Memory, Peer
-from syncline.roles.commits import Commits
-from syncline.roles.flow import Flow
-from syncline.roles.generations import HOLD_SECONDS, Generations
-from syncline.roles.homes import Home
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.hosting import Dial, Hosting
-from syncline.roles.pool import Pool
-from syncline.roles.pulls import Pulls
-from syncline.roles.seeding import Seeding
-from syncline.roles.staging import Staging
-from syncline.roles.states import StateTransfer
-from syncline.roles.values import Values
-from syncline.roles.waits import beat_of
-from syncline.roles.work import Contribution
+from syncline.roles.server.commits import Commits
+from syncline.roles.server.flow import Flow
+from syncline.roles.server.generations import HOLD_SECONDS, Generations
+from syncline.roles.server.homes import Home
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.hosting import Dial, Hosting
+from syncline.roles.server.pool import Pool
+from syncline.roles.server.pulls import Pulls
+from syncline.roles.server.seeding import Seeding
+from syncline.roles.server.staging import Staging
+from syncline.roles.server.states import StateTransfer
+from syncline.roles.server.values import Values
+from syncline.roles.server.waits import beat_of
+from syncline.roles.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
 
 #: What a worker may say whatever it knows of the seats.

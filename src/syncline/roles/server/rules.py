@@ -17,8 +17,8 @@ from syncline.core.rule import PLAIN, Option, RuleSpec
 from syncline.core.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
-from syncline.roles.fused import FUSED, FusedKernel
-from syncline.roles.homes import Home
+from syncline.roles.server.fused import FUSED, FusedKernel
+from syncline.roles.server.homes import Home
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _NO_FOREACH = frozenset({"Muon"})  # has no such option

@@ -10,7 +10,7 @@ from syncline.core.layout import Slice
 from syncline.core.traffic import Committed
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
-from syncline.roles.hosted import HostedSlice, Snapshot
+from syncline.roles.server.hosted import HostedSlice, Snapshot
 
 MakeBuffer = Callable[[Slice], Buffer]
 Submit = Callable[[Callable[[], None]], None]

@@ -11,10 +11,10 @@ from syncline.core.control import AskServerStats, GivenServerStats, Over
 from syncline.core.membership import Outcome
 from syncline.errors import FencedError, JobFailed, StoreError, SynclineError
 from syncline.net.rpc import Call, Endpoint
-from syncline.roles.profile import profile_lines
+from syncline.roles.coordinator.profile import profile_lines
 
 if TYPE_CHECKING:
-    from syncline.roles.coordinator import Coordinator
+    from syncline.roles.coordinator.coordinator import Coordinator
 
 #: How long the end of a job waits for the servers' own numbers, for its profile.
 PROFILE_SECONDS = 3.0

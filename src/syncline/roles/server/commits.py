@@ -20,12 +20,12 @@ from syncline.core.traffic import AskClip, CommitStaged, GiveClip, Rest, Stage
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
-from syncline.roles.departures import Departures, Staged
-from syncline.roles.flow import Flow, key_of, respond
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.pulls import Pulls
-from syncline.roles.staging import Staging
-from syncline.roles.work import Contribution, Key, RoundWork
+from syncline.roles.server.departures import Departures, Staged
+from syncline.roles.server.flow import Flow, key_of, respond
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.pulls import Pulls
+from syncline.roles.server.staging import Staging
+from syncline.roles.server.work import Contribution, Key, RoundWork
 
 #: A request that waits until a generation is installed, and what is to be done about it then.
 Held = tuple[Request, Callable[[], None]]

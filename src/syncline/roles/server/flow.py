@@ -14,10 +14,10 @@ from syncline.core.slices import Identity, life_of
 from syncline.core.traffic import AskClip
 from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.pool import Pool
-from syncline.roles.pulls import Pulls
-from syncline.roles.work import Contribution, FenceWork, Key, RoundWork, Work
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.pool import Pool
+from syncline.roles.server.pulls import Pulls
+from syncline.roles.server.work import Contribution, FenceWork, Key, RoundWork, Work
 
 Held = Commit[Contribution]
 #: A round of at most this many bytes is applied by the thread that completes it.

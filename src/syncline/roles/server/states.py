@@ -13,9 +13,9 @@ from syncline.core.traffic import AskState, GivenState, LoadState, StateEntry
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.rules import tensor_of
-from syncline.roles.work import FenceWork
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.rules import tensor_of
+from syncline.roles.server.work import FenceWork
 
 
 def check_entry(entry: StateEntry, part: Slice) -> None:

@@ -15,10 +15,10 @@ from syncline.core.traffic import Committed, Pin, Pull, Pulled, Unpin
 from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of
-from syncline.roles.answers import MakeBuffer, PartialAnswer
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.outgoing import Outgoing
-from syncline.roles.pool import Pool
+from syncline.roles.server.answers import MakeBuffer, PartialAnswer
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.outgoing import Outgoing
+from syncline.roles.server.pool import Pool
 
 
 class Pulls:

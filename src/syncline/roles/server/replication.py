@@ -22,11 +22,11 @@ from syncline.core.traffic import Replicate, Replicated, Seed
 from syncline.errors import ConnectionLost, FencedError, RuleError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
-from syncline.roles.rules import tensor_of
-from syncline.roles.work import Contribution, FenceWork, Work
+from syncline.roles.server.rules import tensor_of
+from syncline.roles.server.work import Contribution, FenceWork, Work
 
 if TYPE_CHECKING:
-    from syncline.roles.hosted import HostedSlice
+    from syncline.roles.server.hosted import HostedSlice
 
 Bytes = npt.NDArray[np.uint8]
 #: Every so many versions of a slice, primary and backup compare what they have.

@@ -15,10 +15,10 @@ from syncline.core.message import Done, Message
 from syncline.core.seats import Plan, Seat, by_source, plan, rehome, without
 from syncline.errors import ConfigError, ConnectionLost, FencedError, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
-from syncline.roles.restoring import restore
+from syncline.roles.coordinator.restoring import restore
 
 if TYPE_CHECKING:
-    from syncline.roles.coordinator import Coordinator
+    from syncline.roles.coordinator.coordinator import Coordinator
 
 #: How often a wait looks whether something else has become more urgent.
 _LOOK_SECONDS = 0.01

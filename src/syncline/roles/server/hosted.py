@@ -16,10 +16,10 @@ from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
 from syncline.core.rounds import Commit
 from syncline.core.slices import SliceState
 from syncline.net.transport import buffer_of
-from syncline.roles.homes import Home
-from syncline.roles.replication import Replica, Update
-from syncline.roles.rules import SliceRules, Source
-from syncline.roles.work import Contribution, Progress, Work
+from syncline.roles.server.homes import Home
+from syncline.roles.server.replication import Replica, Update
+from syncline.roles.server.rules import SliceRules, Source
+from syncline.roles.server.work import Contribution, Progress, Work
 
 Bytes = npt.NDArray[np.uint8]
 #: Memory of snapshots that a slice keeps for the next ones.

@@ -12,7 +12,7 @@ from syncline.net.rpc import Request
 from syncline.stats import Wait
 
 if TYPE_CHECKING:
-    from syncline.roles.coordinator import Coordinator
+    from syncline.roles.coordinator.coordinator import Coordinator
 
 
 class Meeting:

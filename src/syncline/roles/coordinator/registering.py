@@ -13,7 +13,7 @@ from syncline.errors import ConnectionLost, ProtocolError, SynclineError
 from syncline.net.rpc import Call, Request
 
 if TYPE_CHECKING:
-    from syncline.roles.coordinator import Coordinator
+    from syncline.roles.coordinator.coordinator import Coordinator
 
 
 class Registering:

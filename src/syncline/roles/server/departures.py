@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 from syncline.core.rounds import Rounds
 from syncline.core.slices import Identity
-from syncline.roles.flow import Flow
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.staging import Staging
-from syncline.roles.work import Contribution, Key, RoundWork
+from syncline.roles.server.flow import Flow
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.staging import Staging
+from syncline.roles.server.work import Contribution, Key, RoundWork
 
 #: What is staged for a commit: what it says, and the slices whose bytes came over a socket.
 Staged = tuple[Contribution, set[int]]

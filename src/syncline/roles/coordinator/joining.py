@@ -14,7 +14,7 @@ from syncline.net.rpc import Request
 from syncline.net.transport import Peer
 
 if TYPE_CHECKING:
-    from syncline.roles.coordinator import Coordinator
+    from syncline.roles.coordinator.coordinator import Coordinator
 
 
 class Joining:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from syncline.errors import ConfigError
-from syncline.roles.pinning import Bytes, Registered
+from syncline.roles.server.pinning import Bytes, Registered
 
 _NOTHING = contextlib.nullcontext()
 

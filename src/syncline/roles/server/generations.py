@@ -12,10 +12,10 @@ from syncline.core.control import Install, Leave, Prepare, Prepared
 from syncline.core.message import Done
 from syncline.errors import FencedError, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Latch, Request
-from syncline.roles.commits import Commits
-from syncline.roles.hosting import Hosting
-from syncline.roles.pulls import Pulls
-from syncline.roles.work import RoundWork, Work
+from syncline.roles.server.commits import Commits
+from syncline.roles.server.hosting import Hosting
+from syncline.roles.server.pulls import Pulls
+from syncline.roles.server.work import RoundWork, Work
 
 #: A hold without an Install ends by itself: a coordinator that died there stops nobody.
 HOLD_SECONDS = 0.15

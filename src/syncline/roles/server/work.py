@@ -18,7 +18,7 @@ from syncline.errors import RuleError
 from syncline.net.rpc import Request
 
 if TYPE_CHECKING:
-    from syncline.roles.hosted import HostedSlice, Snapshot
+    from syncline.roles.server.hosted import HostedSlice, Snapshot
 
 #: Name, incarnation and clock: one commit, and no other that there will ever be.
 Key = tuple[str, int, int]

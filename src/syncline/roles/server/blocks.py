@@ -14,7 +14,7 @@ from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
 from syncline.net.transport import Memory
-from syncline.roles.homes import Home
+from syncline.roles.server.homes import Home
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -13,7 +13,7 @@ from syncline.core.slices import Copy
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 
 if TYPE_CHECKING:
-    from syncline.roles.coordinator import Coordinator
+    from syncline.roles.coordinator.coordinator import Coordinator
 
 #: For a worker to say which copies it has.
 _ASK_SECONDS = 5.0

@@ -37,13 +37,13 @@ from syncline.core.registry import Registry
 from syncline.errors import ConfigError, FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
-from syncline.roles.changing import Changing
-from syncline.roles.ending import Ending
-from syncline.roles.joining import Joining
-from syncline.roles.meeting import Meeting
-from syncline.roles.registering import Registering
-from syncline.roles.reporting import Reporting
-from syncline.roles.watching import Watching
+from syncline.roles.coordinator.changing import Changing
+from syncline.roles.coordinator.ending import Ending
+from syncline.roles.coordinator.joining import Joining
+from syncline.roles.coordinator.meeting import Meeting
+from syncline.roles.coordinator.registering import Registering
+from syncline.roles.coordinator.reporting import Reporting
+from syncline.roles.coordinator.watching import Watching
 
 #: What happened lately, for `status`.
 MOST_EVENTS = 50

@@ -29,7 +29,7 @@ from syncline.net.rpc import Call, Request
 from syncline.stats import JobStatus, MemberStatus, Wait
 
 if TYPE_CHECKING:
-    from syncline.roles.coordinator import Coordinator
+    from syncline.roles.coordinator.coordinator import Coordinator
 
 
 class Reporting:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from syncline.errors import FencedError, SynclineError
 
 if TYPE_CHECKING:
-    from syncline.roles.coordinator import Coordinator
+    from syncline.roles.coordinator.coordinator import Coordinator
 
 LOOK_SECONDS = 0.05
 #: With a least number of workers there, this long for more of them before the job begins without.

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable
 
 from syncline.core.control import Beat
-from syncline.roles.commits import Commits
-from syncline.roles.hosted import HostedSlice
+from syncline.roles.server.commits import Commits
+from syncline.roles.server.hosted import HostedSlice
 from syncline.stats import Wait
 
 #: A backup has so long before anybody is said to wait for it.

@@ -10,7 +10,7 @@ import torch
 from syncline.core.layout import Slice
 from syncline.core.slices import Identity
 from syncline.net.transport import Buffer, Memory, buffer_of
-from syncline.roles.rules import Bytes, tensor_of
+from syncline.roles.server.rules import Bytes, tensor_of
 
 
 class Staging:

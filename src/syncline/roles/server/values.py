@@ -11,9 +11,9 @@ from syncline.core.traffic import Restore, Upload
 from syncline.errors import ProtocolError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
-from syncline.roles.commits import Commits
-from syncline.roles.hosted import HostedSlice
-from syncline.roles.hosting import Hosting
+from syncline.roles.server.commits import Commits
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.hosting import Hosting
 
 
 class Values:

@@ -1,0 +1,1 @@
+"""A server: hosts slices, orders and applies commits, keeps backups."""
