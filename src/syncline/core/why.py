@@ -23,21 +23,40 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""  # anything worth a word: its process ended, it is being started again
 
 
-def why(waits: Sequence[Wait], known: Mapping[str, Known], *, step: int = 0, stuck_seconds: float = 600.0) -> str:
-    """The longest wait, in words; with `step`, that of this step if it is among them."""
-    ranked = sorted(waits, key=lambda wait: (wait.step != step if step else False, -wait.seconds))
+def causes(waits: Mapping[str, Sequence[Wait]]) -> list[Wait]:
+    """All waits, by who has told of them, less those that others explain: a worker's for a server that itself waits
+    for somebody, and a server's for its backup that waits for a worker."""
+    found = []
+    for wait in (wait for told in waits.values() for wait in told):
+        rest = [name for name in wait.for_whom if not _is_explained(wait, waits.get(name, ()))]
+        if rest:
+            found.append(Wait(wait.who, wait.step, rest, wait.seconds, wait.what))
+    return found
+
+
+def _is_explained(wait: Wait, by: Sequence[Wait]) -> bool:
+    return wait.what == "server" and any(wait.who or other.what != "server" for other in by)
+
+
+def why(
+    waits: Sequence[Wait], known: Mapping[str, Known], *, who: str = "", step: int = 0, stuck_seconds: float = 600.0
+) -> str:
+    """The longest wait, in words; with `who`, the one that this worker is in at this step of its own."""
+    mine = [wait for wait in waits if wait.who == who or (not wait.who and who not in wait.for_whom)]
+    ranked = sorted(mine if who else waits, key=lambda wait: -wait.seconds)
     if not ranked:
         return "nobody waits for anybody"
     wait = ranked[0]
     names = sorted(wait.for_whom, key=by_name)
     told = ", ".join(_told(name, known.get(name), wait, stuck_seconds) for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{_what(wait)} has waited {wait.seconds:.1f} s for {told}{more}"
+    return f"{_what(wait, step)} has waited {wait.seconds:.1f} s for {told}{more}"
 
 
-def _what(wait: Wait) -> str:
+def _what(wait: Wait, step: int) -> str:
+    """Steps are counted by each worker for itself: who asks hears of its own."""
     if wait.what in ("round", "lag", "server"):
-        return f"step {wait.step}"
+        return f"step {step or wait.step}" if step or wait.step else "a step"
     return wait.what
 
 

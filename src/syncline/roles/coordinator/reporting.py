@@ -23,7 +23,7 @@ from syncline.core.control import (
 )
 from syncline.core.message import Done, Message
 from syncline.core.rounds import by_name
-from syncline.core.why import Known, why
+from syncline.core.why import Known, causes, why
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request
 from syncline.stats import JobStatus, MemberStatus, Wait
@@ -120,11 +120,11 @@ class Reporting:
     def waits(self) -> list[Wait]:
         """Under the lock: all waits that are known, by the beats and at the coordinator itself."""
         now = time.monotonic()
-        found = [
-            Wait(w.who, w.step, w.for_whom, w.seconds + (now - at), w.what)
-            for beat, at in self._c.beats.values()
-            for w in beat.waits
-        ]
+        told = {
+            name: [Wait(w.who, w.step, w.for_whom, w.seconds + (now - at), w.what) for w in beat.waits]
+            for name, (beat, at) in self._c.beats.items()
+        }
+        found = causes(told)
         found += self._c.meeting.waits(now)
         for who, since in self._c.registering.waiting():
             chief = self._c.membership.chief
@@ -159,7 +159,13 @@ class Reporting:
             gone = [name for name in message.servers if name not in self._c.membership.state.members]
             if gone:
                 waits = [Wait(request.peer.name, message.step, gone, 0.0, "server"), *waits]
-            text = why(waits, known, step=message.step, stuck_seconds=self._c.config.stuck_seconds)
+            text = why(
+                waits,
+                known,
+                who=request.peer.name if request.peer.role == "worker" else "",
+                step=message.step,
+                stuck_seconds=self._c.config.stuck_seconds,
+            )
         request.reply(GivenWhy(text))
 
     # -- how the job stands -------------------------------------------------------------------------------
