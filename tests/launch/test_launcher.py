@@ -237,6 +237,27 @@ def test_an_evicted_process_is_started_again(play: Callable[..., Play]) -> None:
     assert "syncline: worker-0 was evicted; starts again in 0.25 s (1 of 3)" in job.screen.lines
 
 
+def test_a_script_that_ends_with_the_number_of_an_eviction_was_not_evicted(play: Callable[..., Play]) -> None:
+    job = play(workers=1)
+    job.wait(lambda: bool(life.incarnation) if (life := job.launcher._lives.get("worker-0")) else False)
+    job.lives["worker-0"][0].code = 75
+    code, verdict = job.finish()
+    assert code == 1 and "worker-0 ended with exit code 1" in verdict
+
+
+@pytest.mark.parametrize("code", [1, None])
+def test_the_job_ends_well_without_one_that_was_evicted(play: Callable[..., Play], code: int | None) -> None:
+    """It slept through the end of the job: it finds nobody any more, or never wakes up."""
+    job = play()
+    job.wait(lambda: all(life.incarnation for life in job.launcher._lives.values() if life.plan.role == "worker"))
+    known = {n: i for n, i in job.coordinator.standings.incarnations.items() if n != "worker-1"}
+    job.coordinator.change(incarnations=known)
+    job.end("worker-0", 0)
+    job.coordinator.change(verdict="all workers have finished")
+    job.lives["worker-1"][0].code = code
+    assert job.finish()[0] == 0
+
+
 def test_a_mistake_of_the_script_is_not_tried_again(play: Callable[..., Play]) -> None:
     """All workers end by themselves before a step was made: the verdict is that of the first, and at once."""
     job = play()

@@ -16,7 +16,7 @@ from syncline.core.control import Died, Standings
 from syncline.launch.folder import JOURNAL
 from syncline.launch.lives import Life, Lives, Screen
 from syncline.launch.processes import MemberProcess, Plan, describe_exit, exit_code, start_member
-from syncline.launch.restarts import Restarts, is_of_the_script
+from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script
 from syncline.launch.watching import Watching
 
 __all__ = ["Launcher", "Screen"]
@@ -137,7 +137,8 @@ class Launcher:
     def _is_over(self) -> bool:
         if self._failure is not None:
             return True
-        if self._workers <= self._finished:
+        out = {life.plan.name for life in self._lives.values() if self._has_ended and self._is_out(life)}
+        if self._workers <= self._finished | out:
             return not self._others_at_work()
         return not self._lives.alive() and not self._due
 
@@ -148,6 +149,13 @@ class Launcher:
         self._look_now()
         names = self._standings.incarnations if not self._has_ended else ()
         return any(name.startswith("worker-") and name not in self._finished for name in names)
+
+    def _is_out(self, life: Life) -> bool:
+        """Whether the coordinator counts this life no longer: it was evicted, whether it knows or not."""
+        name, standings = life.plan.name, self._standings
+        if standings is None or not standings.formed or not life.incarnation or name in standings.left:
+            return False
+        return standings.incarnations.get(name) != life.incarnation
 
     def _look_now(self) -> None:
         self._is_fresh = "coordinator" in self._lives and self._watching.look_now(LOOK_SECONDS)
@@ -170,9 +178,14 @@ class Launcher:
 
     def _see_end(self, life: Life, code: int) -> None:
         name, role = life.plan.name, life.plan.role
+        if code == EVICTED and self._is_fresh and life.incarnation and not self._is_out(life):
+            code = 1  # the script has a number of its own that means something else to us
         reason = describe_exit(code)
         left = self._standings is None or name in self._standings.left
-        if code == 0 and (role != "worker" or left):
+        if role == "worker" and self._has_ended and self._is_out(life):
+            self._finished.add(name)
+            self._say(f"{name} {reason}; the job has gone on and ended without it")
+        elif code == 0 and (role != "worker" or left):
             self._finished.add(name)  # a server has left, or the job is over
         elif code == 0 and not self._is_fresh and name not in self._unsure:
             self._unsure[name] = (life, time.monotonic() + UNSURE_SECONDS)  # the coordinator may know better, soon
@@ -265,12 +278,10 @@ class Launcher:
 
     def _end_fenced(self) -> None:
         """Who was evicted and does not hear of it, because it hangs or is stopped, is ended here."""
-        standings, now = self._standings, time.monotonic()
-        if standings is None or not standings.formed or self._has_ended:
-            return
+        now = time.monotonic()
         for life in self._lives.values():
             name = life.plan.name
-            if not life.incarnation or standings.incarnations.get(name) == life.incarnation or name in standings.left:
+            if not self._is_out(life):
                 life.missing_since = None
             elif life.missing_since is None:
                 life.missing_since = now
