@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -57,10 +57,12 @@ class Disk:
     def load(self) -> tuple[bytes | None, list[bytes]]:
         return (self.states[-1] if self.states else None), [self.segments[k] for k in sorted(self.segments)]
 
-    def save(self, state: bytes, segments: Mapping[int, bytes] = {}) -> None:
+    def save(self, state: bytes, segments: Mapping[int, bytes] = {}, drop: Collection[int] = ()) -> None:
         if self.full:
             raise StoreError("the disk is full")
         self.states.append(state)
+        for number in drop:
+            self.segments.pop(number, None)
         self.segments.update(segments)
 
     @property

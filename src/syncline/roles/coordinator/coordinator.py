@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +30,7 @@ from syncline.core.control import (
     Uploaded,
     Watch,
 )
+from syncline.core.layout import Segment
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.message import Done, Message
@@ -55,8 +56,8 @@ class Keeper(Protocol):
     def load(self) -> tuple[bytes | None, list[bytes]]:
         """The state kept last, and the segments."""
 
-    def save(self, state: bytes, segments: Mapping[int, bytes] = {}) -> None:
-        """Keeps it before it returns."""
+    def save(self, state: bytes, segments: Mapping[int, bytes] = {}, drop: Collection[int] = ()) -> None:
+        """Keeps it, adds these segments and drops those, before it returns."""
 
 
 class Coordinator:
@@ -78,6 +79,7 @@ class Coordinator:
         self.term = 1
         self.lock = threading.RLock()
         self._unsaved: dict[int, bytes] = {}  # segments
+        self._undropped: set[int] = set()  # segments that were taken back, and are in the journal
         state, segments = self._load()
         self.membership = Membership(state)
         self.registry = Registry([], state.config.slice_bytes)
@@ -114,9 +116,7 @@ class Coordinator:
         if state.formed:
             self._take_up()
 
-    def _load(self) -> tuple[JobState, list[Any]]:
-        from syncline.core.layout import Segment
-
+    def _load(self) -> tuple[JobState, list[Segment]]:
         data, segments = self.journal.load() if self.journal is not None else (None, [])
         if data is None:
             return JobState(config=configuration.resolve(self.given)), []
@@ -149,13 +149,18 @@ class Coordinator:
             return
         state = self.membership.state
         state.ready = sorted(self.registry.ready)
-        unsaved = dict(self._unsaved)
-        self.journal.save(msgspec.msgpack.encode(state), unsaved)
-        for index in unsaved:
-            self._unsaved.pop(index, None)
+        self.journal.save(msgspec.msgpack.encode(state), self._unsaved, self._undropped)
+        self._unsaved, self._undropped = {}, set()
 
-    def keep_segment(self, segment: Any) -> None:
+    def keep_segment(self, segment: Segment) -> None:
+        """Under the lock: it is kept with the next `keep`."""
         self._unsaved[segment.index] = msgspec.msgpack.encode(segment)
+        self._undropped.discard(segment.index)
+
+    def drop_segment(self, segment: Segment) -> None:
+        """Under the lock: it was taken back, and is out of the journal with the next `keep`."""
+        self._unsaved.pop(segment.index, None)
+        self._undropped.add(segment.index)
 
     def event(self, text: str) -> None:
         """Something that people want to know: on the screen, in the log, and in `status`."""

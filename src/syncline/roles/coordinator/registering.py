@@ -95,8 +95,7 @@ class Registering:
                     self._wait(request)  # taken up again when it is settled who is there
                 return
             except SynclineError as error:
-                with self._c.lock:
-                    self._c.registry.take_back(segment)
+                self._take_back(segment)
                 request.refuse(error)
                 return
             with self._c.lock:
@@ -111,6 +110,17 @@ class Registering:
                 self._wait(request)
             return
         self._c.reporting.when_all(calls, hosted)
+
+    def _take_back(self, segment: Segment) -> None:
+        """It could not be hosted: nobody hears of it, nor does a coordinator that takes the job up later."""
+        with self._c.lock:
+            registry, state = self._c.registry, self._c.membership.state
+            registry.take_back(segment)
+            if segment.index < len(registry.layout.segments):
+                return  # it was taken back before, and its number is another's
+            state.lost = [number for number in state.lost if number in state.seats]
+            self._c.drop_segment(segment)
+            self._c.try_keep()  # or with whatever is kept next
 
     def uploaded(self, request: Request, message: Uploaded) -> None:
         with self._c.lock:
