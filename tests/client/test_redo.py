@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from syncline import Rule, WaitTimeout
+from syncline.core.control import Registered, Uploaded
+from syncline.core.message import Done, Message
 from syncline.core.traffic import (
     AskPlace,
     Attach,
@@ -353,3 +355,27 @@ def test_late_answers_of_the_old_placement_go_nowhere(house: Callable[..., Any])
     assert (result["a"] == -1.0).all() and (result["b"] == -1.0).all()
     push(twin, 1).wait()
     assert_exact(twin, 2)
+
+
+def test_values_that_went_with_a_server_before_they_counted_are_uploaded_again(house: Callable[..., Any]) -> None:
+    """The coordinator's answer to the late word: upload once more, to whoever has the slices now."""
+    twin = house(2, slice_bytes=64)
+    asked: list[int] = []
+
+    def uploaded(message: Uploaded) -> Message:
+        asked.append(message.segment)
+        if len(asked) > 1:
+            return Done()
+        twin.servers["server-1"].die()
+        for number, seat in twin.seats.items():
+            if seat.primary == "server-1":
+                twin.values[number][:] = 0.0
+        twin.fail_over("server-1", "server-0")
+        segments = twin.registry.layout.segments
+        return Registered(segments, list(twin.seats.values()), twin.generation, message.segment)
+
+    twin.coordinator.answers[Uploaded] = uploaded
+    found = twin.job.kv.register({"a": np.arange(64.0)}, SGD)
+    assert asked == [0, 0]
+    np.testing.assert_array_equal(found["a"], np.arange(64.0))
+    np.testing.assert_array_equal(twin.everything()["a"], np.arange(64.0))

@@ -91,15 +91,20 @@ class KeyValue:
         self._ordinal += 1
         if not isinstance(answer, Registered):
             raise ProtocolError(f"a registration was answered with {type(answer).__name__}")
-        values = dict(named)
         self._exchange.add(answer.segments, answer.seats)
         if answer.upload is not None:
-            segment = self.layout.segments[answer.upload]
-            self._exchange.upload(segment, self._flat(segment, values))
-            self._ask(Uploaded(segment.index))
+            self._upload(self.layout.segments[answer.upload], dict(named))
         for name, array in named:
             self._as_torch[name] = arrays.is_torch(array)
         return self.pull([name for name, _ in named])
+
+    def _upload(self, segment: Segment, values: Mapping[str, Array]) -> None:
+        """The chief's values are the job's after this: uploaded again when they went with a server before that."""
+        flat = self._flat(segment, values)
+        answer: Message | None = None
+        while answer is None or isinstance(answer, Registered):
+            self._exchange.upload(segment, flat)
+            answer = self._ask(Uploaded(segment.index))
 
     def _describe(self, named: Sequence[tuple[str, Array]], rule: Rules) -> tuple[list[Rule], list[Parameter]]:
         rules: list[Rule] = []

@@ -235,7 +235,7 @@ class Coordinator:
             if member is None or self.membership.outcome is not None:
                 return
             self.evicted[name] = reason
-            self.membership.evict(name, reason)
+            self.registering.slices_are_lost(self.membership.evict(name, reason))
             self.liveness.forget(name)
             self.joining.forget(name)
             self.beats.pop(name, None)

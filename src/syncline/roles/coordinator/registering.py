@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from syncline import faults
@@ -22,7 +23,9 @@ class Registering:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._waiting: list[tuple[Request, float]] = []
+        self._asked: set[int] = set()  # segments whose values the chief was asked for since they were last hosted
         self._uploaded: dict[int, list[Request]] = {}  # segments with values whose backups are not there yet
+        self._too_late: list[Request] = []  # of values that went with a server: to be uploaded again
 
     def waiting(self) -> list[tuple[str, float]]:
         """Who waits for a registration, since when; under the lock."""
@@ -98,10 +101,7 @@ class Registering:
                 self._take_back(segment)
                 request.refuse(error)
                 return
-            with self._c.lock:
-                segments = self._c.registry.layout.segments[: segment.index + 1]
-                answer = self._answer(list(segments), segment.index)
-            request.reply(answer)
+            self._ask_for_values(request, segment.index)
 
         try:
             calls = [e.call(Host(segment, mine[name])) for name, e in endpoints.items() if e is not None]
@@ -110,6 +110,21 @@ class Registering:
                 self._wait(request)
             return
         self._c.reporting.when_all(calls, hosted)
+
+    def _ask_for_values(self, request: Request, index: int) -> None:
+        """What the chief uploads from now on counts, until a server that has it is lost."""
+        with self._c.lock:
+            if self._c.changing.moves:  # it would go to a server that is out; comes by here again
+                if isinstance(request.message, Uploaded):
+                    self._too_late.append(request)
+                else:
+                    self._wait(request)
+                return
+            self._asked.add(index)
+            roster = self._c.joining.roster()
+            answer = self._answer(list(self._c.registry.layout.segments[: index + 1]), index)
+        request.endpoint.mention(roster)  # it may not know yet where that is
+        request.reply(answer)
 
     def _take_back(self, segment: Segment) -> None:
         """It could not be hosted: nobody hears of it, nor does a coordinator that takes the job up later."""
@@ -131,12 +146,23 @@ class Registering:
             if message.segment in self._c.registry.ready:
                 request.reply(Done())
                 return
-            self._uploaded.setdefault(message.segment, []).append(request)
+            counts = message.segment in self._asked
+            if counts:
+                self._uploaded.setdefault(message.segment, []).append(request)
             has_backups = self._c.config.replicas > 1 and len(self._c.registry.servers) > 1
-        if has_backups:
+        if not counts:
+            self._ask_for_values(request, message.segment)
+        elif has_backups:
             self._c.changing.wake()  # who then finds that the seats are right
         else:
             self.seats_are_right()
+
+    def slices_are_lost(self, slices: Collection[int]) -> None:
+        """Under the lock. Of segments that are not ready yet they are hosted anew, full of zeros."""
+        for segment in self._c.registry.layout.segments:
+            if segment.index not in self._c.registry.ready and any(part.id in slices for part in segment.slices):
+                self._asked.discard(segment.index)
+                self._too_late += self._uploaded.pop(segment.index, [])
 
     @property
     def has_uploaded(self) -> bool:
@@ -164,6 +190,10 @@ class Registering:
         """Something has changed: registrations that waited are looked at anew."""
         with self._c.lock:
             waiting, self._waiting = self._waiting, []
+            too_late, self._too_late = self._too_late, []
+        for request in too_late:
+            assert isinstance(request.message, Uploaded)
+            self._ask_for_values(request, request.message.segment)
         for request, _ in waiting:
             try:
                 assert isinstance(request.message, Register)
