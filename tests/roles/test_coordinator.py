@@ -118,6 +118,24 @@ def test_an_incarnation_that_is_out_stays_out(jobs: Any) -> None:
         old.ask(Rejoin("worker-1", old.incarnation))
 
 
+def test_a_process_that_asks_twice_for_any_name_has_one(jobs: Any) -> None:
+    """The answer was lost with the connection: a second name would be a member that nobody plays."""
+    job = jobs(workers=3, suspect_seconds=60.0).begin()
+    job["worker-1"].ask(Leave())
+    job["worker-2"].ask(Leave())
+    nameless = job.play("worker", "")
+    first = nameless.joined(nameless.ask_to_join())
+    nameless.incarnation = 0
+    nameless.endpoint.close("the answer is lost")
+    nameless.connect()
+    again = nameless.joined(nameless.ask_to_join())
+    assert again.incarnation == first.incarnation
+    assert job.coordinator.membership.workers() == ["worker-0", "worker-1"]
+    other = job.play("worker", "")
+    assert other.joined(other.ask_to_join()).incarnation != first.incarnation
+    assert job.coordinator.membership.workers() == ["worker-0", "worker-1", "worker-2"]
+
+
 def test_a_connection_that_broke_and_came_back_is_no_death(jobs: Any) -> None:
     job = jobs(suspect_seconds=5.0).begin()
     worker = job["worker-1"]

@@ -131,8 +131,9 @@ class Membership:
     ) -> Member:
         """A new member, or a ConfigError that says why not. An empty name takes the next free one."""
         state = self.state
-        if name and process and state.processes.get(name) == process:
-            return state.members[name]
+        same = next((n for n, known in state.processes.items() if process and known == process), "")
+        if same and name in ("", same):
+            return state.members[same]  # it asks again: the answer was lost
         most = self._most(role)
         if not name:
             free = (f"{role}-{k}" for k in range(most) if f"{role}-{k}" not in state.members)
