@@ -73,7 +73,10 @@ class Coordinator:
     def start(self) -> None:
         pass
 
+    num_looks = 0
+
     def take(self) -> list[Standings]:
+        self.num_looks += 1
         return [self.standings]
 
     def look_now(self, seconds: float) -> bool:
@@ -139,7 +142,7 @@ class Play:
     def grow(self, name: str, where: Mapping[str, str]) -> Plan:
         return self.plan(name, "local")
 
-    def start(self, plan: Plan, remote: str) -> Process:
+    def start(self, plan: Plan, remote: str, standby: object) -> Process:
         process = Process(plan)
         self.lives.setdefault(plan.name, []).append(process)
         number = len(self.lives[plan.name])
@@ -383,3 +386,14 @@ def test_who_was_evicted_and_hears_nothing_is_ended(
     job.coordinator.change(incarnations=known)
     job.wait_for_life("worker-1", 2)
     assert any("worker-1 was evicted 0.2 s ago and has not ended; it is ended now" in x for x in job.screen.lines)
+
+
+@pytest.mark.parametrize(("seconds", "max_restarts", "is_kept"), [(60.0, 3, True), (1.0, 3, False), (60.0, 0, False)])
+def test_a_standby_is_kept_where_it_helps(play: Any, seconds: float, max_restarts: int, is_kept: bool) -> None:
+    job = play(max_restarts=max_restarts)
+    made: list[int] = []
+    job.launcher._standby.make_ready = lambda: made.append(1)  # type: ignore[method-assign]
+    job.coordinator.change(seconds=seconds)
+    looks = job.coordinator.num_looks
+    job.wait(lambda: job.coordinator.num_looks > looks + 3)
+    assert bool(made) == is_kept

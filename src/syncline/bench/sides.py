@@ -19,6 +19,7 @@ from syncline.core.control import Standings
 from syncline.errors import JobFailed, SynclineError
 from syncline.launch.processes import MemberProcess, Plan, start_member
 from syncline.launch.running import Script, run_job
+from syncline.launch.standby import Standby
 
 #: Every wait inside a job of the bench; a row that hangs ends by this.
 WAIT_SECONDS = 60.0
@@ -87,8 +88,8 @@ class JobSide:
         self._thread = threading.Thread(target=run, name="bench job", daemon=True)
         self._thread.start()
 
-    def _start_member(self, plan: Plan, remote: str) -> MemberProcess:
-        process = start_member(plan, remote)
+    def _start_member(self, plan: Plan, remote: str, standby: Standby) -> MemberProcess:
+        process = start_member(plan, remote, standby)
         self.pids[plan.name] = process.pid
         return process
 

@@ -17,6 +17,7 @@ from syncline.cli.reckoning import Kill, Look
 from syncline.core.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
 from syncline.launch.processes import MemberProcess, Plan, start_member
+from syncline.launch.standby import Standby
 from syncline.launch.watching import reach_coordinator
 from syncline.net.rpc import Endpoint
 from syncline.stats import JobStatus
@@ -61,7 +62,7 @@ class Killing:
 
     # -- the members --------------------------------------------------------------------------------------
 
-    def start_member(self, plan: Plan, remote: str) -> MemberProcess:
+    def start_member(self, plan: Plan, remote: str, standby: Standby) -> MemberProcess:
         """What the launcher starts members with; workers get a witness."""
         if plan.role == "worker":
             self._num_started += 1
@@ -69,7 +70,7 @@ class Killing:
             script = ["-m", plan.script] if plan.is_module else [plan.script]
             words = [str(path.absolute()), *script, *plan.arguments]
             plan = msgspec.structs.replace(plan, script=WITNESS, is_module=True, arguments=words)
-        process = start_member(plan, remote)
+        process = start_member(plan, remote, standby)
         self._processes[plan.name] = process
         if self._plan is None:
             self._plan = plan

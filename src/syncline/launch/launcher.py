@@ -15,8 +15,17 @@ import msgspec
 from syncline.core.control import Died, Standings
 from syncline.launch.folder import JOURNAL
 from syncline.launch.lives import Life, Lives, Screen
-from syncline.launch.processes import MemberProcess, Plan, describe_exit, exit_code, start_member
+from syncline.launch.processes import (
+    LOCAL_HOSTS,
+    MemberProcess,
+    Plan,
+    describe_exit,
+    exit_code,
+    start_member,
+    start_standby,
+)
 from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script
+from syncline.launch.standby import STANDBY_AFTER_SECONDS, Standby
 from syncline.launch.watching import Watching
 
 __all__ = ["Launcher", "Screen"]
@@ -52,11 +61,14 @@ class Launcher:
         grow: Grow,
         max_restarts: int = 3,
         remote: str = "",
-        start: Callable[[Plan, str], MemberProcess] = start_member,
+        start: Callable[[Plan, str, Standby], MemberProcess] = start_member,
+        standby: Standby | None = None,
     ) -> None:
         self._plans, self._screen, self._watching, self._folder = plans, screen, watching, folder
         self._grow = grow
-        self._lives = Lives(screen, folder, lambda plan: start(plan, remote), self._unread)
+        self._standby = Standby(start_standby) if standby is None else standby
+        self._may_restart = max_restarts > 0
+        self._lives = Lives(screen, folder, lambda plan: start(plan, remote, self._standby), self._unread)
         self._restarts = Restarts(max_restarts)
         self._due: dict[str, tuple[float, Plan, str]] = {}  # to be started again: when, what, why
         self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started
@@ -99,6 +111,7 @@ class Launcher:
             if self._is_over():
                 return
             self._start_due()
+            self._keep_standby()
             self._end_fenced()
             time.sleep(POLL_SECONDS)
 
@@ -255,6 +268,14 @@ class Launcher:
         if self._has_ended:
             self._due.clear()
 
+    def _keep_standby(self) -> None:
+        """Where a server may die here, the process of the next one is ready."""
+        standings = self._standings
+        if standings is None or standings.seconds < STANDBY_AFTER_SECONDS or self._has_ended or not self._may_restart:
+            return
+        if any(life.plan.role == "server" and life.plan.host in LOCAL_HOSTS for life in self._lives.values()):
+            self._standby.make_ready()
+
     def _grow_to(self, standings: Standings) -> None:
         """More are wanted: the next free names. When fewer are, the coordinator retires some itself."""
         for role, wanted in standings.wanted.items():
@@ -317,6 +338,7 @@ class Launcher:
     def _stop_all(self) -> None:
         went_well = self._signal is None and self._failure is None and not self._due
         self._watching.stop()
+        self._standby.close()
         seconds = CLOSE_SECONDS if went_well else STOP_SECONDS
         self._lives.stop(seconds, asks=not went_well, hear_seconds=HEAR_SECONDS if self._failure else 0.0)
         self._watching.close()

@@ -15,7 +15,7 @@ from syncline import config as configuration
 from syncline import faults
 from syncline.client.job import current_job, has_current_job
 from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
-from syncline.launch.processes import Plan
+from syncline.launch.processes import STANDBY, Plan
 from syncline.launch.restarts import EVICTED
 from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
@@ -23,6 +23,8 @@ from syncline.launch.tracebacks import describe
 
 def main() -> tuple[str, int]:
     """Entry point of `python -m syncline.launch.member NAME`: the role that was played, and the exit code."""
+    if sys.argv[1:] == [STANDBY]:
+        from syncline.launch import serving  # noqa: F401  # what takes long: torch
     plan = _read_plan()
     _hold_lifeline()
     if plan.role == "worker":

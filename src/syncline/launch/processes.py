@@ -21,7 +21,10 @@ from syncline import config as configuration
 from syncline.errors import ConfigError
 from syncline.launch.jobfile import JobFile
 from syncline.launch.restarts import EVICTED
+from syncline.launch.standby import Standby
 
+#: In the place of a member's name: a process that has no plan yet.
+STANDBY = "standby"
 LOCAL_HOSTS = frozenset({"local", "localhost", "127.0.0.1", "::1"})
 
 
@@ -93,9 +96,12 @@ class MemberProcess:
         self._process.wait()
 
 
+_MEMBER = (sys.executable, "-m", "syncline.launch.member")
+
+
 def command_for(plan: Plan, remote: str) -> list[str]:
     """The command line that starts a member; nothing secret is on it."""
-    command = [sys.executable, "-m", "syncline.launch.member", plan.name]
+    command = [*_MEMBER, plan.name]
     if plan.host in LOCAL_HOSTS:
         return command
     try:
@@ -107,25 +113,22 @@ def command_for(plan: Plan, remote: str) -> list[str]:
     return prefix + ([shlex.quote(word) for word in command] if through_shell else command)
 
 
-def start_member(plan: Plan, remote: str = "") -> MemberProcess:
-    """Starts a member and hands it its plan."""
-    command = command_for(plan, remote)
-    kept = () if plan.listen_fd is None else (plan.listen_fd,)
-    extra = {"PYTHONUNBUFFERED": "1"}
-    if plan.starts_again:
-        extra["SYNCLINE_FAULT"] = ""  # what a test wants to happen has happened
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=kept,
-            env=configuration.inherited_environment(extra),
-        )
-    except OSError as error:
-        raise ConfigError(f"{plan.name} on {plan.host} cannot be started: {shlex.join(command)}: {error}") from None
+def start_member(plan: Plan, remote: str = "", standby: Standby | None = None) -> MemberProcess:
+    """Starts a member and hands it its plan. A server that starts again takes a standby process, if there is one."""
+    process = None
+    if standby is not None and plan.role == "server" and plan.starts_again and plan.host in LOCAL_HOSTS:
+        process = standby.take()
+    if process is None:
+        command = command_for(plan, remote)
+        kept = () if plan.listen_fd is None else (plan.listen_fd,)
+        # When it starts again, what a test wants to happen has happened.
+        extra = {"SYNCLINE_FAULT": ""} if plan.starts_again else {}
+        try:
+            process = _start(command, kept, extra)
+        except OSError as error:
+            raise ConfigError(
+                f"{plan.name} on {plan.host} cannot be started: {shlex.join(command)}: {error}"
+            ) from None
     assert process.stdin is not None
     try:
         process.stdin.write(msgspec.json.encode(plan) + b"\n")
@@ -133,6 +136,23 @@ def start_member(plan: Plan, remote: str = "") -> MemberProcess:
     except OSError:
         pass  # it has ended already; its exit code and output will say why
     return MemberProcess(plan.name, process)
+
+
+def start_standby() -> subprocess.Popen[bytes]:
+    """A process that loads what a server needs, and waits for its plan."""
+    return _start([*_MEMBER, STANDBY], (), {"SYNCLINE_FAULT": ""})
+
+
+def _start(command: list[str], kept: tuple[int, ...], extra: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=kept,
+        env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1", **extra}),
+    )
 
 
 def describe_exit(code: int) -> str:

@@ -20,6 +20,7 @@ from syncline.launch.folder import found_by_others, hold
 from syncline.launch.hosts import assign, parse_hosts, quietest, settle_workers
 from syncline.launch.launcher import Launcher, Screen
 from syncline.launch.processes import LOCAL_HOSTS, MemberProcess, Plan, start_member
+from syncline.launch.standby import Standby
 from syncline.launch.watching import Watching
 from syncline.net import tcp
 
@@ -96,7 +97,7 @@ def run_job(
     config: JobConfig,
     script: Script,
     screen: Screen,
-    start: Callable[[Plan, str], MemberProcess] = start_member,
+    start: Callable[[Plan, str, Standby], MemberProcess] = start_member,
 ) -> int:
     """`syncline run`: one job from start to verdict; the exit code. `start` starts its members."""
     if not config.replicas:
