@@ -362,3 +362,17 @@ def test_a_thousand_joins_and_deaths_leave_nothing_behind(make_house: MakeHouse,
     gc.collect()
     assert threading.active_count() < 20
     eventually(lambda: set(by_slice(house).values()) == {-1000.0 if policy == "async" else 0.0})
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_who_has_left_in_order_was_not_evicted(make_house: MakeHouse, has_left: bool) -> None:
+    """At a job's end a worker that has left may still be connected when its servers let it out."""
+    house = make_house(1, 2)
+    house.register(zeros())
+    _, worker = two_of(house)
+    worker.ask("server-0", Leave() if has_left else Rest(0, False)).wait(WAIT)
+    house.carry_out(fenced={"worker-1": worker.incarnation})
+    eventually(lambda: not worker.endpoints["server-0"].is_open)
+    assert [line for line in house.lines if "evicted" in line] == (
+        [] if has_left else ["worker-1: this worker was evicted"]
+    )

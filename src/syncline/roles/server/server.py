@@ -114,6 +114,7 @@ class Server:
         self._seeding = Seeding(self._slices, self._drain)
         self._values = Values(self._hosting, self._drain)
         self._endpoints: set[Endpoint] = set()
+        self._leaving: set[Endpoint] = set()  # of workers that have said so
         self._wire = WireStats()
         self._rare = self._rare_handlers()
 
@@ -171,8 +172,9 @@ class Server:
     def _cut_off(self, name: str, incarnation: int) -> None:
         with self._lock:
             known = [e for e in self._endpoints if (e.peer.name, e.peer.incarnation) == (name, incarnation)]
+            evicted = [endpoint for endpoint in known if endpoint not in self._leaving]
         for endpoint in known:
-            endpoint.close("this worker was evicted")
+            endpoint.close("this worker was evicted" if endpoint in evicted else "closed")
 
     def greet(self, endpoint: Endpoint) -> None:
         """A connection was made."""
@@ -239,7 +241,7 @@ class Server:
     def _rare_handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
         return {
             Rest: self._rest,
-            Leave: lambda request, message: self.commits.leave(request),
+            Leave: self._leave,
             Prefer: self._prefer,
             AskPlace: lambda request, message: request.reply(GivenPlace(self.commits.slowest())),
             AskWhy: self._why,
@@ -264,6 +266,11 @@ class Server:
     def _rest(self, request: Request, message: Rest) -> None:
         self.commits.rest(request, message)
 
+    def _leave(self, request: Request, message: Leave) -> None:
+        with self._lock:
+            self._leaving.add(request.endpoint)
+        self.commits.leave(request)
+
     def _prepare(self, request: Request, message: Prepare) -> None:
         self._changes().prepare(request, message)
 
@@ -281,6 +288,7 @@ class Server:
             if endpoint in self._endpoints:
                 self._endpoints.discard(endpoint)
                 self._wire += endpoint.stats()
+            self._leaving.discard(endpoint)
             left = {other.peer for other in self._endpoints}
         if endpoint.peer.role == "worker" and endpoint.peer not in left and self._commits is not None:
             self._commits.departures.lost((endpoint.peer.name, endpoint.peer.incarnation))
