@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from syncline import config as configuration
-from syncline.cli.run import AckOption, ReplicasOption, chosen_script
+from syncline.cli.options import settings_of, takes_job_options
+from syncline.cli.run import chosen_script
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.folder import JOURNAL, hold
@@ -29,24 +30,16 @@ HostOption = Annotated[str, typer.Option("--host", help="Name of this host; work
 FILE_SECONDS = 20.0
 
 
+@takes_job_options
 def coordinator(
     job: JobOption,
     workers: Annotated[
-        str,
-        typer.Option("-w", "--workers", metavar="N|MIN:MAX", help="Number of workers, or the least and most."),
-    ] = "1",
-    servers: Annotated[int, typer.Option("-s", "--servers", help="Number of servers.")] = 1,
-    replicas: ReplicasOption = None,
-    ack: AckOption = None,
-    policy: Annotated[str | None, typer.Option(help="sync, bounded:K or async. [default: sync]")] = None,
-    sync_every: Annotated[int | None, typer.Option(metavar="H", help="Local steps per average (sync).")] = None,
-    window: Annotated[int | None, typer.Option(metavar="W", help="Commits left unanswered (bounded, async).")] = None,
-    transport: Annotated[str | None, typer.Option(help="auto, shm or tcp.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the job and of its folder under runs/.")] = None,
-    bind: Annotated[
-        str | None, typer.Option(metavar="ADDRESS[:PORT]", help="Where to listen. [default: loopback]")
+        str | None,
+        typer.Option(
+            "-w", "--workers", metavar="N|MIN:MAX", help="Number of workers, or the least and most. [default: 1]"
+        ),
     ] = None,
-    start_seconds: Annotated[float | None, typer.Option(help="Deadline for all members to be there.")] = None,
+    **said: Any,
 ) -> None:
     """Starts a job's coordinator by hand.
 
@@ -58,12 +51,9 @@ def coordinator(
     """
     if job.exists():
         raise typer.Exit(_take_up(job))
-    said: dict[str, Any] = {
-        "servers": servers, "replicas": replicas, "ack": ack, "policy": policy, "sync_every": sync_every,
-        "window": window, "transport": transport, "name": name, "bind": bind, "start_seconds": start_seconds,
-    }  # fmt: skip
-    launch = {key: value for key, value in said.items() if value is not None} | parse_workers(workers)
-    launch["workers"] = launch["workers"] or launch["least_workers"]  # who comes by hand is not known yet
+    launch = settings_of(said) | (parse_workers(workers) if workers is not None else {})
+    if "least_workers" in launch:
+        launch["workers"] = launch["workers"] or launch["least_workers"]  # who comes by hand is not known yet
     given, config = settle_here(launch, Script(path=job.stem))
     if config.bind.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::") or config.bind in ("0.0.0.0", "::"):
         raise ConfigError(f"--bind {config.bind}: members must know where to connect; give an address of this host")

@@ -1,0 +1,87 @@
+"""What a job can be told on the command line: one set, for `syncline run` and for `syncline coordinator`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+
+def _options(
+    servers: Annotated[int | None, typer.Option("-s", "--servers", help="Number of servers. [default: 1]")] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Servers that have each slice: 1 or 2. [default: 2 when servers are on several hosts, else 1]"
+        ),
+    ] = None,
+    ack: Annotated[
+        str | None,
+        typer.Option(help="A push is acknowledged when its server has it (memory) or two have it (replicated)."),
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="sync, bounded:K or async. [default: sync]")] = None,
+    sync_every: Annotated[
+        int | None, typer.Option(metavar="H", help="Step locally H times, then average (sync only).")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(metavar="W", help="Commits a worker may leave unanswered (bounded, async).")
+    ] = None,
+    transport: Annotated[str | None, typer.Option(help="auto, shm or tcp. [default: auto]")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda:0, …  [default: cuda:LOCAL_RANK if there are enough GPUs, else cpu]")
+    ] = None,
+    server_device: Annotated[
+        str | None, typer.Option(help="Where servers hold slices and run rules: cpu, cuda, cuda:0, …  [default: cpu]")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job and of its folder under runs/.")] = None,
+    bind: Annotated[
+        str | None, typer.Option(metavar="ADDRESS[:PORT]", help="Where the coordinator listens. [default: loopback]")
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="At the end, show where the time of the steps went.")
+    ] = False,
+    runs: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for jobs' folders. [default: runs]")] = None,
+    start_seconds: Annotated[
+        float | None, typer.Option(help="Deadline for all members to be there. [default: 120]")
+    ] = None,
+    wait_seconds: Annotated[float | None, typer.Option(help="Deadline of every other wait. [default: 600]")] = None,
+    deadline_seconds: Annotated[
+        float | None, typer.Option(help="Of silence, at least, before a member counts as dead. [default: 2]")
+    ] = None,
+    stuck_seconds: Annotated[
+        float | None,
+        typer.Option(help="Others wait so long for a member that does not advance; it is evicted. [default: 600]"),
+    ] = None,
+    bad_pushes: Annotated[
+        int | None, typer.Option(metavar="N", help="Quarantine a worker after N pushes with NaN or Inf. [default: 3]")
+    ] = None,
+    no_check_finite: Annotated[
+        bool, typer.Option("--no-check-finite", help="Let pushes with NaN or Inf count.")
+    ] = False,
+) -> None:
+    """The options as a signature, which is all that is used of this."""
+
+
+def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """In the place of the command's `**said`, these options; they come by the names of the settings."""
+
+    @functools.wraps(command)
+    def run(**said: Any) -> None:
+        command(**said)
+
+    own = inspect.signature(command, eval_str=True)
+    parameters = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters += inspect.signature(_options, eval_str=True).parameters.values()
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def settings_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were said at all."""
+    settings = {key: value for key, value in said.items() if value is not None and value is not False}
+    if settings.pop("no_check_finite", False):
+        settings["check_finite"] = False
+    return settings

@@ -1,0 +1,56 @@
+"""A job takes the same options however it is started: whole, or its coordinator by hand."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from syncline.cli import roles, run
+from syncline.cli.main import main
+
+#: For whoever starts the other processes.
+OF_THE_LAUNCHER = {"script", "arguments", "module", "max_restarts", "hosts", "remote", "env"}
+
+
+def test_the_coordinator_takes_what_run_takes() -> None:
+    whole, by_hand = (set(inspect.signature(command).parameters) for command in (run.run, roles.coordinator))
+    assert by_hand == whole - OF_THE_LAUNCHER | {"job"}
+
+
+def test_what_the_coordinator_was_told_is_in_the_job_file(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members read it there."""
+    written: list[dict[str, Any]] = []
+
+    def coordinate(job: pathlib.Path, file: Any, *rest: Any, **named: Any) -> int:
+        written.append(file.given)
+        return 0
+
+    words = "coordinator --job job.json -w 2:4 --bad-pushes 5 --no-check-finite --wait-seconds 30"
+    (tmp_path / "syncline.toml").write_text("servers = 2\nstuck_seconds = 7.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(roles, "_coordinate", coordinate)
+    monkeypatch.setattr(sys, "argv", ["syncline", *words.split(), "--stuck-seconds", "9"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    (given,) = written
+    expected = {"workers": 2, "most_workers": 4, "servers": 2, "bad_pushes": 5, "check_finite": False}
+    assert {key: given[key] for key in expected} == expected
+    assert (given["wait_seconds"], given["stuck_seconds"]) == (30.0, 9.0)
+
+
+@pytest.mark.parametrize("command", ["run", "coordinator"])
+def test_every_option_is_shown(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["syncline", command, "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    shown = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert {"--no-check-finite", "--bad-pushes", "--wait-seconds", "--workers"} <= shown
+    assert shown <= {*run._flags(), "--job", "--epochs"}
