@@ -31,6 +31,7 @@ from syncline.core.control import (
 )
 from syncline.core.message import Done
 from syncline.core.rounds import Standing
+from syncline.core.seats import Seat, protection
 from syncline.errors import ConnectionLost, FencedError
 from syncline.net.memory import pair
 from syncline.net.rpc import Endpoint, Stamp
@@ -222,7 +223,11 @@ def test_status_shows_everyone(jobs: Any) -> None:
     assert set(by_name) == {"server-0", "server-1", "worker-0", "worker-1"}
     assert (by_name["worker-1"].step, by_name["worker-1"].rtt_seconds) == (5, 0.002)
     assert by_name["server-0"].num_primary and by_name["server-0"].num_backup
+    seats = job.coordinator.membership.state.seats.values()
+    assert answer.status.protection == protection(2, ["a", "a"], seats), "the same words as at the start"
     assert "process-level only" in answer.status.protection
+    one_alone = [Seat(0, "server-0"), *list(seats)[1:]]
+    assert f"1 of {len(seats)} slices have no backup now" in protection(2, ["a", "b"], one_alone)
     left.close()
 
 

@@ -13,13 +13,14 @@ import typer
 from syncline import config as configuration
 from syncline.cli.options import settings_of, takes_job_options
 from syncline.cli.run import chosen_script
+from syncline.core.seats import protection
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.folder import JOURNAL, hold
 from syncline.launch.hosts import parse_workers
 from syncline.launch.member import run_worker
 from syncline.launch.processes import Plan
-from syncline.launch.running import Script, check_script, listen, protection, server_hosts, settle_here
+from syncline.launch.running import Script, check_script, listen, server_hosts, settle_here
 from syncline.net import tcp
 
 JobOption = Annotated[

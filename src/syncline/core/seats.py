@@ -197,3 +197,17 @@ def by_source(seeds: Iterable[Seed]) -> dict[tuple[str, str], list[int]]:
     for seed in seeds:
         found[seed.source, seed.target].append(seed.slice)
     return dict(found)
+
+
+def protection(replicas: int, hosts: Iterable[str], seats: Collection[Seat] = ()) -> str:
+    """What the death of a server would cost. `hosts`: of each server; `seats`: as they are now."""
+    if replicas < 2:
+        return (
+            "1 replica, acknowledged from memory: if a server dies, its parameters come back from a worker's copy, "
+            "the rule's state (momenta) and updates since then are lost"
+        )
+    alone = sum(not seat.backup for seat in seats)
+    if alone:
+        return f"2 replicas, but {alone} of {len(seats)} slices have no backup now: they live as long as their server"
+    reach = "" if len(set(hosts)) > 1 else " (process-level only: all servers are on one host)"
+    return f"2 replicas, acknowledged by both: the loss of any one server costs nothing{reach}"

@@ -14,6 +14,7 @@ import msgspec
 from syncline import config as configuration
 from syncline.config import JobConfig
 from syncline.core.policy import policy_of
+from syncline.core.seats import protection
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.folder import found_by_others, hold
@@ -69,17 +70,6 @@ def settle_replicas(given: Mapping[str, Any], config: JobConfig, hosts: Sequence
     if config.ack and config.ack != ack:
         raise ConfigError(f"--ack {config.ack} and --replicas {replicas} exclude each other; say --ack {ack}")
     return {**given, "replicas": replicas, "ack": ack}
-
-
-def protection(replicas: int, hosts: Sequence[str]) -> str:
-    """What the death of a server would cost. `hosts`: of each server."""
-    if replicas < 2:
-        return (
-            "1 replica, acknowledged from memory: if a server dies, its parameters come back from a worker's copy, "
-            "the rule's state (momenta) and updates since then are lost"
-        )
-    reach = "" if len(set(hosts)) > 1 else " (process-level only: all servers are on one host)"
-    return f"2 replicas, acknowledged by both: the loss of any one server costs nothing{reach}"
 
 
 def default_name(script: Script) -> str:

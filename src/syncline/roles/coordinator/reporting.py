@@ -23,6 +23,7 @@ from syncline.core.control import (
 )
 from syncline.core.message import Done, Message
 from syncline.core.rounds import by_name
+from syncline.core.seats import protection
 from syncline.core.why import Known, causes, why
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request
@@ -199,14 +200,8 @@ class Reporting:
     def _protection(self) -> str:
         """What a server's death would cost now."""
         state = self._c.membership.state
-        alone = sum(not seat.backup for seat in state.seats.values())
-        if self._c.config.replicas < 2:
-            return "one replica: what a server acknowledged lives as long as that server"
-        if alone:
-            return f"{alone} of {len(state.seats)} slices have no backup now"
-        hosts = {state.members[name].host for name in self._c.membership.servers()}
-        where = "process-level only: all servers are on one host" if len(hosts) < 2 else "on different hosts"
-        return f"every slice has a backup ({where})"
+        hosts = [state.members[name].host for name in self._c.membership.servers()]
+        return protection(self._c.config.replicas, hosts, state.seats.values())
 
     def _member_status(self, name: str) -> MemberStatus:
         state, now = self._c.membership.state, time.monotonic()
