@@ -1,0 +1,284 @@
+"""Leasing: who reads what next, in every epoch of every loader. `LeaseState` is what of it is kept.
+
+Outside of rounds whoever is free takes the next lease, sized by its speed. In rounds global batches are dealt out to
+all who take part, so that the content of a round does not depend on timing. Whoever finds nothing to do has others
+give back what they have not begun; an epoch ends for all when everything in it is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from syncline.core.ledger import Epoch, Lease, Places, merged
+from syncline.core.shares import deal_rounds, lease_samples, widths, worth_a_change
+from syncline.core.slices import Identity
+from syncline.core.spans import Span
+from syncline.errors import ConfigError
+
+#: Positions that are kept free for each shard whose length nobody knows yet.
+SHARD_POSITIONS = 1 << 40
+#: How much a new measurement of a speed counts against those before it.
+_FRESH = 0.3
+
+
+class Loader(msgspec.Struct, frozen=True, array_like=True):
+    """What all workers must agree on."""
+
+    num_samples: int
+    batch: int
+    drop_last: bool = False
+    is_auto: bool = False  # parts of a global batch follow the workers' speeds
+    num_shards: int = 0  # instead of samples: how many there are in each shows when it is read
+
+    def describe(self) -> str:
+        what = f"{self.num_shards} shards" if self.num_shards else f"{self.num_samples} samples"
+        return f"{what} in batches of {self.batch}"
+
+
+class LeaseState(msgspec.Struct):
+    """All of it that must outlive the coordinator."""
+
+    next_lease: int = 1
+    loaders: dict[str, Loader] = {}
+    epochs: dict[str, dict[int, Epoch]] = {}  # that are under way
+    finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """To a worker that asks for more: a lease; or that the epoch is finished; or to wait, for whom to give back."""
+
+    lease: Lease | None = None
+    is_finished: bool = False
+    recall: tuple[Identity, ...] = ()
+
+
+class Leasing:
+    """Decisions about all loaders of a job."""
+
+    def __init__(self, state: LeaseState, *, in_rounds: bool) -> None:
+        self.state, self._in_rounds = state, in_rounds
+        self.speeds: dict[str, float] = {}  # samples in a second of work
+        self._widths: dict[tuple[str, int], dict[str, int]] = {}  # parts of a global batch, as last dealt out
+        self._recalled: dict[Identity, set[tuple[str, int]]] = {}  # asked to give back, and not answered yet
+        self._dry: set[tuple[Identity, str, int]] = set()  # has nothing to give back until it gets more
+        self._held: dict[tuple[Identity, str, int], list[tuple[int, int, int]]] = {}  # read, waiting for a commit
+        self._opened: set[tuple[Identity, str, int]] = set()
+        self._gone: set[tuple[Identity, str, int]] = set()  # have left the loop over this epoch
+
+    # -- epochs -------------------------------------------------------------------------------------------
+
+    def open(self, owner: Identity, name: str, number: int, loader: Loader, num_workers: int) -> bool:
+        """Whether there is anything left in this epoch. A loader that is not as others have it is refused."""
+        worker = owner[0]
+        known = self.state.loaders.setdefault(name, loader)
+        if known != loader:
+            raise ConfigError(
+                f"{worker} has {loader.describe()} in {name!r}, others have {known.describe()}: all workers must "
+                "read the same data; loaders are told apart by the order in which they are made, or by name="
+            )
+        self._gone.discard((owner, name, number))
+        self._opened.add((owner, name, number))
+        if self._has_finished(name, number):
+            return False
+        epochs = self.state.epochs.setdefault(name, {})
+        if number not in epochs:
+            epochs[number] = self._begin(loader, num_workers)
+        return not epochs[number].is_finished
+
+    def _begin(self, loader: Loader, num_workers: int) -> Epoch:
+        if loader.num_shards:
+            shards = [Span(k * SHARD_POSITIONS, (k + 1) * SHARD_POSITIONS) for k in range(loader.num_shards)]
+            return Epoch(0, loader.batch, shards)
+        wide = loader.batch * (num_workers if self._in_rounds else 1)
+        size = loader.num_samples - (loader.num_samples % wide if loader.drop_last else 0)
+        return Epoch(size, loader.batch, [Span(0, size)] if size else [])
+
+    def epoch(self, name: str, number: int) -> Epoch | None:
+        return self.state.epochs.get(name, {}).get(number)
+
+    def _has_finished(self, name: str, number: int) -> bool:
+        return any(begin <= number < end for begin, end in self.state.finished.get(name, []))
+
+    def _finish(self, name: str, number: int) -> None:
+        self.state.finished[name] = merged([*self.state.finished.get(name, []), (number, number + 1)])
+
+    # -- handing out --------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        owner: Identity,
+        name: str,
+        number: int,
+        taking_part: Sequence[Identity],
+        held: Iterable[tuple[int, int, int]] = (),
+    ) -> Answer:
+        """A worker has read all that it had. `held`: what it has read and not committed, by lease and places."""
+        epoch = self.epoch(name, number)
+        self._held[owner, name, number] = list(held)
+        if epoch is None or self._is_through(name, number, epoch):
+            return Answer(is_finished=True)
+        lease = self._untold(epoch, owner) or self._hand_out(owner, name, number, epoch, taking_part)
+        if lease is not None:
+            lease.is_told = True
+            self._dry.discard((owner, name, number))
+            self._held.pop((owner, name, number), None)
+            return Answer(lease)
+        return Answer(recall=self._whom_to_ask(owner, name, number, epoch))
+
+    def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
+        """Whether all is done, but for what waits for the next commits of those who have read it."""
+        if self._has_finished(name, number):
+            return True
+        if epoch.todo or not all(self._is_held(name, number, lease) for lease in epoch.leases.values()):
+            return False
+        self._finish(name, number)
+        return True
+
+    def _is_held(self, name: str, number: int, lease: Lease) -> bool:
+        told = self._held.get((lease.owner, name, number), [])
+        return any(n == lease.number and begin <= lease.first_left and end >= lease.end for n, begin, end in told)
+
+    @staticmethod
+    def _untold(epoch: Epoch, owner: Identity) -> Lease | None:
+        return min((one for one in epoch.of(owner) if not one.is_told), key=lambda one: one.number, default=None)
+
+    def _hand_out(
+        self, owner: Identity, name: str, number: int, epoch: Epoch, taking_part: Sequence[Identity]
+    ) -> Lease | None:
+        if not epoch.todo or any((name, number) in asked for asked in self._recalled.values()):
+            return None
+        first = self.state.next_lease
+        if self.state.loaders[name].num_shards:
+            self.state.next_lease += 1
+            return epoch.lease(first, owner, SHARD_POSITIONS)
+        names = [one for one, _ in taking_part] or [owner[0]]
+        if not self._in_rounds:
+            self.state.next_lease += 1
+            speeds = [self.speeds.get(one, 0.0) for one in names]
+            mine = self.speeds.get(owner[0], 0.0)
+            size = lease_samples(epoch.batch, epoch.num_todo, mine, sum(speeds), len(names))
+            return epoch.lease(first, owner, size)
+        owners = [one for one in taking_part if one == owner or (one, name, number) not in self._gone]
+        owners += [owner] if owner not in owners else []
+        wide = self.widths(name, [one for one, _ in owners])
+        self._widths[name, number] = wide
+        self.state.next_lease += len(owners)
+        rounds = deal_rounds(sum(wide.values()), sum(self.speeds.get(one, 0.0) for one, _ in owners))
+        epoch.deal(first, [(one, wide[one[0]]) for one in owners], rounds)
+        return self._untold(epoch, owner)
+
+    def widths(self, name: str, workers: Sequence[str]) -> dict[str, int]:
+        """Each worker's part of a global batch now."""
+        loader = self.state.loaders[name]
+        if not loader.is_auto:
+            return dict.fromkeys(workers, loader.batch)
+        return widths(loader.batch * len(workers), {worker: self.speeds.get(worker, 0.0) for worker in workers})
+
+    # -- giving back --------------------------------------------------------------------------------------
+
+    def _whom_to_ask(self, owner: Identity, name: str, number: int, epoch: Epoch) -> tuple[Identity, ...]:
+        """The one who would be busy longest with what it has; nobody, when that is a batch or less."""
+        left: dict[Identity, float] = {}
+        for lease in epoch.leases.values():
+            other = lease.owner if lease.is_told else owner
+            if other != owner and (other, name, number) not in self._dry and lease.num_left > epoch.batch:
+                speed = self.speeds.get(other[0], 0.0) or 1.0
+                left[other] = left.get(other, 0.0) + lease.num_left / speed
+        if not left:
+            return ()
+        slowest = max(left, key=lambda one: (left[one], one))
+        return self._recall([slowest], name, number)
+
+    def _recall(self, owners: Iterable[Identity], name: str, number: int) -> tuple[Identity, ...]:
+        fresh = [one for one in owners if (name, number) not in self._recalled.get(one, set())]
+        for one in fresh:
+            self._recalled.setdefault(one, set()).add((name, number))
+        return tuple(fresh)
+
+    def gave_back(self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]]) -> int:
+        """A worker reads none of these leases from these places on: samples that are to do again by it."""
+        self._recalled.get(owner, set()).discard((name, number))
+        self._dry.add((owner, name, number))
+        epoch = self.epoch(name, number)
+        if epoch is None:
+            return 0
+        untold = [(lease.number, 0) for lease in epoch.of(owner) if not lease.is_told]
+        mine = {lease.number for lease in epoch.of(owner)}
+        return sum(epoch.give_back(lease, begin) for lease, begin in [*leases, *untold] if lease in mine)
+
+    def leave(self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]]) -> int:
+        """A worker has left the loop over this epoch: it gives all back, and is dealt nothing more."""
+        self._gone.add((owner, name, number))
+        return self.gave_back(owner, name, number, leases)
+
+    def reclaim(self, name: str, number: int) -> int:
+        """What was dealt to workers that have not come to this epoch is to do again: somebody waits for it."""
+        epoch = self.epoch(name, number)
+        owners = {lease.owner for lease in epoch.leases.values() if not lease.is_told} if epoch else set()
+        absent = [one for one in owners if (one, name, number) not in self._opened]
+        self._gone.update((one, name, number) for one in absent)
+        return sum(self.gave_back(one, name, number, []) for one in absent)
+
+    def recut(self, name: str, number: int, taking_part: Sequence[Identity]) -> tuple[Identity, ...]:
+        """Whom to have give back what they have not begun, since parts by speed are others by now, or members are."""
+        epoch, known = self.epoch(name, number), self._widths.get((name, number))
+        if epoch is None or known is None or not self._in_rounds:
+            return ()
+        wanted = self.widths(name, [one for one, _ in taking_part])
+        if not worth_a_change(known, wanted):
+            return ()
+        self._widths[name, number] = wanted
+        return self._recall({lease.owner for lease in epoch.leases.values()}, name, number)
+
+    # -- what is said of leases ---------------------------------------------------------------------------
+
+    def used(self, uses: Iterable[tuple[int, int, int]]) -> int:
+        """Commits have used these places of leases: samples that are done by it."""
+        by_lease = {
+            n: epoch for epochs in self.state.epochs.values() for epoch in epochs.values() for n in epoch.leases
+        }
+        return sum(by_lease[lease].used(lease, begin, end) for lease, begin, end in uses if lease in by_lease)
+
+    def out(self, owner: Identity, *, failed: bool) -> int:
+        """A life of a worker is over, and all that counts of it is known: what it had is to do again."""
+        self._recalled.pop(owner, None)
+        self._forget(lambda key: key[0] == owner)
+        self.speeds.pop(owner[0], None)
+        return sum(e.out(owner, failed=failed) for epochs in self.state.epochs.values() for e in epochs.values())
+
+    def measured(self, worker: str, samples: int, seconds: float) -> None:
+        """A worker has done so many samples in so much time of work."""
+        if samples > 0 and seconds > 0:
+            speed, known = samples / seconds, self.speeds.get(worker, 0.0)
+            self.speeds[worker] = known + _FRESH * (speed - known) if known else speed
+
+    def forget_finished(self) -> list[tuple[str, int, Epoch]]:
+        """Epochs of which nothing is open any more; they are out of what is kept."""
+        found = []
+        for name, epochs in self.state.epochs.items():
+            for number in [n for n, epoch in epochs.items() if epoch.is_finished]:
+                self._finish(name, number)
+                self._widths.pop((name, number), None)
+                self._forget_epoch(name, number)
+                found.append((name, number, epochs.pop(number)))
+        return found
+
+    def _forget_epoch(self, name: str, number: int) -> None:
+        self._forget(lambda key: key[1:] == (name, number))
+
+    def _forget(self, matches: Callable[[tuple[Identity, str, int]], bool]) -> None:
+        self._held = {key: told for key, told in self._held.items() if not matches(key)}
+        for known in (self._dry, self._opened, self._gone):
+            known.difference_update([key for key in known if matches(key)])
+
+    def shares(self, name: str) -> Mapping[str, int]:
+        """Samples that each worker has leased now, in all epochs of a loader."""
+        found: dict[str, int] = {}
+        for epoch in self.state.epochs.get(name, {}).values():
+            for lease in epoch.leases.values():
+                found[lease.worker] = found.get(lease.worker, 0) + lease.num_left
+        return found

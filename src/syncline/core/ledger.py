@@ -1,0 +1,230 @@
+"""The ledger of an epoch: what of it is to do, what is leased to whom, what is done. Spans, never lists of samples.
+
+`todo → leased → done`. Only what was committed is done, and only servers say so; what a worker gives back, or leaves
+behind when it dies, is to do again. The number of a lease is never used twice, so what is said of it late means it
+and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from syncline.core.slices import Identity
+from syncline.core.spans import Span, comb, count, joined
+
+#: So many different workers must fail at a batch before it is set aside.
+MOST_FAILURES = 3
+#: Places in a lease, counted along its span: from, to.
+Places = tuple[int, int]
+
+
+class Lease(msgspec.Struct, array_like=True):
+    """The right of one life of a worker to read a span, front to back."""
+
+    number: int
+    worker: str
+    incarnation: int
+    span: Span
+    end: int  # places from here on are others'
+    done: list[Places] = []  # in order, apart
+    is_told: bool = False  # whether the worker knows of it
+
+    @property
+    def owner(self) -> Identity:
+        return (self.worker, self.incarnation)
+
+    @property
+    def num_left(self) -> int:
+        return self.end - sum(end - begin for begin, end in self.done)
+
+    @property
+    def first_left(self) -> int:
+        """The first place that is not done."""
+        return self.done[0][1] if self.done and self.done[0][0] == 0 else 0
+
+    def mark(self, begin: int, end: int) -> int:
+        """These places are done: how many of them were not before."""
+        before = self.num_left
+        self.done = merged([*self.done, (max(0, begin), min(end, self.end))])
+        return before - self.num_left
+
+    def rest(self, begin: int = 0) -> list[Span]:
+        """What is not done, from this place on."""
+        found, at = [], begin
+        for first, last in [*self.done, (self.end, self.end)]:
+            found += self.span.cut(max(at, begin), first)
+            at = max(at, last)
+        return found
+
+
+class Suspect(msgspec.Struct, array_like=True):
+    """A batch at which workers failed."""
+
+    span: Span
+    workers: list[str]
+
+
+class Epoch(msgspec.Struct):
+    """One pass of a loader over its samples."""
+
+    num_samples: int
+    batch: int  # samples of one worker's step
+    todo: list[Span]
+    leases: dict[int, Lease] = {}
+    num_done: int = 0
+    num_passed_over: int = 0  # read, and in no step
+    suspects: list[Suspect] = []
+    aside: list[Suspect] = []
+
+    @property
+    def num_todo(self) -> int:
+        return count(self.todo)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.todo and not self.leases
+
+    def of(self, owner: Identity) -> list[Lease]:
+        return [lease for lease in self.leases.values() if lease.owner == owner]
+
+    # -- handing out --------------------------------------------------------------------------------------
+
+    def lease(self, number: int, owner: Identity, most: int) -> Lease | None:
+        """The next that is to do, at most so much; a suspect is handed out alone."""
+        if not self.todo:
+            return None
+        suspect = next((one.span for one in self.suspects if one.span in self.todo), None)
+        first = suspect or self.todo[0]
+        self.todo.remove(first)
+        size = len(first) if suspect else min(most, len(first))
+        taken, *pieces = first.cut(0, size) + first.cut(size, len(first))
+        self.todo = sorted([*pieces, *self.todo])
+        return self._add(number, owner, taken)
+
+    def deal(self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int) -> list[Lease]:
+        """The next global batches, dealt out: of each, every worker gets as many samples as its part says.
+
+        What is too little for a global batch, and odd pieces that others have left, are cut by the same parts.
+        """
+        if not self.todo:
+            return []
+        first, period = self.todo[0], sum(width for _, width in parts)
+        if any(one.span == first for one in self.suspects):
+            owner = parts[first_number % len(parts)][0]
+            return [lease] if (lease := self.lease(first_number, owner, len(first))) else []
+        rounds = 0 if first.period else min(most_rounds, len(first) // period)
+        size = rounds * period or min(len(first), most_rounds * period)
+        self.todo = sorted([*first.cut(size, len(first)), *self.todo[1:]])
+        found, at = [], 0
+        for number, (owner, width) in enumerate(parts):
+            if rounds:
+                spans = [comb(first.start + at, rounds, period, width)]
+            else:
+                spans = first.cut(size * at // period, size * (at + width) // period)
+            at += width
+            if spans:
+                found.append(self._add(first_number + number, owner, spans[0]))
+                self.todo = sorted([*spans[1:], *self.todo])
+        return found
+
+    def _add(self, number: int, owner: Identity, span: Span) -> Lease:
+        assert number not in self.leases
+        lease = self.leases[number] = Lease(number, *owner, span, len(span))
+        return lease
+
+    # -- what becomes of it -------------------------------------------------------------------------------
+
+    def used(self, number: int, begin: int, end: int) -> int:
+        """A commit has used these places: samples that are done by it, and were not."""
+        lease = self.leases.get(number)
+        if lease is None:
+            return 0
+        fresh = lease.mark(begin, end)
+        self.num_done += fresh
+        if not lease.num_left:
+            del self.leases[number]
+        return fresh
+
+    def pass_over(self, number: int, begin: int, end: int) -> int:
+        """A worker has read these places, and made no step with them: they count as read."""
+        fresh = self.used(number, begin, end)
+        self.num_done -= fresh
+        self.num_passed_over += fresh
+        return fresh
+
+    def give_back(self, number: int, begin: int) -> int:
+        """The worker reads none of this lease from this place on: it is to do again."""
+        lease = self.leases.get(number)
+        if lease is None:
+            return 0
+        begin = max([0, begin, *(end for _, end in lease.done)])
+        back = lease.rest(begin)
+        self._put_back(back)
+        lease.end = min(lease.end, begin)
+        if not lease.num_left:
+            del self.leases[number]
+        return count(back)
+
+    def out(self, owner: Identity, *, failed: bool) -> int:
+        """A life of a worker is over, and all that counts of it is marked: the rest is to do again.
+
+        `failed`: it died at the batch that comes next in its oldest lease, which is under suspicion by that.
+        """
+        mine = sorted((lease for lease in self.of(owner)), key=lambda lease: lease.number)
+        back: list[Span] = []
+        for lease in mine:
+            rest = lease.rest()
+            if failed and lease.is_told and rest:
+                rest = self._suspect(owner[0], rest)
+                failed = False
+            back += rest
+            del self.leases[lease.number]
+        self._put_back(back)
+        return count(back)
+
+    def _put_back(self, spans: Sequence[Span]) -> None:
+        apart = {one.span for one in self.suspects}
+        whole = joined([span for span in [*self.todo, *spans] if span not in apart])
+        self.todo = sorted([*whole, *(span for span in [*self.todo, *spans] if span in apart)])
+
+    def _suspect(self, worker: str, rest: list[Span]) -> list[Span]:
+        """The next batch is under suspicion: it is kept apart, and set aside when too many have failed at it."""
+        head, *others = rest
+        batch = head if any(one.span == head for one in self.suspects) else head.cut(0, self.batch)[0]
+        others = head.cut(len(batch), len(head)) + others
+        known = next((one for one in self.suspects if one.span == batch), None)
+        if known is None:
+            self.suspects.append(known := Suspect(batch, []))
+        if worker not in known.workers:
+            known.workers.append(worker)
+        if len(known.workers) < MOST_FAILURES:
+            return [batch, *others]
+        self.suspects.remove(known)
+        self.aside.append(known)
+        return others
+
+    def shorten(self, position: int, stop: int) -> None:
+        """A shard has ended at this position: what was kept free for it up to `stop` is nothing."""
+        for lease in list(self.leases.values()):
+            if lease.span.start <= position < lease.span.stop <= stop:
+                lease.span = Span(lease.span.start, position)
+                lease.end = min(lease.end, len(lease.span))
+                if not lease.num_left:
+                    del self.leases[lease.number]
+        kept = [Span(s.start, min(s.stop, position)) if s.start < position < s.stop <= stop else s for s in self.todo]
+        self.todo = [s for s in kept if not position <= s.start < stop]
+
+
+def merged(places: Sequence[Places]) -> list[Places]:
+    """The same places in order, what touches together."""
+    found: list[Places] = []
+    for begin, end in sorted(places):
+        if begin >= end:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found

@@ -1,0 +1,217 @@
+"""Leasing: whole jobs of workers that ask, commit, die and come back, played by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from syncline.core.leasing import LeaseState, Leasing, Loader
+from syncline.core.ledger import Lease
+from syncline.core.slices import Identity
+from syncline.errors import ConfigError
+
+
+class Worker:
+    """Reads its leases batch by batch, commits some batches later."""
+
+    def __init__(self, owner: Identity, batch: int) -> None:
+        self.owner, self.batch = owner, batch
+        self.leases: list[tuple[Lease, int, int]] = []  # with places: read from, to be read to
+        self.open: list[tuple[int, int, int]] = []
+
+    def take(self, lease: Lease) -> None:
+        self.leases.append((lease, 0, lease.end))
+
+    def read(self, width: int) -> bool:
+        while self.leases:
+            lease, begin, end = self.leases.pop(0)
+            if begin >= end:
+                continue
+            upto = min(begin + width, end)
+            self.leases.insert(0, (lease, upto, end))
+            self.open.append((lease.number, begin, upto))
+            return True
+        return False
+
+    def give_back(self) -> list[tuple[int, int]]:
+        given = [(lease.number, begin) for lease, begin, _ in self.leases]
+        self.leases = []
+        return given
+
+
+class Play:
+    """An epoch of one loader."""
+
+    def __init__(
+        self, seed: int, *, in_rounds: bool, num_samples: int, num_workers: int, is_auto: bool = False
+    ) -> None:
+        self.chance = random.Random(seed)
+        self.leasing = Leasing(LeaseState(), in_rounds=in_rounds)
+        self.loader = Loader(num_samples, 4, is_auto=is_auto)
+        self.workers = [Worker((f"worker-{k}", k + 1), 4) for k in range(num_workers)]
+        self.next_incarnation = num_workers + 1
+        self.counted: list[int] = []
+        self.spans = {}
+        self.finished: set[Identity] = set()
+        for worker in self.workers:
+            self.leasing.open(worker.owner, "a", 0, self.loader, num_workers)
+
+    @property
+    def taking_part(self) -> list[Identity]:
+        return [worker.owner for worker in self.workers]
+
+    def step(self, worker: Worker) -> None:
+        action = self.chance.random()
+        if action < 0.1 and worker.open:
+            self.commit(worker)
+        elif action < 0.13:
+            self.die(worker)
+        elif action < 0.16 and self.leasing.epoch("a", 0) is not None:
+            self.recall(self.leasing.recut("a", 0, self.taking_part))
+        elif action < 0.2:
+            self.leasing.measured(worker.owner[0], 4, self.chance.uniform(0.001, 0.1))
+        elif not worker.read(self.chance.choice([4, 4, 4, 3])):
+            self.commit(worker)
+            self.ask(worker)
+
+    def ask(self, worker: Worker) -> None:
+        answer = self.leasing.ask(worker.owner, "a", 0, self.taking_part, worker.open)
+        if answer.lease is not None:
+            self.spans[answer.lease.number] = answer.lease.span
+            worker.take(answer.lease)
+        elif answer.is_finished:
+            self.finished.add(worker.owner)
+        self.recall(answer.recall)
+
+    def recall(self, owners: tuple[Identity, ...]) -> None:
+        for worker in self.workers:
+            if worker.owner in owners:
+                self.leasing.gave_back(worker.owner, "a", 0, worker.give_back())
+
+    def commit(self, worker: Worker) -> None:
+        uses, worker.open = worker.open, []
+        for number, begin, end in uses:
+            self.counted += self.spans[number].positions(begin, end).tolist()
+        assert self.leasing.used(uses) == sum(end - begin for _, begin, end in uses)
+
+    def die(self, worker: Worker) -> None:
+        self.leasing.out(worker.owner, failed=False)
+        self.workers.remove(worker)
+        again = Worker((worker.owner[0], self.next_incarnation), 4)
+        self.next_incarnation += 1
+        self.leasing.open(again.owner, "a", 0, self.loader, len(self.workers) + 1)
+        self.workers.append(again)
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            idle = [worker for worker in self.workers if worker.owner not in self.finished]
+            if not idle:
+                return
+            self.step(self.chance.choice(idle))
+        raise AssertionError(f"not finished: {self.leasing.epoch('a', 0)}")
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_every_sample_counts_once_whoever_dies(seed: int, in_rounds: bool) -> None:
+    play = Play(seed, in_rounds=in_rounds, num_samples=237, num_workers=1 + seed % 4, is_auto=seed % 2 == 0)
+    play.run()
+    assert sorted(play.counted) == list(range(237))
+    assert not play.leasing.open(("worker-0", 99), "a", 0, play.loader, 1), "it is finished"
+    play.leasing.forget_finished()
+    assert play.leasing.epoch("a", 0) is None
+
+
+def leases(leasing: Leasing, owners: list[Identity]) -> dict[str, list[int]]:
+    found = {}
+    for owner in owners:
+        answer = leasing.ask(owner, "a", 0, owners)
+        assert answer.lease is not None
+        found[owner[0]] = answer.lease.span.positions().tolist()
+    return found
+
+
+A, B, C = ("worker-0", 1), ("worker-1", 2), ("worker-2", 3)
+
+
+def test_in_rounds_the_parts_do_not_depend_on_who_asks_first() -> None:
+    found = []
+    for order in ([A, B, C], [C, A, B]):
+        leasing = Leasing(LeaseState(), in_rounds=True)
+        for owner in order:
+            leasing.open(owner, "a", 0, Loader(1000, 4), 3)
+        answers = {o: leasing.ask(o, "a", 0, [A, B, C]).lease for o in order}
+        found.append({o: lease.span for o, lease in answers.items() if lease is not None})
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert found[0][B].positions(0, 8).tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
+
+
+def test_parts_of_a_global_batch_follow_the_speeds() -> None:
+    leasing = Leasing(LeaseState(), in_rounds=True)
+    loader = Loader(100_000, 32, is_auto=True)
+    for owner in (A, B):
+        leasing.open(owner, "a", 0, loader, 2)
+    first = {o: leasing.ask(o, "a", 0, [A, B]).lease for o in (A, B)}
+    assert all(lease is not None and lease.span.width == 32 for lease in first.values())
+    leasing.measured("worker-0", 300, 1.0)
+    leasing.measured("worker-1", 100, 1.0)
+    assert set(leasing.recut("a", 0, [A, B])) == {A, B}
+    assert leasing.ask(A, "a", 0, [A, B]).lease is None, "until both have answered"
+    for owner, lease in first.items():
+        assert lease is not None
+        leasing.gave_back(owner, "a", 0, [(lease.number, 64)])
+    after = {o: leasing.ask(o, "a", 0, [A, B]).lease for o in (A, B)}
+    assert [lease.span.width for lease in after.values() if lease is not None] == [48, 16]
+    assert after[A] is not None and after[A].span.start == 128
+    assert leasing.recut("a", 0, [A, B]) == ()
+
+
+def test_the_slow_one_gives_back_what_it_has_not_begun() -> None:
+    leasing = Leasing(LeaseState(), in_rounds=False)
+    for owner in (A, B):
+        leasing.open(owner, "a", 0, Loader(400, 4), 2)
+        leasing.measured(owner[0], 100, 1.0)
+    mine = leasing.ask(A, "a", 0, [A, B]).lease
+    assert mine is not None and mine.end == 100
+    while (lease := leasing.ask(B, "a", 0, [A, B]).lease) is not None:
+        leasing.used([(lease.number, 0, lease.end)])
+    answer = leasing.ask(B, "a", 0, [A, B])
+    assert answer.recall == () and not answer.is_finished, "it was asked already"
+    assert leasing.gave_back(A, "a", 0, [(mine.number, 8)]) == 92
+    assert leasing.ask(B, "a", 0, [A, B]).lease is not None
+
+
+def test_an_epoch_ends_though_somebody_holds_what_it_has_read() -> None:
+    """Gradients are being accumulated: the samples count with the next commit, in the epoch that follows."""
+    leasing = Leasing(LeaseState(), in_rounds=False)
+    leasing.open(A, "a", 0, Loader(8, 4), 1)
+    lease = leasing.ask(A, "a", 0, [A]).lease
+    assert lease is not None
+    leasing.used([(lease.number, 0, lease.end)])
+    lease = leasing.ask(A, "a", 0, [A]).lease
+    assert lease is not None and lease.end == 4
+    leasing.used([(lease.number, 0, 2)])
+    assert not leasing.ask(A, "a", 0, [A], []).is_finished
+    answer = leasing.ask(A, "a", 0, [A], [(lease.number, lease.first_left, lease.end)])
+    assert answer.is_finished
+    assert leasing.used([(lease.number, 0, lease.end)]) == 2
+    assert [(name, number) for name, number, _ in leasing.forget_finished()] == [("a", 0)]
+
+
+def test_a_worker_that_never_comes_to_the_epoch_stops_nobody_for_ever() -> None:
+    leasing = Leasing(LeaseState(), in_rounds=True)
+    leasing.open(A, "a", 0, Loader(16, 4), 2)
+    lease = leasing.ask(A, "a", 0, [A, B]).lease
+    assert lease is not None
+    leasing.used([(lease.number, 0, lease.end)])
+    assert leasing.ask(A, "a", 0, [A, B]) == leasing.ask(A, "a", 0, [A, B])
+    assert leasing.reclaim("a", 0) == 8
+    assert leasing.ask(A, "a", 0, [A, B]).lease is not None
+
+
+def test_loaders_that_differ_are_refused_with_both_named() -> None:
+    leasing = Leasing(LeaseState(), in_rounds=True)
+    leasing.open(A, "a", 0, Loader(16, 4), 2)
+    with pytest.raises(ConfigError, match=r"worker-1 has 17 samples in batches of 4 in 'a', others have 16 samples"):
+        leasing.open(B, "a", 0, Loader(17, 4), 2)
