@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from syncline.core import messages
 from syncline.core.message import Message
 from syncline.core.messages import MAY_SAY, MESSAGES, ROLES
+from syncline.core.spans import Span, comb
 from syncline.core.traffic import Pull, StateEntry
 from syncline.errors import FrameError, VersionError
 from syncline.net import frame
@@ -43,6 +44,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*[values_of(each) for each in arguments])
+    if kind is Span:
+        return st.builds(comb, st.integers(0, 1 << 60), st.integers(1, 1 << 20), st.just(7), st.integers(1, 7))
     fields = {field.name: values_of(field.type) for field in msgspec.structs.fields(kind)}
     return st.builds(kind, **fields)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from syncline.config import JobConfig
+from syncline.core.handing import Use
 from syncline.core.layout import Parameter, Segment
 from syncline.core.members import Address, Member
 from syncline.core.message import Message
@@ -69,6 +70,9 @@ class Beat(Message, frozen=True):
     waits: list[Wait] = []
     num_refused: int = 0  # worker: pushes that were not finite
     is_quarantined: bool = False
+    uses: list[Use] = []  # server: of slice 0, that were not confirmed yet
+    samples: int = 0  # worker: handed to its script so far
+    work_seconds: float = 0.0  # worker: spent on them, waits left out
 
 
 class Enter(Message, frozen=True):

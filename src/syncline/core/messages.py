@@ -44,6 +44,19 @@ from syncline.core.control import (
     Uploaded,
     Watch,
 )
+from syncline.core.handing import (
+    AskLease,
+    AskUses,
+    Confirm,
+    EndShard,
+    GaveBack,
+    GivenLease,
+    LeaveEpoch,
+    Opened,
+    OpenEpoch,
+    Recall,
+    Uses,
+)
 from syncline.core.message import Done, Message, Refused
 from syncline.core.traffic import (
     AskClip,
@@ -77,7 +90,7 @@ from syncline.core.traffic import (
     Verify,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -87,6 +100,7 @@ MESSAGES: tuple[type[Message], ...] = (
     AskServerStats, GivenServerStats, Over, AskWhy, GivenWhy, Upload, Attach, AskHosted, Hosted, Map, Mapped,
     Restore, Lend, Seed, Replicate, Replicated, Stage, CommitStaged, Committed, AskClip, GiveClip, Prefer,
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
+    OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -95,13 +109,14 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({
         Join, Rejoin, AskRoster, Beat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
-        Unpin, AskState, LoadState, AskWhy, Prefer,
+        Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard,
     }),
     "server": frozenset({
-        Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,
+        Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate, Uses,
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, Install, SeedTo, AskCopies, GiveCopies,
+        Recall, AskUses, Confirm,
     }),
     "launcher": frozenset({
         Watch, Died, Scale, AskStatus, AskWhy,

@@ -1,0 +1,95 @@
+"""What is said about leases: workers ask and give back, servers tell what commits have used."""
+
+from __future__ import annotations
+
+from syncline.core.leasing import Loader
+from syncline.core.message import Message
+from syncline.core.spans import Span
+
+#: A lease and places in it, from and to: what a commit has used.
+Use = tuple[int, int, int]
+
+
+class OpenEpoch(Message, frozen=True):
+    """A worker begins its loop over an epoch; answered with what is left of it."""
+
+    loader: str
+    epoch: int
+    data: Loader
+
+
+class Opened(Message, frozen=True):
+    """`is_left`: whether there is anything to read. The samples of the epoch, and how many of them are done."""
+
+    is_left: bool
+    num_samples: int
+    num_done: int
+
+
+class AskLease(Message, frozen=True):
+    """A worker will soon have read all that it has; answered when there is more, or the epoch is finished.
+
+    `held`: what it has read and not committed. With how many samples it has spent how much time of work since it
+    asked last.
+    """
+
+    loader: str
+    epoch: int
+    held: list[Use]
+    samples: int = 0
+    seconds: float = 0.0
+    waits: bool = True  # it has nothing to do meanwhile
+
+
+class GivenLease(Message, frozen=True):
+    """The next lease; 0: the epoch is finished. `waits` was not said, and there is nothing now: no lease either."""
+
+    lease: int
+    span: Span
+    is_finished: bool = False
+
+
+class Recall(Message, frozen=True):
+    """A worker is to give back what it has not begun; answered with `GaveBack`."""
+
+    loader: str
+    epoch: int
+
+
+class GaveBack(Message, frozen=True):
+    """Leases, and the places from which on this worker reads none of them."""
+
+    leases: list[tuple[int, int]]
+
+
+class LeaveEpoch(Message, frozen=True):
+    """A worker has left its loop over an epoch: what it gives back, and what it has read and made no step with."""
+
+    loader: str
+    epoch: int
+    leases: list[tuple[int, int]]
+    passed_over: list[Use]
+
+
+class EndShard(Message, frozen=True):
+    """A shard has ended before this position."""
+
+    loader: str
+    epoch: int
+    position: int
+
+
+class AskUses(Message, frozen=True):
+    """What have commits used, that was not confirmed yet? Also those that count and are not applied yet."""
+
+
+class Uses(Message, frozen=True):
+    """What commits have used; told by the server of slice 0, at once when a lease is through."""
+
+    uses: list[Use]
+
+
+class Confirm(Message, frozen=True):
+    """The coordinator has kept that these were used: servers may forget them."""
+
+    uses: list[Use]
