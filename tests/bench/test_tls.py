@@ -232,6 +232,7 @@ def test_a_turn_of_the_spanned_job_goes_over_the_wire(wire: namespaces.Wire, fas
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_a_small_row_from_end_to_end(wire: namespaces.Wire, fast: Effort):
     samples = moving.tls("t", 1 << 20, reach=Reach("at most", 1.3)).measure(fast)
     assert len(samples.ours) == len(samples.reference) == 5 and min(*samples.ours, *samples.reference) > 0

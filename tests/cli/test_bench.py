@@ -326,6 +326,7 @@ def test_a_row_makes_do_with_five_pairs_when_its_time_is_up():
 
 
 @pytest.mark.slow
+@pytest.mark.proof  # the row beside DDP starts such processes too
 def test_peers_take_turns():
     ranks = ProcessSide("peers", Task(kind="all_reduce", num_bytes=4096), processes=2, side="ours")
     check_samples(play(ranks, ProcessSide("peers", Task(kind="fused_adam", num_bytes=4096)), FAST), 5)
@@ -353,8 +354,15 @@ TINY = {
 }
 
 
+#: Both kinds of wire, several workers, a script of torch beside its reference; the others are `make proof`.
+IN_TEST = {"shared memory", "crowd", "beside DDP"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", TINY.values(), ids=TINY)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=name, marks=[] if name in IN_TEST else [pytest.mark.proof]) for name, row in TINY.items()],
+)
 def test_a_tiny_row_from_end_to_end(row: Row, temporary: Path):
     outcomes = bench.measure_rows([row], FAST)
     assert not outcomes[0].error

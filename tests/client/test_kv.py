@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from syncline import LayoutError, Rule, RuleError, WaitTimeout
 from syncline.client.job import Job
+from syncline.core.traffic import CommitStaged
 from syncline.testing import local_job
 
 SGD = Rule("SGD", lr=1.0)
@@ -251,3 +253,25 @@ def test_a_registration_that_passes_its_deadline_names_who_is_missing() -> None:
         pytest.raises(WaitTimeout, match=r"worker-1: .*registration.* has waited 0.3 s for worker-0"),
     ):
         jobs[1].kv.register({"x": np.zeros(1)}, SGD)
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_what_is_sent_again_is_what_was_pushed(house: Callable[..., Any], shares_memory: bool) -> None:
+    """The caller fills its array for the next step before the push is acknowledged, and the server dies meanwhile."""
+    twin = house(2, shares_memory=shares_memory, policy="async", window=1, slice_bytes=64)
+    twin.job.kv.register({"a": np.zeros(64)}, SGD)
+    victim, is_hit = twin.servers["server-1"], threading.Event()
+
+    def die(message: Any) -> None:
+        if isinstance(message, CommitStaged):
+            is_hit.set()
+            victim.die()
+
+    victim.fail = die
+    mine = {"a": np.ones(64)}
+    ticket = twin.job.kv.push(mine)
+    mine["a"][:] = 1000.0
+    assert is_hit.wait(10.0)
+    twin.fail_over("server-1", "server-0")
+    ticket.wait()
+    np.testing.assert_array_equal(twin.everything()["a"], np.full(64, -1.0))

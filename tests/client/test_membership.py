@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +12,11 @@ import numpy as np
 import pytest
 
 from syncline import FencedError, Rule
-from syncline.core.control import Barrier, Beat, Enter, Leave, Retire, Roster
+from syncline.core.control import Barrier, Beat, Enter, Leave, Register, Retire, Roster, Uploaded
 from syncline.core.members import Member
+from syncline.core.message import Message
 from syncline.core.traffic import Rest, Stage
+from syncline.testing import local_job
 
 SGD = Rule("SGD", lr=1.0)
 
@@ -112,6 +116,49 @@ def test_asked_to_leave_between_steps_it_goes_at_the_next_call(house: Callable[.
     with pytest.raises(SystemExit):
         actions[verb]()
     assert any(isinstance(m, Leave) for m in twin.coordinator.heard) and not twin.ledger
+
+
+@pytest.mark.parametrize("kind", [Barrier, Register, Uploaded])
+def test_asked_to_leave_where_it_waits_for_others_it_waits_no_longer(
+    house: Callable[..., Any], kind: type[Message]
+) -> None:
+    """They may come in ten minutes, or wait for this one to go."""
+    twin = house(1, wait_seconds=60.0)
+    register(twin)
+    twin.coordinator.answers[kind] = lambda message: threading.Timer(0.05, twin.job.retire).start()
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as caught:
+        if kind is Barrier:
+            twin.job.barrier("x")
+        else:
+            twin.job.kv.register({"c": np.zeros(1)}, SGD)
+    assert caught.value.code == 0 and time.monotonic() - began < 20.0
+    assert [m for m in twin.coordinator.heard if isinstance(m, Leave)] == [Leave(True)]
+
+
+def test_the_others_at_a_barrier_do_not_wait_for_one_that_was_asked_to_leave() -> None:
+    with local_job(workers=3, servers=2) as local:
+        local.run(lambda job: job.kv.register({"a": np.zeros(8)}, SGD))
+        passed: list[str] = []
+
+        def meet(job: Any) -> None:
+            with contextlib.suppress(SystemExit):
+                job.barrier("x")
+                passed.append(job.name)
+
+        threads = [threading.Thread(target=meet, args=(local[k],)) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 10.0
+        while len(local._process.coordinator.meeting.waits(0.0)) < 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        local[0].retire()
+        threads[0].join(10.0)
+        assert not threads[0].is_alive()
+        meet(local[2])
+        threads[1].join(10.0)
+        assert sorted(passed) == ["worker-1", "worker-2"]
+        local.jobs.pop(0)
 
 
 def test_what_is_still_to_be_sent_is_sent_before_it_leaves(house: Callable[..., Any]) -> None:

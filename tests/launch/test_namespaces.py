@@ -70,7 +70,16 @@ def test_one_command_two_hosts_and_tls_between_them(commands: Any, two_hosts: tu
 def test_a_host_that_cannot_be_reached_is_named(commands: Any) -> None:
     """The prefix fails on the other host: the member and its log are named, nothing is left."""
     script = commands.script(SCRIPT)
-    options = ("-H", "localhost:1,elsewhere:1", "--remote", "false {host}", "--bind", "127.0.0.1")
+    options = (
+        "-H",
+        "localhost:1,elsewhere:1",
+        "--remote",
+        "false {host}",
+        "--bind",
+        "127.0.0.1",
+        "--max-restarts",
+        "0",
+    )
     result = commands.run("run", *options, script)
     assert result.code == 1
     assert "the job has failed: worker-1 ended with exit code 1" in result.output

@@ -21,7 +21,8 @@ def end(commands: Any, *processes: subprocess.Popen[str]) -> list[Any]:
 
 
 def test_a_job_started_role_by_role(commands: Any) -> None:
-    """A worker without a name takes the next free one; a stranger with another token harms nobody."""
+    """A worker without a name takes the next free one; a stranger with another token harms nobody, nor does one whose
+    name is not expected."""
     script = commands.script(SCRIPT)
     coordinator = commands.start("coordinator", "--job", "job.json", "-w", "2", "-s", "1", "--name", "byhand")
     first = commands.start("worker", "--job", "job.json", script)
@@ -37,10 +38,14 @@ def test_a_job_started_role_by_role(commands: Any) -> None:
     other = commands.folder / "other.json"
     other.write_text(json.dumps(stranger))
     other.chmod(0o600)
-    refused = commands.run("worker", "--job", "other.json", script)
+    strange = commands.start("worker", "--job", "other.json", script)
+    unknown = commands.start("worker", "--job", "job.json", "--name", "worker-7", script)
+    refused, unknown = end(commands, strange, unknown)
     assert refused.code == 1
     assert "syncline.TokenError: coordinator does not prove the token of job" in refused.output
     assert "use the job file of this job" in refused.output
+    assert unknown.code == 1 and "no worker worker-7 is expected: the job has " in unknown.output
+    assert ", at most 2 of these" in unknown.output
     second = commands.start("worker", "--job", "job.json", "--name", "worker-1", script)
     server = commands.start("server", "--job", "job.json")
     results = end(commands, first, second, server, coordinator)
@@ -60,18 +65,6 @@ def test_a_server_that_never_comes_up_is_named(commands: Any) -> None:
     for result in results:
         assert "server-0 did not come up within 2 s" in result.output
     assert "Traceback" not in results[0].output
-
-
-def test_a_name_that_is_taken_or_not_expected(commands: Any) -> None:
-    script = commands.script(SCRIPT)
-    coordinator = commands.start("coordinator", "--job", "job.json", "--start-seconds", "8")
-    worker = commands.start("worker", "--job", "job.json", script)
-    unknown = commands.run("worker", "--job", "job.json", "--name", "worker-7", script)
-    assert unknown.code == 1
-    assert "no worker worker-7 is expected: the job has " in unknown.output
-    assert ", at most 1 of these" in unknown.output
-    server = commands.start("server", "--job", "job.json")
-    assert [result.code for result in end(commands, worker, server, coordinator)] == [0, 0, 0]
 
 
 def test_a_script_ends_under_the_launcher_as_it_does_alone(commands: Any) -> None:

@@ -31,6 +31,7 @@ from syncline.core.control import (
     Register,
     Report,
     Roster,
+    Uploaded,
 )
 from syncline.core.members import Member
 from syncline.core.message import Message
@@ -45,6 +46,7 @@ REPORT_SECONDS = 0.5
 #: How long a broken connection waits for the coordinator's word on why.
 VERDICT_SECONDS = 4.0
 _WAITS: dict[type[Message], str] = {Register: "registration"}
+_FOR_OTHERS = (Barrier, Register, Uploaded)  # what may wait for other workers: who is to leave waits no longer
 _current: Job | None = None
 _of_thread = threading.local()  # several workers in one process: each thread has its own
 
@@ -202,11 +204,11 @@ class Job:
         self._before_settle.append(action)
 
     def retire(self) -> None:
-        """This worker is to leave when its step is done; from any thread, and from a signal's handler."""
+        """This worker is to leave when its step is done, or where it waits for others; from any thread or signal."""
         self._hearing.is_retiring = True
 
     def leave_if_asked(self) -> None:
-        """Between two steps: ends this worker's script, well, when it was asked to leave."""
+        """Between two steps, or in a wait: ends this worker's script, well, when it was asked to leave."""
         if self._hearing.is_retiring and not self._closed.is_set():
             self._hearing.is_retiring, self._hearing.has_retired = False, True  # what is sent now may come by here
             self.close()
@@ -236,7 +238,8 @@ class Job:
         what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
             with self.exchange.waits.of(what):
-                return self._link.call(message, self.config.wait_seconds)
+                look = self.leave_if_asked if isinstance(message, _FOR_OTHERS) else None
+                return self._link.call(message, self.config.wait_seconds, look)
         except WaitTimeout:
             seconds, why = self.config.wait_seconds, self._why()
             words = why if "has waited" in why else f"{what} has waited {seconds:g} s: {why}"

@@ -132,7 +132,9 @@ class KeyValue:
     def gradients(self, names: Iterable[str] | None = None) -> dict[str, Array]:
         """Arrays inside the arena of the next push: filled in place, they are pushed without a copy.
 
-        Ask again for every push when the job has a window; without one, the arrays stay the same.
+        From `push` until its `wait` has returned they must not be changed: servers read them there, and they are
+        what is sent again when a server dies. A change meanwhile is not noticed. Ask again for every push when the
+        job has a window; without one, the arrays stay the same.
         """
         return {name: self._in_arena(name) for name in self._known(names)}
 
@@ -178,14 +180,20 @@ class KeyValue:
         return PushPlan(grads, pushed, targets, self._exchange.checks_finite)
 
     def push(self, grads: Mapping[str, Array], weight: float = 1.0) -> KvTicket:
-        """Sends gradients (any subset of names) and commits one clock."""
+        """Sends gradients (any subset of names) and commits one clock.
+
+        It sends a copy: the arrays may be changed when this returns, unless they are those of `gradients`.
+        """
         self._leave_if_asked()
         return KvTicket(self._commit(grads, weight, None), lambda: None, self._leave_if_asked)
 
     def push_pull(
         self, grads: Mapping[str, Array], out: Mapping[str, Array] | None = None, weight: float = 1.0
     ) -> KvTicket:
-        """Sends gradients, commits, and brings back new parameters: those of `out`, or of the pushed names."""
+        """Sends gradients, commits, and brings back new parameters: those of `out`, or of the pushed names.
+
+        `out` is written until `wait` has returned; the gradients are sent as by `push`.
+        """
         self._leave_if_asked()
         plan = self._pull_plan(list(grads) if out is None else list(out), out)
         result = functools.partial(self._finish, plan)

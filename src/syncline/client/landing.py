@@ -56,7 +56,11 @@ class Landing:
         return [buffer_of(view) for part in parts for view in self._sink.views(part)]
 
     def give_up(self) -> None:
-        """The commit is made anew: whatever still comes by this way goes nowhere."""
+        """The commit is made anew: whatever still comes by this way goes nowhere.
+
+        What is coming in already is through before any server is told anew to commit: first they all acknowledge
+        what is staged, each by the connection that its old answer comes by.
+        """
         self._is_given_up = True
 
     def _parts(self, answer: Committed) -> list[Slice]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from syncline.client.arena import Arenas
 from syncline.client.arrays import Bytes
+from syncline.client.dialing import Dialing
 from syncline.client.reading import ServerReader
 from syncline.config import JobConfig
 from syncline.core.control import AskWhy, GivenWhy, Roster
@@ -40,6 +41,8 @@ class Placement:
         self._unseen: set[str] = set()  # servers whose slices are not where they were last seen
         self._segments: dict[int, list[str]] = {}  # the primaries of each
         self._has_connected = False
+        self._dialing: Dialing | None = None
+        self._heard: Roster | None = None
         self.arenas = Arenas(self.endpoints, self.hosting, num_slots, config, say)
         self._wire = WireStats()
 
@@ -115,14 +118,18 @@ class Placement:
         self.arenas.attach()
 
     def _connect(self, member: Member) -> None:
+        self._dialing = Dialing(self._dial, member)
         try:
-            endpoint = self._dial(member)
+            self._stop_dialing_if_out()
+            endpoint = self._dialing.wait()
         except (OSError, FrameError) as error:
             raise ConnectionLost(f"{member.name} cannot be reached: {error}") from None
         except ConfigError as error:
             if not self._has_connected:  # what was asked for cannot be; later it means that the server is gone
                 raise
             raise ConnectionLost(f"{member.name} cannot be reached: {error}") from None
+        finally:
+            self._dialing = None
         self._has_connected = True
         self.endpoints[member.name] = endpoint
         self.readers[member.name] = ServerReader(endpoint, self._config.wait_seconds)
@@ -137,10 +144,19 @@ class Placement:
 
     def hear(self, roster: Roster) -> None:
         """From any thread: whoever waits for a server that is out need not wait any longer."""
+        self._heard = roster
         incarnations = {member.name: member.incarnation for member in roster.members}
         for name, endpoint in list(self.endpoints.items()):
             if incarnations.get(name) != self._incarnations.get(name):
                 endpoint.close(f"{name} is out since generation {roster.generation}")
+        self._stop_dialing_if_out()
+
+    def _stop_dialing_if_out(self) -> None:
+        dialing, roster = self._dialing, self._heard
+        if dialing is None or roster is None:
+            return
+        if all(member.incarnation != dialing.member.incarnation for member in roster.members):
+            dialing.give_up(f"{dialing.member.name} is out since generation {roster.generation}")
 
     # -- what is asked of it ------------------------------------------------------------------------------
 
@@ -176,6 +192,9 @@ class Placement:
 
     def break_off(self, reason: str) -> None:
         """From any thread: every wait ends now."""
+        dialing = self._dialing
+        if dialing is not None:
+            dialing.give_up(reason)
         for endpoint in list(self.endpoints.values()):
             with contextlib.suppress(SynclineError):
                 endpoint.close(reason)

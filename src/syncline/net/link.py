@@ -15,6 +15,8 @@ from syncline.stats import WireStats
 
 #: Between two attempts to reach a coordinator that is gone.
 _AGAIN_SECONDS = 0.05
+#: How often a wait that may be ended looks whether it is to be.
+_LOOK_SECONDS = 0.1
 #: Over a link that is half open nothing comes back: after this long without an answer to a beat it is made anew.
 _SILENT_SECONDS = 3.0
 
@@ -53,13 +55,21 @@ class Link:
 
     # -- asking -------------------------------------------------------------------------------------------
 
-    def call(self, message: Message, seconds: float) -> Message:
-        """The answer; asked again as often as the connection breaks, until the deadline."""
+    def call(self, message: Message, seconds: float, look: Callable[[], None] | None = None) -> Message:
+        """The answer; asked again as often as the connection breaks, until the deadline.
+
+        `look` is called now and then meanwhile: what it raises ends the wait.
+        """
         until = time.monotonic() + seconds
         while True:
             endpoint = self._open_endpoint(until, message, seconds)
             try:
-                return endpoint.call(message).wait(max(0.0, until - time.monotonic()))
+                call = endpoint.call(message)
+                while look is not None and not call.arrives(min(_LOOK_SECONDS, until - time.monotonic())):
+                    look()
+                    if time.monotonic() >= until:
+                        break
+                return call.wait(max(0.0, until - time.monotonic()))
             except ConnectionLost:
                 self._lost(endpoint, "closed")  # by whoever sees it first
             except WaitTimeout:

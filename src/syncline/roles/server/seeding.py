@@ -42,8 +42,11 @@ class Seeding:
     def _seed_all(self, request: Request, message: SeedTo, partner: Partner) -> None:
         begun: list[HostedSlice] = []
         try:
+            partner.connect()  # a host that does not answer takes ten seconds: those for others need not wait
             with self._one_at_a_time:
-                endpoint = partner.connect()
+                endpoint = partner.current()
+                if endpoint is None:
+                    raise ConnectionLost(f"{partner.name} is gone again")
                 slots = [slot for slot in self._slots(message.slices) if not _has(slot, message.target)]
                 replicas = self._replicas(endpoint, partner, slots)
                 for slot, replica in zip(slots, replicas, strict=True):
