@@ -30,6 +30,7 @@ from syncline.core.control import (
     Uploaded,
     Watch,
 )
+from syncline.core.handing import AskLease, EndShard, LeaveEpoch, OpenEpoch, Uses
 from syncline.core.layout import Segment
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
@@ -40,6 +41,7 @@ from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
 from syncline.roles.coordinator.changing import Changing
 from syncline.roles.coordinator.ending import Ending
+from syncline.roles.coordinator.handing import Handing
 from syncline.roles.coordinator.joining import Joining
 from syncline.roles.coordinator.meeting import Meeting
 from syncline.roles.coordinator.registering import Registering
@@ -111,6 +113,7 @@ class Coordinator:
         self.registering = Registering(self)
         self.reporting = Reporting(self)
         self.changing = Changing(self)
+        self.handing = Handing(self)
         self.watching = Watching(self) if watches else None
         self._handlers = self._all_handlers()
         if state.formed:
@@ -191,6 +194,11 @@ class Coordinator:
             Leave: self._leave,
             Died: self._died,
             Scale: self._scale,
+            OpenEpoch: self.handing.open,
+            AskLease: self.handing.ask,
+            LeaveEpoch: self.handing.leave,
+            EndShard: self.handing.end_shard,
+            Uses: self.handing.uses,
         }
 
     def handle(self, request: Request) -> None:
@@ -274,6 +282,7 @@ class Coordinator:
             if before is None or before[0].step != message.step:
                 self.advanced[name] = now
             self.beats[name] = (message, now)
+            self.handing.beat(name, message)
         request.reply(Done())
 
     # -- goings -------------------------------------------------------------------------------------------

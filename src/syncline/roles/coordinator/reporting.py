@@ -127,6 +127,7 @@ class Reporting:
         }
         found = causes(told)
         found += self._c.meeting.waits(now)
+        found += self._c.handing.waits(now)
         for who, since in self._c.registering.waiting():
             chief = self._c.membership.chief
             found.append(Wait(who, 0, [chief], now - since, f"the registration of {who}"))

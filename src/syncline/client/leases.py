@@ -1,0 +1,226 @@
+"""A worker's leases: what it reads next in an epoch, what of it is read, held and committed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.core.handing import AskLease, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
+from syncline.core.leasing import Loader
+from syncline.core.message import Message
+from syncline.core.spans import Span
+from syncline.errors import SynclineError
+from syncline.net.rpc import Call
+
+#: More is asked for when no more than this part of the last lease is left.
+_ASK_AT = 0.5
+#: An answer that did not come: the coordinator is away, and asked again so soon.
+_AGAIN_SECONDS = 0.25
+
+
+class Asks(Protocol):
+    """The way to the coordinator."""
+
+    def ask(self, message: Message) -> Message:
+        """Waits for the answer, as long as it takes."""
+
+    def try_ask(self, message: Message) -> Call:
+        """One attempt, not waited for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one batch is to hold: places of a lease, and the positions they stand for."""
+
+    lease: int
+    begin: int
+    end: int
+    positions: npt.NDArray[np.int64]
+    is_last: bool  # of its lease, as far as is known now
+
+
+@dataclasses.dataclass
+class _Own:
+    """A lease of this worker: what of it is cut into batches, and where it ends."""
+
+    number: int
+    span: Span
+    begin: int  # the next place to be read
+    end: int
+
+
+class Uses:
+    """What this worker has read and not committed yet; every commit takes it along. For all loaders of a job."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read: list[tuple[int, int, int, bool]] = []
+        self.samples = 0  # read so far
+
+    def read(self, piece: Piece) -> None:
+        """The script has got this batch."""
+        with self._lock:
+            self._read.append((piece.lease, piece.begin, piece.end, piece.is_last))
+            self.samples += piece.end - piece.begin
+
+    def take(self) -> list[tuple[int, int, int, bool]]:
+        """All of it, for the commit that is made now."""
+        with self._lock:
+            taken, self._read = self._read, []
+        return taken
+
+    def held(self, leases: set[int]) -> list[Use]:
+        """What of these leases waits for a commit, from the first place to the last."""
+        with self._lock:
+            places: dict[int, tuple[int, int]] = {}
+            for lease, begin, end, _ in self._read:
+                if lease in leases:
+                    first, last = places.get(lease, (begin, end))
+                    places[lease] = (min(first, begin), max(last, end))
+        return [(lease, begin, end) for lease, (begin, end) in places.items()]
+
+    def drop(self, leases: set[int]) -> list[Use]:
+        """What of these leases was read for no commit: it is in none from now on."""
+        with self._lock:
+            dropped = [(lease, begin, end) for lease, begin, end, _ in self._read if lease in leases]
+            self._read = [use for use in self._read if use[0] not in leases]
+        return dropped
+
+
+class Reading:
+    """This worker's loop over one epoch of a loader: batches to read, until the epoch is finished."""
+
+    def __init__(
+        self,
+        asks: Asks,
+        uses: Uses,
+        loader: str,
+        epoch: int,
+        data: Loader,
+        *,
+        rest: Callable[[], None],
+        work_seconds: Callable[[], float],
+    ) -> None:
+        """`rest` is called before a wait for others, `work_seconds` says how long this worker has worked so far."""
+        self.loader, self.epoch = loader, epoch
+        self._asks, self._uses, self._data = asks, uses, data
+        self._rest, self._work_seconds = rest, work_seconds
+        self._lock = threading.Lock()
+        self._own: collections.deque[_Own] = collections.deque()
+        self._numbers: set[int] = set()  # of all leases of this loop
+        self._size = 0  # of the last lease
+        self._asked: Call | None = None
+        self._asked_at = 0.0
+        self._told = (0, 0.0)  # samples and seconds of work, as last said
+        answer = asks.ask(OpenEpoch(loader, epoch, data))
+        assert isinstance(answer, Opened)
+        self.num_samples, self.num_done, self._is_finished = answer.num_samples, answer.num_done, not answer.is_left
+
+    def next(self) -> Piece | None:
+        """The next batch to read; None when the epoch is finished. Waits for others when they have the rest."""
+        while True:
+            piece = self._cut()
+            self._ask_ahead()
+            if piece is not None:
+                return piece
+            if self._is_finished:
+                return None
+            self._take(self._asked.wait(0) if self._arrived() else self._wait())
+
+    def _arrived(self) -> bool:
+        return self._asked is not None and self._asked.arrives(0)
+
+    def _cut(self) -> Piece | None:
+        with self._lock:
+            while self._own and self._own[0].begin >= self._own[0].end:
+                self._own.popleft()
+            if not self._own:
+                return None
+            own = self._own[0]
+            end = min(own.begin + (own.span.width or self._data.batch), own.end)
+            positions = own.span.positions(own.begin, end)
+            piece = Piece(own.number, own.begin, end, positions, end == own.end)
+            own.begin = end
+            return piece
+
+    @property
+    def num_left(self) -> int:
+        """Samples that are leased and not cut into batches yet."""
+        with self._lock:
+            return sum(own.end - own.begin for own in self._own)
+
+    # -- asking -------------------------------------------------------------------------------------------
+
+    def _question(self, *, waits: bool) -> AskLease:
+        samples, seconds = self._uses.samples, self._work_seconds()
+        before, self._told = self._told, (samples, seconds)
+        held = self._uses.held(self._numbers)
+        return AskLease(self.loader, self.epoch, held, samples - before[0], seconds - before[1], waits)
+
+    def _ask_ahead(self) -> None:
+        """While there is still something to read, so that a coordinator that is away stops nobody."""
+        if self._arrived():
+            asked, self._asked = self._asked, None
+            try:
+                assert asked is not None
+                self._take(asked.wait(0))
+            except SynclineError:
+                return
+        now = time.monotonic()
+        if self._is_finished or self._asked is not None or now - self._asked_at < _AGAIN_SECONDS:
+            return
+        if self.num_left <= _ASK_AT * self._size:
+            self._asked_at = now
+            try:
+                self._asked = self._asks.try_ask(self._question(waits=False))
+            except SynclineError:
+                return
+
+    def _wait(self) -> Message:
+        """Nothing is left here: others are not to wait for this worker meanwhile."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            try:
+                return asked.wait(_AGAIN_SECONDS)
+            except SynclineError:
+                pass
+        self._rest()
+        return self._asks.ask(self._question(waits=True))
+
+    def _take(self, answer: Message) -> None:
+        self._asked = None
+        assert isinstance(answer, GivenLease)
+        if answer.is_finished:
+            self._is_finished = True
+        elif answer.lease:
+            with self._lock:
+                self._numbers.add(answer.lease)
+                self._size = len(answer.span)
+                self._own.append(_Own(answer.lease, answer.span, 0, self._size))
+
+    # -- giving back --------------------------------------------------------------------------------------
+
+    def give_back(self) -> list[tuple[int, int]]:
+        """What is not cut into batches yet is others'; in the thread that hears the coordinator."""
+        with self._lock:
+            given = [(own.number, own.begin) for own in self._own if own.begin < own.end]
+            for own in self._own:
+                own.end = own.begin
+        return given
+
+    def leave(self, unread: list[Piece], *, passes_over: bool) -> None:
+        """The loop is left: what was not given to the script goes back, what it made no step with is passed over."""
+        given = dict(self.give_back())
+        for piece in unread:
+            given[piece.lease] = min(piece.begin, given.get(piece.lease, piece.begin))
+        dropped = self._uses.drop(self._numbers) if passes_over else []
+        if given or dropped or not self._is_finished:
+            self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped))
+        self._is_finished = True
