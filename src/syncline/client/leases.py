@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
@@ -43,7 +44,6 @@ class Piece:
     begin: int
     end: int
     positions: npt.NDArray[np.int64]
-    is_last: bool  # of its lease, as far as is known now
 
 
 @dataclasses.dataclass
@@ -61,16 +61,16 @@ class Uses:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read: list[tuple[int, int, int, bool]] = []
+        self._read: list[Use] = []
         self.samples = 0  # read so far
 
     def read(self, piece: Piece) -> None:
         """The script has got this batch."""
         with self._lock:
-            self._read.append((piece.lease, piece.begin, piece.end, piece.is_last))
+            self._read.append((piece.lease, piece.begin, piece.end))
             self.samples += piece.end - piece.begin
 
-    def take(self) -> list[tuple[int, int, int, bool]]:
+    def take(self) -> list[Use]:
         """All of it, for the commit that is made now."""
         with self._lock:
             taken, self._read = self._read, []
@@ -80,7 +80,7 @@ class Uses:
         """What of these leases waits for a commit, from the first place to the last."""
         with self._lock:
             places: dict[int, tuple[int, int]] = {}
-            for lease, begin, end, _ in self._read:
+            for lease, begin, end in self._read:
                 if lease in leases:
                     first, last = places.get(lease, (begin, end))
                     places[lease] = (min(first, begin), max(last, end))
@@ -89,7 +89,7 @@ class Uses:
     def drop(self, leases: set[int]) -> list[Use]:
         """What of these leases was read for no commit: it is in none from now on."""
         with self._lock:
-            dropped = [(lease, begin, end) for lease, begin, end, _ in self._read if lease in leases]
+            dropped = [(lease, begin, end) for lease, begin, end in self._read if lease in leases]
             self._read = [use for use in self._read if use[0] not in leases]
         return dropped
 
@@ -132,10 +132,7 @@ class Reading:
                 return piece
             if self._is_finished:
                 return None
-            self._take(self._asked.wait(0) if self._arrived() else self._wait())
-
-    def _arrived(self) -> bool:
-        return self._asked is not None and self._asked.arrives(0)
+            self._take(self._wait())
 
     def _cut(self) -> Piece | None:
         with self._lock:
@@ -146,7 +143,7 @@ class Reading:
             own = self._own[0]
             end = min(own.begin + (own.span.width or self._data.batch), own.end)
             positions = own.span.positions(own.begin, end)
-            piece = Piece(own.number, own.begin, end, positions, end == own.end)
+            piece = Piece(own.number, own.begin, end, positions)
             own.begin = end
             return piece
 
@@ -166,31 +163,26 @@ class Reading:
 
     def _ask_ahead(self) -> None:
         """While there is still something to read, so that a coordinator that is away stops nobody."""
-        if self._arrived():
+        if self._asked is not None and self._asked.arrives(0):
             asked, self._asked = self._asked, None
-            try:
-                assert asked is not None
+            with contextlib.suppress(SynclineError):
                 self._take(asked.wait(0))
-            except SynclineError:
-                return
         now = time.monotonic()
         if self._is_finished or self._asked is not None or now - self._asked_at < _AGAIN_SECONDS:
             return
         if self.num_left <= _ASK_AT * self._size:
             self._asked_at = now
-            try:
+            with contextlib.suppress(SynclineError):
                 self._asked = self._asks.try_ask(self._question(waits=False))
-            except SynclineError:
-                return
 
     def _wait(self) -> Message:
         """Nothing is left here: others are not to wait for this worker meanwhile."""
         asked, self._asked = self._asked, None
         if asked is not None:
-            try:
-                return asked.wait(_AGAIN_SECONDS)
-            except SynclineError:
-                pass
+            with contextlib.suppress(SynclineError):
+                answer = asked.wait(_AGAIN_SECONDS)
+                if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
+                    return answer
         self._rest()
         return self._asks.ask(self._question(waits=True))
 

@@ -84,7 +84,7 @@ class AskUses(Message, frozen=True):
 
 
 class Uses(Message, frozen=True):
-    """What commits have used; told by the server of slice 0, at once when a lease is through."""
+    """What commits have used, by the word of the server of slice 0."""
 
     uses: list[Use]
 

@@ -112,7 +112,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard,
     }),
     "server": frozenset({
-        Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate, Uses,
+        Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, Install, SeedTo, AskCopies, GiveCopies,

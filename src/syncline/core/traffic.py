@@ -9,6 +9,7 @@ import math
 
 import msgspec
 
+from syncline.core.handing import Use
 from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS, Ranges
 from syncline.core.message import Message
 from syncline.core.rule import Option
@@ -94,7 +95,7 @@ class Seed(Message, frozen=True):
     entries: list[StateEntry]
     lent: int | None  # memory that updates will lie in, and where
     offset: int = 0
-    uses: list[tuple[int, int, int]] = []  # slice 0: of leases, that were not confirmed yet
+    uses: list[Use] = []  # slice 0: of leases, that were not confirmed yet
 
 
 class Replicate(Message, frozen=True):
@@ -111,7 +112,7 @@ class Replicate(Message, frozen=True):
     overrides: list[tuple[int, dict[str, Option]]]  # group, hyperparameters
     scale: float
     wants_digest: bool = False
-    uses: list[tuple[int, int, int]] = []  # slice 0: what these commits have used of leases
+    uses: list[Use] = []  # slice 0: what these commits have used of leases
 
 
 class Replicated(Message, frozen=True):
@@ -142,7 +143,7 @@ class Stage(Message, frozen=True):
     pull: list[int]  # slices whose bytes go back over a socket with the answer
     parts: bool = False  # say which slices are applied while others are not yet
     rows: list[int] | None = None  # room for row-sparse gradients; refused today
-    uses: list[tuple[int, int, int, bool]] = []  # of leases: number, from, to, whether it is through by that
+    uses: list[Use] = []  # what of leases this commit has used
 
 
 class CommitStaged(Message, frozen=True):

@@ -30,7 +30,7 @@ from syncline.core.control import (
     Uploaded,
     Watch,
 )
-from syncline.core.handing import AskLease, EndShard, LeaveEpoch, OpenEpoch, Uses
+from syncline.core.handing import AskLease, EndShard, LeaveEpoch, OpenEpoch
 from syncline.core.layout import Segment
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
@@ -198,7 +198,6 @@ class Coordinator:
             AskLease: self.handing.ask,
             LeaveEpoch: self.handing.leave,
             EndShard: self.handing.end_shard,
-            Uses: self.handing.uses,
         }
 
     def handle(self, request: Request) -> None:

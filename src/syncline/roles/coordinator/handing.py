@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Iterable
@@ -76,6 +77,27 @@ class Handing:
             self.leasing.measured(request.peer.name, message.samples, message.seconds)
             self._asking[request.peer.name] = (request, message, time.monotonic())
         self.answer()
+        if message.waits:
+            self._ask_uses()
+
+    def _ask_uses(self) -> None:
+        """Somebody waits for the end of an epoch: what was used meanwhile is asked for, not waited for."""
+        with self._c.lock:
+            seat = self._c.membership.state.seats.get(0)
+            endpoint = self._c.endpoints.get(seat.primary) if seat is not None and self._asking else None
+        if endpoint is None:
+            return
+        with contextlib.suppress(ConnectionLost):
+            call = endpoint.call(AskUses())
+            call.when_done(functools.partial(self._were_used, call))
+
+    def _were_used(self, call: Call) -> None:
+        with contextlib.suppress(SynclineError):
+            answer = call.wait(0)
+            if isinstance(answer, Uses) and answer.uses:
+                with self._c.lock:
+                    self._use(answer.uses)
+                self.answer()
 
     def leave(self, request: Request, message: LeaveEpoch) -> None:
         with self._c.lock:
@@ -120,14 +142,6 @@ class Handing:
             self._measured[name] = (beat.samples, beat.work_seconds)
             self.leasing.measured(name, beat.samples - samples, beat.work_seconds - seconds)
 
-    def uses(self, request: Request, message: Uses) -> None:
-        """A lease is through: whoever waits for it hears so at once."""
-        with self._c.lock:
-            self._use(message.uses)
-        if request.number:
-            request.reply(Done())
-        self.answer()
-
     def _use(self, uses: Iterable[Use]) -> None:
         self._used += (fresh := list(uses))
         self.leasing.used(fresh)
@@ -149,7 +163,10 @@ class Handing:
                     self._reclaim(request, message)
             for owner, name, number in recalls:
                 self._recall(owner, Recall(name, number))
+            somebody_waits = any(message.waits for _, message, _ in self._asking.values())
         self.answer()
+        if somebody_waits:
+            self._ask_uses()
         if self._used and now - self._kept_at > KEEP_SECONDS:
             self._confirm(now)
 
