@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from syncline.core.ledger import Epoch, Lease, merged
+from syncline.core.ledger import Epoch, Lease
+from syncline.core.places import merged, without
 from syncline.core.spans import Span
 
 A, B, C = ("worker-0", 1), ("worker-1", 2), ("worker-2", 3)
@@ -134,6 +135,13 @@ def test_a_billion_samples_cost_little() -> None:
 )
 def test_merged(places: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
     assert merged(places) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))), st.tuples(st.integers(0, 20), st.integers(0, 20)))
+def test_without_is_the_difference(places: list[tuple[int, int]], gone: tuple[int, int]) -> None:
+    gone = (min(gone), max(gone))
+    here = {k for begin, end in merged(places) for k in range(begin, end)}
+    assert {k for begin, end in without(merged(places), gone) for k in range(begin, end)} == here - set(range(*gone))
 
 
 class Epochs(RuleBasedStateMachine):

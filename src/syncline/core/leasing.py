@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from syncline.core.ledger import Epoch, Lease, Places, merged
+from syncline.core.ledger import Epoch, Lease
+from syncline.core.places import Places, merged
 from syncline.core.shares import deal_rounds, lease_samples, widths, worth_a_change
 from syncline.core.slices import Identity
 from syncline.core.spans import Span

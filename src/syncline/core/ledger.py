@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from syncline.core.places import Places, merged
 from syncline.core.slices import Identity
 from syncline.core.spans import Span, comb, count, joined
 
 #: So many different workers must fail at a batch before it is set aside.
 MOST_FAILURES = 3
-#: Places in a lease, counted along its span: from, to.
-Places = tuple[int, int]
 
 
 class Lease(msgspec.Struct, array_like=True):
@@ -215,16 +214,3 @@ class Epoch(msgspec.Struct):
                     del self.leases[lease.number]
         kept = [Span(s.start, min(s.stop, position)) if s.start < position < s.stop <= stop else s for s in self.todo]
         self.todo = [s for s in kept if not position <= s.start < stop]
-
-
-def merged(places: Sequence[Places]) -> list[Places]:
-    """The same places in order, what touches together."""
-    found: list[Places] = []
-    for begin, end in sorted(places):
-        if begin >= end:
-            continue
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found

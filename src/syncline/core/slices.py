@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from syncline.core.places import Places, merged, without
 from syncline.errors import ProtocolError
 
 Identity = tuple[str, int]  # name, incarnation
@@ -37,6 +38,7 @@ class SliceState:
     seen: dict[str, int] = dataclasses.field(default_factory=dict)  # version that each worker pulled last
     pins: int = 0
     writing: bool = False
+    uses: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: of leases, not confirmed yet
 
     def admit(self, worker: Identity, clock: int) -> Literal["new", "already applied"]:
         """Whether a commit is still to be applied here; a gap is an error of ours, never skipped over."""
@@ -55,6 +57,24 @@ class SliceState:
             self.clocks[worker] = clock
         if changed:
             self.version += 1
+
+    def used(self, uses: Iterable[tuple[int, int, int]]) -> None:
+        """What the commits that are in it have used of leases."""
+        for lease, begin, end in uses:
+            self.uses[lease] = merged([*self.uses.get(lease, ()), (begin, end)])
+
+    def confirmed(self, uses: Iterable[tuple[int, int, int]]) -> None:
+        """The coordinator has kept these: they are forgotten here."""
+        for lease, begin, end in uses:
+            left = without(self.uses.get(lease, ()), (begin, end))
+            if left:
+                self.uses[lease] = left
+            else:
+                self.uses.pop(lease, None)
+
+    def use_entries(self) -> list[tuple[int, int, int]]:
+        """The uses, for the wire."""
+        return [(lease, begin, end) for lease, places in self.uses.items() for begin, end in places]
 
     def fence(self, worker: Identity) -> None:
         """Nothing more of this incarnation, or an earlier one of its name; earlier ones are forgotten."""
@@ -75,9 +95,15 @@ class SliceState:
         return list(self.fences.items())
 
     def take_over(
-        self, version: int, clocks: Iterable[tuple[str, int, int]], fences: Iterable[tuple[str, int]]
+        self,
+        version: int,
+        clocks: Iterable[tuple[str, int, int]],
+        fences: Iterable[tuple[str, int]],
+        uses: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         """Becomes the state that another server had."""
+        self.uses = {}
+        self.used(uses)
         self.version = version
         self.clocks = {(name, incarnation): clock for name, incarnation, clock in clocks}
         self.fences = dict(fences)

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from syncline.core.control import Beat, Rejoin, Roster
 from syncline.core.message import Message
 from syncline.errors import ConnectionLost, FencedError, ProtocolError, SynclineError, WaitTimeout
@@ -232,4 +234,4 @@ class _Hearing:
 
 
 def _with_rtt(beat: Beat, rtt_seconds: float) -> Beat:
-    return Beat(rtt_seconds, beat.step, beat.clocks, beat.waits, beat.num_refused, beat.is_quarantined)
+    return msgspec.structs.replace(beat, rtt_seconds=rtt_seconds)

@@ -157,7 +157,7 @@ class Backups:
             buffer_of(slot.memory)[:] = values
             slot.rules.uploaded()
             slot.rules.load_state(loaded)
-            slot.state.take_over(message.version, message.clocks, message.fences)
+            slot.state.take_over(message.version, message.clocks, message.fences, message.uses)
             slot.uploaded = True
         backup.slot, backup.primary = slot, request.peer.name
         if message.lent is not None:
@@ -223,6 +223,7 @@ class Backups:
                 finally:
                     state.applied([], True)
         state.applied([((name, incarnation), clock) for name, incarnation, clock in message.clocks], False)
+        state.used(message.uses)
         for fence in message.fences:
             state.fence(fence)
         slot.num_updates += bool(message.has)

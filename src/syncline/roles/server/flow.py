@@ -271,10 +271,12 @@ class Flow:
 
     def of_worker(self, name: str, incarnation: int) -> list[Held]:
         """Under `order`: everything of this worker that is not answered."""
-        found = [commit for work in self._under_way.values() for commit in work.commits]
-        found += [commit for work in self._clipping.values() for commit in work.commits]
-        found += [*self._parked, *self._rounds.open_commits()]
-        return [c for c in found if (c.worker, c.item.incarnation) == (name, incarnation)]
+        return [c for c in self.unfinished() if (c.worker, c.item.incarnation) == (name, incarnation)]
+
+    def unfinished(self) -> list[Held]:
+        """Under `order`: all that is decided upon and not through, or not answered."""
+        works = {*self._under_way.values(), *self._clipping.values(), *self._busy}
+        return [commit for work in works for commit in work.commits] + [*self._parked, *self._rounds.open_commits()]
 
     def take_requests_of(self, name: str, incarnation: int) -> list[Contribution]:
         """Under `order`: this worker is out; what it has committed counts, and is not answered."""

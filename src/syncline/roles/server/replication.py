@@ -23,7 +23,7 @@ from syncline.errors import ConnectionLost, FencedError, RuleError, SynclineErro
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.roles.server.rules import tensor_of
-from syncline.roles.server.work import Contribution, FenceWork, Work
+from syncline.roles.server.work import Contribution, FenceWork, Work, uses_of
 
 if TYPE_CHECKING:
     from syncline.roles.server.hosted import HostedSlice
@@ -91,7 +91,8 @@ def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> Letter:
             entries.append(entry)
             buffers.append(buffer_of(tensor.clone().reshape(-1).view(torch.uint8).numpy()))
     state, (number, offset) = slot.state, lent or (None, 0)
-    message = Seed(slot.part.id, state.version, state.clock_entries(), state.fence_entries(), entries, number, offset)
+    clocks, fences, uses = state.clock_entries(), state.fence_entries(), state.use_entries()
+    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, uses)
     return Letter(message, buffers)
 
 
@@ -130,6 +131,7 @@ class Replica:
             list(work.overrides_for(slot.part.segment).items()),
             work.scale,
             bool(has) and (version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind,
+            uses_of(commits) if slot.part.id == 0 else [],
         )
         views = slot.rules.bytes_of_pieces(self._region.array, has)
         if self.outbox is not None:

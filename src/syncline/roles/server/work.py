@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from syncline.core.handing import Use
 from syncline.core.layout import Ranges, Slice
 from syncline.core.policy import Policy
 from syncline.core.rounds import Commit
@@ -48,7 +49,7 @@ class Contribution:
 
     __slots__ = (
         "again", "answer", "arrays", "back_at", "clip_norm", "clocks", "incarnation", "is_fenced", "is_told",
-        "overrides", "pushed", "request", "since", "skip", "slot", "stretch", "weight",
+        "overrides", "pushed", "request", "since", "skip", "slot", "stretch", "uses", "weight",
     )  # fmt: skip
 
     def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
@@ -63,6 +64,7 @@ class Contribution:
         self.answer: Progress | None = None  # where the answer goes out slice by slice
         self.again: list[Contribution] = []  # the same commit, said more than once: each saying is answered
         self.clocks: dict[str, int] = {}  # that go with its answer
+        self.uses: Sequence[Use] = ()  # of leases
         self.since = 0.0  # when it was committed
         self.is_told = False  # what it says is known, not only bytes that went ahead
         self.is_fenced = False  # its worker is out, and it counts all the same
@@ -80,6 +82,11 @@ class Contribution:
 
 
 Round = tuple[Commit[Contribution], ...]
+
+
+def uses_of(commits: Iterable[Commit[Contribution]]) -> list[Use]:
+    """What these commits have used of leases."""
+    return [use for commit in commits for use in commit.item.uses]
 
 
 class Work:
