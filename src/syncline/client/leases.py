@@ -23,7 +23,7 @@ from syncline.net.rpc import Call
 #: More is asked for when no more than this part of the last lease is left.
 _ASK_AT = 0.5
 #: An answer that did not come: the coordinator is away, and asked again so soon.
-_AGAIN_SECONDS = 0.25
+_AGAIN_SECONDS, _ANSWER_SECONDS = 0.25, 5.0
 
 
 class Asks(Protocol):
@@ -123,16 +123,19 @@ class Reading:
         assert isinstance(answer, Opened)
         self.num_samples, self.num_done, self._is_finished = answer.num_samples, answer.num_done, not answer.is_left
 
-    def next(self) -> Piece | None:
-        """The next batch to read; None when the epoch is finished. Waits for others when they have the rest."""
+    def next(self, *, may_wait: bool = True) -> Piece | None:
+        """The next batch to read; None when the epoch is finished, or when there is none without a wait."""
         while True:
             piece = self._cut()
             self._ask_ahead()
-            if piece is not None:
+            if piece is not None or self._is_finished or not (may_wait or self._own):
                 return piece
-            if self._is_finished:
-                return None
-            self._take(self._wait())
+            if may_wait:
+                self._take(self._wait())
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
 
     def _cut(self) -> Piece | None:
         with self._lock:
@@ -158,8 +161,8 @@ class Reading:
     def _question(self, *, waits: bool) -> AskLease:
         samples, seconds = self._uses.samples, self._work_seconds()
         before, self._told = self._told, (samples, seconds)
-        held = self._uses.held(self._numbers)
-        return AskLease(self.loader, self.epoch, held, samples - before[0], seconds - before[1], waits)
+        held, left = self._uses.held(self._numbers), self.num_left
+        return AskLease(self.loader, self.epoch, held, left, samples - before[0], seconds - before[1], waits)
 
     def _ask_ahead(self) -> None:
         """While there is still something to read, so that a coordinator that is away stops nobody."""
@@ -176,13 +179,16 @@ class Reading:
                 self._asked = self._asks.try_ask(self._question(waits=False))
 
     def _wait(self) -> Message:
-        """Nothing is left here: others are not to wait for this worker meanwhile."""
+        """Nothing is left here. When others have all the rest, no round is to wait for this worker meanwhile."""
         asked, self._asked = self._asked, None
         if asked is not None:
             with contextlib.suppress(SynclineError):
-                answer = asked.wait(_AGAIN_SECONDS)
+                answer = asked.wait(_ANSWER_SECONDS)
                 if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
                     return answer
+        answer = self._asks.ask(self._question(waits=False))
+        if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
+            return answer
         self._rest()
         return self._asks.ask(self._question(waits=True))
 

@@ -134,4 +134,5 @@ def _stage_message(ticket: ServersTicket, parts: Sequence[Slice], landing: Landi
         commit=commit,
         pull=landing.pull if commit and landing is not None else [],
         parts=commit and landing is not None and landing.in_parts,
+        uses=ticket.uses,
     )

@@ -27,22 +27,24 @@ class Opened(Message, frozen=True):
 
 
 class AskLease(Message, frozen=True):
-    """A worker will soon have read all that it has; answered when there is more, or the epoch is finished.
+    """A worker has read, or will soon have read, all that it has.
 
-    `held`: what it has read and not committed. With how many samples it has spent how much time of work since it
-    asked last.
+    `held`: what it has read and not committed. `left`: what it has still to read. With how many samples it has spent
+    how much time of work since it asked last. `waits`: it takes part in no round, and is answered when there is more,
+    or the epoch is finished; else also when all that is left is in others' hands.
     """
 
     loader: str
     epoch: int
     held: list[Use]
+    left: int = 0
     samples: int = 0
     seconds: float = 0.0
-    waits: bool = True  # it has nothing to do meanwhile
+    waits: bool = False
 
 
 class GivenLease(Message, frozen=True):
-    """The next lease; 0: the epoch is finished. `waits` was not said, and there is nothing now: no lease either."""
+    """The next lease; 0: there is none, for now or because the epoch is finished."""
 
     lease: int
     span: Span

@@ -50,11 +50,12 @@ class LeaseState(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """To a worker that asks for more: a lease; or that the epoch is finished; or to wait, for whom to give back."""
+    """To a worker that asks for more: a lease; or that the epoch is finished; or whom to have give back."""
 
     lease: Lease | None = None
     is_finished: bool = False
     recall: tuple[Identity, ...] = ()
+    is_coming: bool = False  # there is more, or may be, as soon as others have answered
 
 
 class Leasing:
@@ -116,8 +117,11 @@ class Leasing:
         number: int,
         taking_part: Sequence[Identity],
         held: Iterable[tuple[int, int, int]] = (),
+        *,
+        is_idle: bool = True,
     ) -> Answer:
-        """A worker has read all that it had. `held`: what it has read and not committed, by lease and places."""
+        """A worker wants more. `held`: what it has read and not committed, by lease and places. `is_idle`: it has
+        nothing left to read."""
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
         if epoch is None or self._is_through(name, number, epoch):
@@ -128,7 +132,8 @@ class Leasing:
             self._dry.discard((owner, name, number))
             self._held.pop((owner, name, number), None)
             return Answer(lease)
-        return Answer(recall=self._whom_to_ask(owner, name, number, epoch))
+        recall = self._whom_to_ask(owner, name, number, epoch) if is_idle else ()
+        return Answer(recall=recall, is_coming=bool(epoch.todo) or self._is_recalling(name, number))
 
     def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
         """Whether all is done, but for what waits for the next commits of those who have read it."""
@@ -150,7 +155,7 @@ class Leasing:
     def _hand_out(
         self, owner: Identity, name: str, number: int, epoch: Epoch, taking_part: Sequence[Identity]
     ) -> Lease | None:
-        if not epoch.todo or any((name, number) in asked for asked in self._recalled.values()):
+        if not epoch.todo or self._is_recalling(name, number):
             return None
         first = self.state.next_lease
         if self.state.loaders[name].num_shards:
@@ -199,6 +204,9 @@ class Leasing:
         for one in fresh:
             self._recalled.setdefault(one, set()).add((name, number))
         return tuple(fresh)
+
+    def _is_recalling(self, name: str, number: int) -> bool:
+        return any((name, number) in asked for asked in self._recalled.values())
 
     def gave_back(self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]]) -> int:
         """A worker reads none of these leases from these places on: samples that are to do again by it."""

@@ -213,8 +213,8 @@ class Handing:
             answers = []
             for name, (request, message, since) in list(self._asking.items()):
                 given = self._decide(request, message)
-                if given is not None or not message.waits:
-                    answers.append((name, request, message, since, given or GivenLease(0, _NOTHING)))
+                if given is not None:
+                    answers.append((name, request, message, since, given))
                     del self._asking[name]
             if any(given.lease for *_, given in answers) and not self._keep_leases(answers):
                 return
@@ -223,12 +223,17 @@ class Handing:
 
     def _decide(self, request: Request, message: AskLease) -> GivenLease | None:
         owner, taking_part = _owner(request), self._taking_part()
-        answer = self.leasing.ask(owner, message.loader, message.epoch, taking_part, message.held)
-        for other in answer.recall if message.waits else ():
+        is_idle = not message.left
+        answer = self.leasing.ask(
+            owner, message.loader, message.epoch, taking_part, message.held, is_idle=is_idle
+        )
+        for other in answer.recall:
             self._recall(other, Recall(message.loader, message.epoch))
         if answer.lease is not None:
             return GivenLease(answer.lease.number, answer.lease.span)
-        return GivenLease(0, _NOTHING, True) if answer.is_finished else None
+        if answer.is_finished or not (message.waits or answer.is_coming):
+            return GivenLease(0, _NOTHING, answer.is_finished)
+        return None
 
     def _keep_leases(self, answers: list[tuple[str, Request, AskLease, float, GivenLease]]) -> bool:
         try:
