@@ -47,7 +47,7 @@ def test_what_any_server_has_committed_counts_on_all() -> None:
 def test_a_step_that_cannot_be_settled_is_told() -> None:
     here, there = Standing("worker-1", 4, clock=9), Standing("worker-1", 4, clock=8)
     one = answered(change({"worker-1": 4}), Prepared([here], [], 0), Prepared([there], [("worker-1", 4, 8)], 0))
-    assert one.unsettled() == ["step 9 of worker-1 is on some servers and not on server-1"]
+    assert [loss.text for loss in one.unsettled()] == ["step 9 of worker-1 is on some servers and not on server-1"]
 
 
 def test_another_incarnation_of_the_name_is_not_settled() -> None:

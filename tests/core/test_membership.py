@@ -10,6 +10,7 @@ import pytest
 from syncline.config import JobConfig
 from syncline.core.members import Address
 from syncline.core.membership import Barriers, JobState, Membership, Outcome
+from syncline.core.rounds import ERA
 from syncline.core.seats import Seat
 from syncline.errors import ConfigError
 
@@ -295,3 +296,11 @@ def test_a_barrier_that_all_have_passed_is_open() -> None:
     again = Barriers(barriers.next_stretch(), barriers.passed)
     assert not again.arrive("epoch", 1, "worker-0")
     assert again.arrive("epoch", 2, "worker-0") and again.arrive("other", 1, "worker-0")
+
+
+def test_who_comes_late_to_a_barrier_that_all_have_passed_goes_on_as_after_a_rest() -> None:
+    """It was away, and rounds went on without it: on one server one round more than on another."""
+    begun = ERA
+    assert Barriers.behind_passed(ERA + 2, begun, True) == ERA + 3
+    assert Barriers.behind_passed(ERA + 2, begun, False) == ERA + 2, "it takes no part yet, and was away nowhere"
+    assert Barriers.behind_passed(4, begun, True) == ERA, "it passed with the others, and has not heard so"

@@ -161,3 +161,20 @@ def test_a_late_word_from_before_the_barrier_takes_nobody_out_of_the_new_era() -
     rounds.commit("worker-0", 10, 1, ERA, "0@1")
     assert items(rounds.rest("worker-1", 11, 0, away=True)) == []
     assert items(rounds.commit("worker-1", 11, 1, ERA, "1@1")) == [("0@1", "1@1")]
+
+
+def test_a_round_that_is_whole_because_somebody_entered_is_released_then() -> None:
+    """It waited for a life that is over: without this it would wait for the next commit of anybody."""
+    rounds = rounds_of("sync", 2)
+    commit(rounds, 0, 1)
+    assert items(rounds.release()) == []
+    rounds.enter(Standing("worker-1", 12, stretch_began=-1))
+    assert items(rounds.release()) == [("0@1",)]
+    assert items(rounds.release()) == []
+
+
+def test_who_enters_behind_a_barrier_ends_the_rounds_of_the_era_before_it() -> None:
+    rounds = rounds_of("sync", 2)
+    commit(rounds, 0, 1)
+    rounds.enter(Standing("worker-2", 12, stretch=ERA))
+    assert items(rounds.release()) == [("0@1",)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.slices import SliceState, least_clocks
+from syncline.core.slices import Copy, SliceState, freshest, least_clocks, num_revoked
 from syncline.errors import ProtocolError
 
 ONE, TWO = ("worker-0", 3), ("worker-1", 4)
@@ -117,3 +117,28 @@ def test_the_clock_of_a_worker_at_a_server_is_the_least_of_its_slices() -> None:
     assert least_clocks(states) == {ONE: 4, TWO: 0}
     assert least_clocks([]) == {}
     assert least_clocks(states[:1]) == {ONE: 5, TWO: 2}
+
+
+# -- copies that stand in for lost slices -----------------------------------------------------------------
+
+
+def test_the_freshest_copy_comes_back_with_what_each_worker_was_told() -> None:
+    """What was acknowledged to worker-0 is never made anew: where it is missing it is revoked, not awaited."""
+    copies = {
+        ("worker-0", 3): [Copy(7, 4, {"worker-0#3": 6, "worker-1#4": 2}, 9)],
+        ("worker-1", 4): [Copy(7, 8, {"worker-0#3": 5, "worker-1#4": 4}, 8), Copy(8, 1, {}, 1)],
+    }
+    assert freshest(copies, 7) == ("worker-1", Copy(7, 8, {"worker-0#3": 6, "worker-1#4": 4}, 9))
+    assert freshest(copies, 8) == ("worker-1", Copy(8, 1, {}, 1))
+    assert freshest(copies, 9) is None
+
+
+def test_the_word_of_another_about_somebody_s_clock_is_not_what_it_was_told() -> None:
+    """An older copy may have seen more of a third worker, whose step is then in neither."""
+    copies = {("worker-0", 3): [Copy(7, 8, {}, 8)], ("worker-1", 4): [Copy(7, 4, {"worker-2#5": 3}, 4)]}
+    assert freshest(copies, 7) == ("worker-0", Copy(7, 8, {}, 8))
+
+
+def test_revoked_is_what_was_acknowledged_beyond_the_copies() -> None:
+    assert num_revoked([Copy(1, 8, {}, 9), Copy(2, 4, {}, 8)]) == 4
+    assert num_revoked([]) == 0

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from tests.roles.played import jobs, until
+from tests.roles.played import SECONDS, jobs, until
 
 from syncline.core.control import (
+    Barrier,
     GiveCopies,
     Host,
+    Install,
     Over,
+    Passed,
     Prepare,
     Prepared,
     Retire,
     Roster,
     SeedTo,
 )
+from syncline.core.membership import JobState
 from syncline.core.message import Done
 from syncline.core.slices import Copy
 
@@ -99,3 +104,30 @@ def test_without_any_copy_the_job_ends_and_says_what_is_missing(jobs: Any) -> No
     job.kill("server-1")
     until(lambda: bool(job["worker-0"].all(Over)), "over")
     assert "no worker has a copy of 'w'" in job["worker-0"].all(Over)[0].reason
+
+
+def test_a_server_s_death_is_kept_together_with_the_change_that_it_asks_for(jobs: Any) -> None:
+    """A coordinator that dies before it has begun the change would never tell anybody of the promotion."""
+    job = jobs(replicas=2, slice_bytes=4096).begin()
+    job.register()
+    job.kill("server-1")
+    until(lambda: {p for p, _ in job.seats().values()} == {"server-0"}, "promoted")
+    kept = [msgspec.msgpack.decode(state, type=JobState) for state in job.disk.states]
+    evicted = next(state for state in kept if state.formed and "server-1" not in state.members)
+    assert evicted.is_changing
+
+
+def test_barriers_open_after_a_disk_that_was_full_when_the_fence_was_everywhere(jobs: Any) -> None:
+    """What could not be kept is done once more: nobody else would look at the barrier again."""
+    job = jobs().begin()
+    job["server-1"].holds.add(Install)
+    waiting = job["worker-0"].endpoint.call(Barrier("b", 1, 0))
+    job.kill("worker-1")
+    until(lambda: bool(job["server-1"].held), "server-1 hears of it")
+    job["server-1"].holds.clear()
+    job.disk.full = True
+    job["server-1"].held[0].reply(Done())
+    until(lambda: any("the disk is full" in line for line in job.log), "it could not be kept")
+    assert not waiting.is_done
+    job.disk.full = False
+    assert isinstance(waiting.wait(SECONDS), Passed)

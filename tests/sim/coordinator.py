@@ -1,4 +1,4 @@
-"""A coordinator's twin: the core's membership, changes, seats and liveness over a simulated disk."""
+"""A coordinator's twin: it decides as the real one does, by the core, over a simulated network and disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from syncline.core.changes import Change
-from syncline.core.control import Prepared
+from syncline.core.control import Entered, Prepared
+from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
 from syncline.core.membership import Barriers, JobState, Membership
@@ -46,20 +47,17 @@ class Coordinator(Planning):
         self.barriers = Barriers(state.stretch, state.passed)
         self.links: dict[str, Session] = {}
         self.released = 0
-        self.entering: set[str] = set()
+        self.deciding = Deciding(self.membership)
+        if state.formed:
+            self.deciding.resume()
         self.leaving: dict[str, int] = {}
-        self.retiring: set[str] = set()
         self.at_barrier: dict[str, tuple[int, Session]] = {}
         self.attempt: dict[str, Any] | None = None
         self.restoring: dict[str, Any] | None = None
         self.seeding: dict[str, Any] | None = None
-        self.moves = state.formed  # an earlier coordinator may have died within a change
-        self.server_is_out = self.term > 1
-        self.unsure = dict.fromkeys(state.entered, 1 << 60) if self.term > 1 else {}
         self.departed = self.term > 1  # somebody may have left with the freshest copy
         self.num_keys = 0
-        self.places: dict[str, tuple[int, int, int, int]] = {}  # what those who entered were told
-        self.is_dirty = state.formed
+        self.is_dirty = state.formed  # in this house every generation is installed, also one in which nobody moves
         self.later = 0.0
         self._look()
 
@@ -101,17 +99,20 @@ class Coordinator(Planning):
             return
         self.world.note("evict", name, reason)
         self.membership.evict(name, reason)
+        self.keep()  # as far as the disk takes it
+        if not self.is_alive:
+            return
+        self.deciding.is_out(member)
         self.links.pop(name, None)
-        self.entering.discard(name)
         self.at_barrier.pop(name, None)
         self.is_dirty = True
+        self.seeding = None
         if member.role == "server":
             self.job.ledger.server_losses.append(self.world.now)
-            self.moves = self.server_is_out = True
-            self.retiring.discard(name)
         else:
             self.departed = True
-        self.attempt = self.restoring = self.seeding = None
+        if member.role == "server" or self.restoring is not None:
+            self.attempt = self.restoring = None
         self.pump()
 
     def lost(self, session: Session) -> None:
@@ -169,11 +170,13 @@ class Coordinator(Planning):
             backup = servers[(number + 1) % len(servers)] if self.job.scenario.replicas > 1 else ""
             primary = servers[number % len(servers)]
             self.state.seats[number] = Seat(number, primary, "" if backup == primary else backup)
+        self.state.is_changing = True  # in this house the first generation is installed like any other
         if not self.keep():
+            self.state.is_changing = False
             self.state.formed, self.state.generation, self.state.entered, self.state.seats = False, 0, {}, {}
             return
-        self.entering = set(self.state.entered)
-        self.moves = self.is_dirty = True
+        self.deciding.entering.update(self.state.entered)
+        self.deciding.moves = self.is_dirty = True
         for member in self.membership.ordered():
             self._welcome(member, False)
 
@@ -186,8 +189,6 @@ class Coordinator(Planning):
             return
         self.links[frame.name] = session
         self.liveness.heard(frame.name, self.world.now)
-        if member.role == "worker" and frame.body[0] >= self.unsure.get(frame.name, 1 << 61):
-            del self.unsure[frame.name]
         if member.role == "worker" and frame.generation < self.released:
             self._tell(frame.name)
 
@@ -199,19 +200,16 @@ class Coordinator(Planning):
 
     def on_enter(self, session: Session, frame: Frame) -> None:
         if self._is_member(frame) and self.membership.formed and not session.is_broken:
-            known = self.places.get(frame.name)
-            if known is not None and known[0] == frame.incarnation:  # a second change would give it another place
-                self.say(frame.name, "entered", known)
-                return
-            if self.attempt is None or frame.name not in self.attempt["change"].entering:
-                self.entering.add(frame.name)
-                self.pump()
+            place = self.deciding.enter(frame.name, frame.incarnation)
+            if place is not None:  # a second change would give it another place
+                self._say_place(frame.name, frame.incarnation, place)
+            self.pump()
 
     def on_leave(self, session: Session, frame: Frame) -> None:
         if self._is_member(frame):
             self.membership.leave(frame.name)
+            self.deciding.has_left(frame.name)
             self.liveness.forget(frame.name)
-            self.state.fencing[frame.name] = (frame.incarnation, "left")
             self.is_dirty = self.departed = True
             self.seeding = None
         self.leaving[frame.name] = frame.incarnation
@@ -225,7 +223,8 @@ class Coordinator(Planning):
         if not self._is_member(frame):
             return
         if not self.barriers.arrive("epoch", turn, frame.name, stretch):
-            self.say(frame.name, "passed", (turn, self.state.stretch))
+            begun, takes_part = self.state.stretch, frame.name in self.state.entered
+            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, begun, takes_part)))
             return
         self.at_barrier[frame.name] = (turn, session)
         self._release_barriers()
@@ -245,14 +244,12 @@ class Coordinator(Planning):
     # -- what is to be done -------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        state = self.state
         if not self.membership.formed or not self.is_alive or self.attempt is not None:
             return
         if self.world.now < self.later or not self.membership.servers():
             return
-        if state.lost:
-            self._restore()
-        elif self.is_dirty or self.moves or state.fencing or self.entering:
+        self.deciding.strangers.clear()  # nobody needs to be told of the layout
+        if self.is_dirty or self.deciding.is_urgent:
             self._begin(None)
         elif self.seeding is None:
             self._plan()
@@ -263,34 +260,28 @@ class Coordinator(Planning):
 
     def _begin(self, wanted: Plan | None) -> None:
         """Decides on the next generation, keeps it, and has every server prepare."""
-        state = self.state
         self.seeding = None
-        if wanted is not None:
-            if any(state.seats[seat.slice].primary != seat.primary for seat in wanted.seats):
-                self.moves = True
-            state.seats.update((seat.slice, seat) for seat in wanted.seats)
-        entering = {
-            name: state.members[name].incarnation
-            for name in sorted(self.entering)
-            if name in state.members and name not in state.fencing
-        }
-        state.entered.update(entering)
-        state.generation += 1
-        state.is_changing = True
-        skips = ("no_generation" in self.job.bugs) or ("promote_unkept" in self.job.bugs and self.moves)
+        change = self.deciding.begin(wanted, self.sizes())
+        if change is None:
+            return
+        bugs = self.job.bugs
+        skips = ("no_generation" in bugs) or ("promote_unkept" in bugs and change.moves)
         if not skips and not self.keep():
-            self.is_dirty = True
             self._wait(0.05)
             return
-        fenced = {name: incarnation for name, (incarnation, _) in state.fencing.items()}
-        bugs = self.job.bugs
-        change = Change(
-            state.generation, self.membership.servers(), fenced=fenced, entering=entering,
-            seats=list(state.seats.values()), moves=self.moves, stretch=0 if "old_era" in bugs else state.stretch,
-            staying={} if "forget_standings" in bugs else state.entered,
-        )  # fmt: skip
-        attempt = self.attempt = {"change": change, "installed": set(), "install": None, "clocks": []}
+        if "old_era" in bugs:
+            change.stretch = 0
+        if "forget_standings" in bugs:
+            change.staying = {}
+        attempt = self.attempt = {"change": change, "installed": set(), "install": None, "plan": wanted}
         self.is_dirty = False
+        if self.state.lost:
+            self._restore(attempt)
+        else:
+            self._prepare(attempt)
+
+    def _prepare(self, attempt: dict[str, Any]) -> None:
+        change: Change = attempt["change"]
         for server in change.servers:
             self.say(server, "prepare", change.prepare())
         if "release_early" in self.job.bugs and not self.job.is_new:
@@ -307,45 +298,33 @@ class Coordinator(Planning):
             self.pump()
 
     def on_prepared(self, session: Session, frame: Frame) -> None:
-        generation, answer, clocks = frame.body
+        generation, answer = frame.body
         attempt = self.attempt
         if attempt is None or attempt["change"].generation != generation or attempt["install"] is not None:
             return
         change: Change = attempt["change"]
         if frame.name not in change.servers:
             return
-        attempt["clocks"].append(clocks)
         if not change.prepared(frame.name, answer):
             return
-        self._report(change, attempt["clocks"])
+        if attempt["plan"] is not None and change.num_orphans:
+            self.attempt = None
+            self.deciding.take_back()
+            self.keep()
+            self._wait(0.2)
+            return
         if "enter_one_server" in self.job.bugs:
             first: Prepared = change._answers[change.servers[0]]
             turn = max([(change.stretch, 0), *(s.turn() for s in first.standings)])
             change.turn = lambda: turn  # type: ignore[method-assign]
-        install = change.install(self.membership.ordered())
+        install, losses = self.deciding.install(change)
+        for loss in losses:
+            self.job.ledger.report_double(loss.workers, loss.text)
         if "settle_fenced_only" in self.job.bugs:
             install = msgspec.structs.replace(install, settle=[s for s in install.settle if s[0] in change.fenced])
         attempt["install"] = install
         for server in change.servers:
             self.say(server, "install", attempt["install"])
-
-    def _report(self, change: Change, clocks: list[dict[Any, tuple[int, int]]]) -> None:
-        """What is outside of what is promised is said."""
-        unsettled = change.unsettled()
-        for name, incarnation in change.fenced.items():
-            if self.state.fencing.get(name, (0, "left"))[1] == "left":
-                continue
-            if name in self.unsure or self.server_is_out or any(f"of {name} " in text for text in unsettled):
-                self.job.ledger.report_double((name, incarnation), f"{name} and a server were lost in one step")
-        if not self.server_is_out:
-            return
-        if change.moves and change.num_orphans:
-            self.job.ledger.doubles.update(self.job.ledger.fenced)
-        # A worker that is out already, whose last step was not on all slices yet when the server was lost.
-        for who in {who for each in clocks for who in each}:
-            seen = [each[who] for each in clocks if who in each]
-            if min(least for least, _ in seen) < max(most for _, most in seen):
-                self.job.ledger.report_double(who, f"{who[0]} and then a server were lost in one step")
 
     def on_not_held(self, session: Session, frame: Frame) -> None:
         if self.attempt is not None and self.attempt["change"].generation == frame.body[0]:
@@ -363,34 +342,28 @@ class Coordinator(Planning):
     def _finish(self, change: Change) -> None:
         """Every server has it: rounds, barriers and places are others' from now on."""
         state = self.state
-        saved = (dict(state.fencing), state.is_changing)
-        for name, incarnation in change.fenced.items():
-            if state.fencing.get(name, (0, ""))[0] == incarnation:
-                del state.fencing[name]
-        state.is_changing = False
+        self.deciding.settle(change)
         if not self.keep():
-            state.fencing, state.is_changing = saved
-            self.after(0.05, lambda: self._finish(change) if self._is_under_way(change) else None)
+            self.deciding.reopen()
+            self.attempt = None
+            self._wait(0.05)
             return
         self.attempt, self.released = None, change.generation
-        if self.server_is_out:
-            self.unsure = dict.fromkeys(state.entered, change.generation)
-        self.moves = self.server_is_out = False
+        places = self.deciding.finish(change)
         self.job.is_new = False
         self.job.released(self, change)
         for name in self.links:
             self._tell(name)
-        if change.entering:
-            stretch, back_at = change.turn()[0], change.back_at()
-            for name, incarnation in change.entering.items():
-                self.entering.discard(name)
-                self.places[name] = (incarnation, stretch, back_at, state.passed.get("epoch", 0))
-                self.say(name, "entered", self.places[name])
+        for name, place in places.items():
+            self._say_place(name, change.entering[name], place)
         for name, incarnation in self.leaving.items():
             if name in state.left and name not in state.fencing:
                 self.say(name, "left", (incarnation,))
         self._release_barriers()
         self.pump()
+
+    def _say_place(self, name: str, incarnation: int, place: Entered) -> None:
+        self.say(name, "entered", (incarnation, place.stretch, place.back_at))
 
     def _tell(self, name: str) -> None:
         seats = {number: seat.primary for number, seat in self.state.seats.items()}

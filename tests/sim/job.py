@@ -195,7 +195,8 @@ class Job:
                 words.append(
                     f"{process.life} gen {state.generation} released {process.released} "
                     f"attempt {process.attempt and process.attempt['change'].servers} entered {state.entered} "
-                    f"fencing {state.fencing} lost {state.lost} dirty {process.is_dirty} entering {process.entering}"
+                    f"fencing {state.fencing} lost {state.lost} dirty {process.is_dirty} "
+                    f"entering {process.deciding.entering}"
                 )
         return "\n  ".join(words)
 

@@ -116,11 +116,11 @@ class Ledger:
 
     # -- what the coordinator says ------------------------------------------------------------------------
 
-    def report_double(self, identity: Identity, text: str) -> None:
+    def report_double(self, workers: Iterable[Identity], text: str) -> None:
         """A worker and a server were lost in one step: its last steps may be on some servers only."""
-        if not self.server_losses and self.world.disk.term == 1:  # a coordinator that came back cannot know
+        if not self.server_losses:
             self.fail(f"{text}: reported, and no server was lost")
-        self.doubles.add(identity)
+        self.doubles.update(workers or self.fenced)
         self.reports.append(text)
 
     def report_restored(self, numbers: Iterable[int], epoch: int, num_revoked: int, is_double: bool) -> None:

@@ -35,12 +35,9 @@ class SimMember(Process):
         """What one wants of the coordinator, again."""
         life = self.world.current["coordinator"].life
         if self.incarnation:
-            self.send(life, self.frame("beat", self.beat()))
+            self.send(life, self.frame("beat", ()))
         for kind, body in list(self.asks.items()):
             self.send(life, self.frame(kind, body))
-
-    def beat(self) -> Any:
-        return ()
 
     def frame(self, kind: str, body: Any, generation: int | None = None) -> Frame:
         number = self.generation if generation is None else generation

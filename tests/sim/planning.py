@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
+from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership
-from syncline.core.seats import Plan, by_source, plan, rehome
+from syncline.core.seats import Plan, by_source
+from syncline.core.slices import Copy, Identity, freshest, life_of, num_revoked
+from syncline.errors import ConfigError
 
 from .world import Frame, Process, Session
 
@@ -21,14 +25,12 @@ class Planning(Process):
     state: JobState
     membership: Membership
     liveness: Liveness
-    retiring: set[str]
+    deciding: Deciding
     links: dict[str, Session]
     seeding: dict[str, Any] | None
     restoring: dict[str, Any] | None
     attempt: dict[str, Any] | None
     is_dirty: bool
-    moves: bool
-    server_is_out: bool
     departed: bool
 
     def pump(self) -> None: ...
@@ -43,16 +45,17 @@ class Planning(Process):
 
     def _begin(self, wanted: Plan | None) -> None: ...
 
+    def _prepare(self, attempt: dict[str, Any]) -> None: ...
+
     def _key(self) -> tuple[int, int]: ...  # type: ignore[empty-body]
 
     # -- plans --------------------------------------------------------------------------------------------
 
+    def sizes(self) -> dict[int, int]:
+        return dict.fromkeys(self.state.seats, 1)
+
     def _plan(self) -> None:
-        state = self.state
-        hosts = dict.fromkeys(self.membership.servers(), "host")
-        sizes = dict.fromkeys(state.seats, 1)
-        leaving = self.retiring & set(hosts)
-        wanted = plan(state.seats.values(), sizes, hosts, replicas=self.job.scenario.replicas, leaving=leaving)
+        wanted = self.deciding.plan(self.sizes(), self.state.seats)
         if wanted.is_empty:
             self._let_go()
         elif not wanted.seeds:
@@ -61,7 +64,7 @@ class Planning(Process):
             jobs: dict[str, list[tuple[str, list[int]]]] = {}
             for (source, target), slices in by_source(wanted.seeds).items():
                 jobs.setdefault(source, []).append((target, slices))
-            seeding = self.seeding = {"plan": wanted, "generation": state.generation, "jobs": jobs, "keys": {}}
+            seeding = self.seeding = {"plan": wanted, "generation": self.state.generation, "jobs": jobs, "keys": {}}
             for source in list(jobs):
                 self._seed_next(seeding, source)
             self.after(1.0, lambda: self._drop_seeds(seeding))
@@ -97,13 +100,13 @@ class Planning(Process):
             self._drop_seeds(self.seeding)
 
     def on_retire(self, session: Session, frame: Frame) -> None:
-        if self._is_member(frame) and len(self.membership.servers()) > 1 + len(self.retiring - {frame.name}):
-            self.retiring.add(frame.name)
+        if self._is_member(frame):
+            with contextlib.suppress(ConfigError):
+                self.deciding.retire(frame.name)
 
     def _let_go(self) -> None:
-        seated = {name for seat in self.state.seats.values() for name in (seat.primary, seat.backup)}
-        for name in sorted(self.retiring - seated):
-            self.retiring.discard(name)
+        for name in self.deciding.relieved():
+            self.deciding.has_left(name)
             self.membership.leave(name)
             self.liveness.forget(name)
             self.say(name, "retired", ())
@@ -111,23 +114,19 @@ class Planning(Process):
 
     # -- copies -------------------------------------------------------------------------------------------
 
-    def _restore(self) -> None:
-        """Slices that no server has come back from the freshest worker's copy."""
-        if self.restoring is not None:
-            return
+    def _restore(self, attempt: dict[str, Any]) -> None:
+        """Slices that no server has come back from the freshest worker's copy; then the change goes on."""
         workers = set(self.membership.workers())
-        workers |= {n for n, (_, why) in self.state.fencing.items() if why == "left" and n in self.links}
-        if not workers:
-            return
+        workers |= {n for n in self.state.fencing if n in self.state.left and n in self.links}
         key = self._key()
-        restoring = self.restoring = {"key": key, "workers": workers, "answers": {}}
+        restoring = self.restoring = {"key": key, "workers": workers, "answers": {}, "attempt": attempt}
         for name in sorted(workers):
             self.say(name, "ask_copies", (key, list(self.state.lost)))
         self.after(1.2, lambda: self._restore_again(restoring))
 
     def _restore_again(self, restoring: dict[str, Any]) -> None:
         if self.restoring is restoring:
-            self.restoring = None
+            self.restoring = self.attempt = None
             self.pump()
 
     def on_given_copies(self, session: Session, frame: Frame) -> None:
@@ -135,36 +134,31 @@ class Planning(Process):
         if restoring is None or frame.body[0] != restoring["key"]:
             return
         restoring["answers"][frame.name, frame.incarnation] = frame.body[1]
-        if {name for name, _ in restoring["answers"]} < restoring["workers"] or "gives" in restoring:
+        if {name for name, _ in restoring["answers"]} < restoring["workers"] or "keys" in restoring:
             return
         self._choose(restoring)
 
     def _choose(self, restoring: dict[str, Any]) -> None:
-        answers = restoring["answers"]
-        servers = [s for s in self.membership.servers() if s not in self.retiring] or self.membership.servers()
-        sizes = dict.fromkeys(self.state.seats, 1)
-        seats = {s.slice: s for s in rehome(self.state.seats.values(), sizes, servers)}
+        answers: dict[Identity, list[Copy]] = restoring["answers"]
         gives: dict[tuple[str, str], dict[int, Any]] = {}
-        epoch, revoked = self.job.next_epoch(), 0
+        epoch, chosen = self.job.next_epoch(), []
         for number in self.state.lost:
-            name, incarnation = max(answers, key=lambda who: (answers[who][number][0], who))
-            version, clocks, _, _ = answers[name, incarnation][number]
-            known = max(given[number][2] for given in answers.values())
-            revoked = max(revoked, known - version)
-            clocks = dict(clocks)
-            for who, given in answers.items():  # what it was told is there it will not make anew
-                clocks[who] = max(clocks.get(who, 0), given[number][3])
-            if "copy_without_clocks" in self.job.bugs:
-                clocks = {}
+            found = freshest(answers, number)
+            assert found is not None
+            name, copy = found
+            chosen.append(copy)
+            clocks = {} if "copy_without_clocks" in self.job.bugs else copy.clocks
             if "copy_by_name" in self.job.bugs:
-                named = {n: c for (n, _), c in sorted(clocks.items(), key=lambda item: item[1])}
-                clocks = {(n, self.state.entered[n]): c for n, c in named.items() if n in self.state.entered}
-            at = version if "old_version" in self.job.bugs else known + 1
-            entries = [(*who, clock) for who, clock in clocks.items()]
-            gives.setdefault((name, seats[number].primary), {})[number] = (
-                at, entries, epoch, self.state.generation,
+                clocks = {}
+                for life, clock in sorted(copy.clocks.items(), key=lambda item: item[1]):
+                    who = life.partition("#")[0]
+                    if who in self.state.entered:
+                        clocks[life_of(who, self.state.entered[who])] = clock
+            entries = [(*identity_of(life), clock) for life, clock in clocks.items()]
+            gives.setdefault((name, self.state.seats[number].primary), {})[number] = (
+                max(copy.version, copy.known), entries, epoch, self.state.generation,
             )  # fmt: skip
-        restoring.update(gives=gives, epoch=epoch, revoked=revoked, seats=seats, left=set(), keys={})
+        restoring.update(epoch=epoch, revoked=num_revoked(chosen), keys={})
         for (name, server), wanted in gives.items():
             key = self._key()
             restoring["keys"][key] = name
@@ -178,14 +172,17 @@ class Planning(Process):
         if restoring["keys"]:
             return
         state, self.restoring = self.state, None
-        lost, state.lost, before = state.lost, [], state.seats
-        state.seats = {**before, **restoring["seats"]}
+        lost, state.lost = state.lost, []
         state.num_revoked += restoring["revoked"]
-        self.moves = self.server_is_out = True
         # Said before it is kept: a crash in between says it twice, the other order would say nothing.
         self.job.ledger.report_restored(lost, restoring["epoch"], restoring["revoked"], self.departed)
         if not self.keep():
-            state.lost, state.seats = lost, before
+            state.lost, self.attempt = lost, None
             self._wait(0.05)
             return
-        self.pump()
+        self._prepare(restoring["attempt"])
+
+
+def identity_of(life: str) -> Identity:
+    name, _, incarnation = life.partition("#")
+    return name, int(incarnation)

@@ -6,7 +6,6 @@ import msgspec
 
 from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.members import Member
-from syncline.core.rounds import Standing
 from syncline.core.slices import least_clocks
 
 from .hosting import Host, Hosted, Identity
@@ -69,44 +68,38 @@ class Server(Host):
 
     def _go_on(self) -> None:
         """What waited for the queues to be empty."""
-        if self.preparing is not None and (self._is_idle() or "no_drain" in self.job.bugs):
+        if self.preparing is not None and self._is_idle():
             session, change = self.preparing
             self.preparing = None
-            self.reply(
-                session, "prepared", (change.generation, self._standing_of_all(change), self._clocks_of_gone(change))
-            )
+            self.reply(session, "prepared", (change.generation, self._standing_of_all(change)))
         elif self.installing is not None and not self.is_settling and self._is_idle():
             self._switch()
 
     def _standing_of_all(self, change: Prepare) -> Prepared:
-        states = [self.hosted[n].state for n in self.primaries()]
-        # Who is the primary of nothing hears no commits, and has nothing to say of where workers stand.
-        standings = [msgspec.structs.replace(s) for s in self.rounds.standings.values()] if states else []
-        # What any copy of a slice has, a backup's too, counts: its primary may have given it away already.
-        for who in [tuple(f) for f in change.fenced]:
-            clock = max((h.state.clocks.get(who, 0) for h in self.hosted.values()), default=0)
-            if clock:
-                standings.append(Standing(*who, clock=clock, left=True, fenced=True))
-        staged = []
-        for who in [tuple(f) for f in change.fenced]:
-            known = self.rounds.standings.get(who[0])
-            clock = known.clock if known is not None and known.incarnation == who[1] else 0
-            while clock + 1 in self.staged.get(who, {}):
-                clock += 1
-            staged.append((*who, clock))
-        return Prepared(standings, staged, self.rounds.num_orphans())
+        standings = [msgspec.structs.replace(s) for s in self.rounds.standings.values()]
+        staged = [(*who, self._staged_whole(who)) for who in map(tuple, change.fenced)]
+        return Prepared(standings, staged, self.rounds.num_orphans(), self._clocks_of_gone(change))
 
-    def _clocks_of_gone(self, change: Prepare) -> dict[Identity, tuple[int, int]]:
-        """The least and the highest clock of workers that were fenced before, on the slices that will be ours."""
-        found: dict[Identity, tuple[int, int]] = {}
-        for seat in change.seats:
-            if seat.primary == self.name and seat.slice in self.hosted:
-                state = self.hosted[seat.slice].state
-                for who in [*state.clocks, *found]:
-                    clock = state.clocks.get(who, 0)
-                    if state.is_fenced(who):
-                        least, most = found.get(who, (clock, clock))
-                        found[who] = (min(least, clock), max(most, clock))
+    def _staged_whole(self, who: Identity) -> int:
+        known = self.rounds.standings.get(who[0])
+        clock = known.clock if known is not None and known.incarnation == who[1] else 0
+        while (item := self.staged.get(who, {}).get(clock + 1)) and item.slices.issuperset(self.primaries()):
+            clock += 1
+        return clock
+
+    def _clocks_of_gone(self, change: Prepare) -> list[tuple[str, int, int | None, int]]:
+        """Of workers that are out: the least clock that our slices can come to, and the highest on any copy."""
+        states = {number: hosted.state for number, hosted in self.hosted.items()}
+        gone = {who for state in states.values() for who in state.clocks if state.fences.get(who[0]) == who[1]}
+        mine, found = set(self.primaries()), []
+        for who in sorted(gone | set(map(tuple, change.fenced))):
+            here = []
+            for seat in change.seats:
+                if seat.primary == self.name and seat.slice in states:
+                    settles = self._staged_whole(who) if seat.slice in mine else 0
+                    here.append(max(settles, states[seat.slice].clocks.get(who, 0)))
+            most = max((state.clocks.get(who, 0) for state in states.values()), default=0)
+            found.append((*who, min(here, default=None), most))
         return found
 
     def on_install(self, session: Session, frame: Frame) -> None:
@@ -116,7 +109,7 @@ class Server(Host):
         if install.generation == self.generation:
             self.reply(session, "installed", (install.generation,))
             return
-        late = not self._holds() and "install_late" not in self.job.bugs
+        late = not self._holds()
         if install.generation != self.prepared or self.change is None or late:
             self.reply(session, "not_held", (install.generation,))
             return
@@ -172,6 +165,7 @@ class Server(Host):
                 self._begin_anew()
             for standing in install.standings:
                 self.rounds.enter(msgspec.structs.replace(standing))
+            self._take(self.rounds.release())
             self._let_go()
         self.reply(session, "installed", (install.generation,))
         self.pump()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncline.core.members import Member
+from syncline.core.slices import Copy, life_of
 
 from .member import SimMember
 from .world import Frame, Session
@@ -37,7 +38,7 @@ class Worker(SimMember):
         self.open: dict[int, Open] = {}
         self.begun_at: dict[int, int] = {}
         self.seats: dict[int, str] = {}  # slice: life of its primary
-        self.has_entered, self.passed = False, 0  # passed: the barriers that were over when it entered
+        self.has_entered = False
         self.is_computing = False
         self.num_requests = 0
         self.asked: dict[str, int] = {}  # a rest, or a place: life and request
@@ -51,15 +52,10 @@ class Worker(SimMember):
         self.known: dict[int, int] = {}
         self.answered: dict[int, int] = {}  # the last of its clocks that each slice's server has answered
         self.giving: dict[Any, dict[str, Any]] = {}
-        self.settled = 0  # generation since which nothing is open from before
-        self._unsettled: tuple[int, set[int]] = (0, set())
 
     def joined(self, late: bool) -> None:
         self.has_entered = not late
         self.pump()
-
-    def beat(self) -> Any:
-        return (self.settled,)
 
     def servers(self) -> list[str]:
         return sorted(set(self.seats.values()))
@@ -94,11 +90,6 @@ class Worker(SimMember):
                     self._ask_all("place", ())
                 else:
                     self._begin_step()
-        elif what == "barrier" and self.script[: self.place + 1].count(what) <= self.passed:
-            # All have passed it: whoever were away for it would come back to another round on each server.
-            self._done_with(self.place)
-            self.place += 1
-            self._go_on()
         elif not self.open and "barrier" not in self.asks:
             self._ask_all("rest", (self.stretch, what == "barrier"))
 
@@ -156,7 +147,7 @@ class Worker(SimMember):
         if self.heed(session, frame) and not self.has_entered and frame.body[0] == self.incarnation:
             self.has_entered = True
             self.asks.pop("enter", None)
-            self.stretch, self.back_at, self.passed = frame.body[1:]
+            self.stretch, self.back_at = frame.body[1:]
             self.pump()
 
     def on_left(self, session: Session, frame: Frame) -> None:
@@ -246,10 +237,6 @@ class Worker(SimMember):
         when = self.frozen_at if frozen else self.world.now
         self.job.ledger.acknowledge((self.name, self.incarnation, clock), holders, when)
         self._done_with(self.begun_at.pop(clock))
-        generation, clocks = self._unsettled
-        clocks.discard(clock)
-        if not clocks:
-            self.settled = max(self.settled, generation)
 
     def on_refresh(self, session: Session, frame: Frame) -> None:
         life = session.other(self).life
@@ -323,9 +310,6 @@ class Worker(SimMember):
             step.requests.clear()
         self.asked, self.given = {}, {}
         self.asks.pop("barrier", None)  # who is away says so again
-        self._unsettled = (generation, set(self.open))
-        if not self.open:
-            self.settled = generation
         self.pump()
 
     # -- copies -------------------------------------------------------------------------------------------
@@ -336,10 +320,12 @@ class Worker(SimMember):
         key, slices = frame.body
         self.ignored.update(self.seats[n] for n in slices if n in self.seats)  # nothing more is taken from them
         self.frozen_at = self.world.now
-        copies = {}
+        copies, mine = [], life_of(self.name, self.incarnation)
         for number in slices:
             version, clocks, _ = self.copies.get(number, (0, {}, {}))
-            copies[number] = (version, dict(clocks), self.known.get(number, 0), self.answered.get(number, 0))
+            lives = {life_of(*who): clock for who, clock in clocks.items()}
+            lives[mine] = max(lives.get(mine, 0), self.answered.get(number, 0))
+            copies.append(Copy(number, version, lives, self.known.get(number, 0)))
         self.reply(session, "given_copies", (key, copies))
 
     def on_give_copies(self, session: Session, frame: Frame) -> None:

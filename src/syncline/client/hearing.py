@@ -8,6 +8,7 @@ from typing import Protocol
 
 from syncline.client.rosters import Rosters
 from syncline.core.control import AskCopies, Beat, GiveCopies, GivenCopies, Joined, Over, Retire, Roster
+from syncline.core.handing import AskUses, GaveBack, Recall, Use, Uses
 from syncline.core.members import Member
 from syncline.core.message import Done, Message
 from syncline.core.slices import Copy
@@ -27,6 +28,16 @@ class GivesCopies(Protocol):
         """Brings them to a server; raises what keeps it from that."""
 
 
+class ReadsSamples(Protocol):
+    """What knows of this worker's leases."""
+
+    def give_back(self, recall: Recall) -> GaveBack:
+        """What is not begun goes back."""
+
+    def used(self) -> list[Use]:
+        """What commits have used."""
+
+
 class FromCoordinator:
     """A worker's ear. Whatever takes long is done in a thread of its own, never in the one that reads."""
 
@@ -39,6 +50,7 @@ class FromCoordinator:
         self.on_failure: Callable[[], None] = lambda: None
         self.beat: Callable[[], Beat] = Beat
         self.copies: GivesCopies | None = None
+        self.samples: ReadsSamples | None = None
         self._has_begun = False
 
     def begin(self, link: Link, joined: Joined, name: str, *, beats: bool) -> None:
@@ -79,6 +91,10 @@ class FromCoordinator:
         elif isinstance(message, Retire):
             self.is_retiring = True
             request.reply(Done())
+        elif isinstance(message, Recall):
+            request.reply(self.samples.give_back(message) if self.samples is not None else GaveBack([]))
+        elif isinstance(message, AskUses):
+            request.reply(Uses(self.samples.used() if self.samples is not None else []))
         elif isinstance(message, AskCopies | GiveCopies):
             threading.Thread(target=self._see_to_copies, args=(request, message), name="copies", daemon=True).start()
         else:

@@ -6,7 +6,6 @@ import contextlib
 import pathlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
+from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
 from syncline.config import JobConfig
 from syncline.core.control import (
@@ -33,6 +33,7 @@ from syncline.core.control import (
     Roster,
     Uploaded,
 )
+from syncline.core.handing import AskLease
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.policy import policy_of
@@ -45,8 +46,13 @@ from syncline.stats import JobStats, ServerStats, StepTimes, apply_seconds
 REPORT_SECONDS = 0.5
 #: How long a broken connection waits for the coordinator's word on why.
 VERDICT_SECONDS = 4.0
-_WAITS: dict[type[Message], str] = {Register: "registration"}
-_FOR_OTHERS = (Barrier, Register, Uploaded)  # what may wait for other workers: who is to leave waits no longer
+_WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch"}
+_FOR_OTHERS = (
+    Barrier,
+    Register,
+    Uploaded,
+    AskLease,
+)  # what may wait for other workers: who is to leave waits no longer
 _current: Job | None = None
 _of_thread = threading.local()  # several workers in one process: each thread has its own
 
@@ -101,9 +107,8 @@ class Job:
         self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped, self.leave_if_asked)
         self.step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
-        self.samples_taken = 0  #: handed out to this worker's training so far
-        self._first_sample, self._sample_seconds = 0.0, 0.0
-        self._progress = (0, 0, 0)
+        asks = CoordinatorAsks(self._ask, link)
+        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self.rest)
         self._before_rest: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = []
         self._closed = threading.Event()
@@ -182,18 +187,10 @@ class Job:
         """A step was made: by a push, or locally between two of them."""
         self.step += 1
 
-    def begin_epoch(self, epoch: int, num_batches: int) -> None:
-        """A loader begins epoch number `epoch` (from 0), with this many batches for this worker."""
-        self._progress = (epoch, 0, num_batches)
-
-    def took(self, num_samples: int) -> None:
-        """A loader has handed out a batch of this many samples."""
-        now = time.monotonic()
-        self._first_sample = self._first_sample or now
-        self._sample_seconds = now - self._first_sample
-        self.samples_taken += num_samples
-        epoch, step, steps = self._progress
-        self._progress = (epoch, step + 1, steps)
+    @property
+    def samples_taken(self) -> int:
+        """Samples that were handed out to this worker's training so far."""
+        return self.samples.taken
 
     def before_rest(self, action: Callable[[], None]) -> None:
         """Something that must be sent before this worker rests or leaves."""
@@ -259,7 +256,15 @@ class Job:
 
     def _beat(self) -> Beat:
         step, waits, finite = self.exchange.num_landed, self.exchange.waits.told(), self.exchange.finite
-        return Beat(0.0, step, {}, waits, finite.num_refused, finite.is_quarantined)
+        taken, seconds = self.samples.taken, self.samples.work_seconds
+        return Beat(
+            step=step,
+            waits=waits,
+            num_refused=finite.num_refused,
+            is_quarantined=finite.is_quarantined,
+            samples=max(0, taken),
+            work_seconds=seconds,
+        )
 
     def stats(self) -> JobStats:
         """The job's numbers and this worker's own."""
@@ -295,9 +300,9 @@ class Job:
         return msgspec.structs.replace(own, apply=apply_seconds(servers) * own.num_steps)
 
     def _report(self) -> None:
-        epoch, step, steps = self._progress
+        epoch, step, steps = self.samples.progress
         with contextlib.suppress(SynclineError):
-            times, taken, seconds = self.exchange.times.times(), self.samples_taken, self._sample_seconds
+            times, taken, seconds = self.exchange.times.times(), self.samples.taken, self.samples.seconds
             self._link.tell(Report(self.step, taken, seconds, epoch, step, steps, times))
 
     def _report_regularly(self) -> None:

@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from syncline.core.handing import AskLease, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
 from syncline.core.leasing import Loader
 from syncline.core.message import Message
+from syncline.core.places import Places, merged
 from syncline.core.spans import Span
 from syncline.errors import SynclineError
 from syncline.net.rpc import Call
@@ -38,12 +36,15 @@ class Asks(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one batch is to hold: places of a lease, and the positions they stand for."""
+    """What one batch is to hold: places of a lease, which stand for positions of its span."""
 
     lease: int
+    span: Span
     begin: int
     end: int
-    positions: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return self.end - self.begin
 
 
 @dataclasses.dataclass
@@ -62,19 +63,33 @@ class Uses:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read: list[Use] = []
+        self._committed: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
 
     def read(self, piece: Piece) -> None:
         """The script has got this batch."""
         with self._lock:
             self._read.append((piece.lease, piece.begin, piece.end))
-            self.samples += piece.end - piece.begin
+            self.samples += len(piece)
 
     def take(self) -> list[Use]:
         """All of it, for the commit that is made now."""
         with self._lock:
             taken, self._read = self._read, []
+            for lease, begin, end in taken:
+                self._committed[lease] = merged([*self._committed.get(lease, ()), (begin, end)])
         return taken
+
+    def committed(self) -> list[Use]:
+        """What commits have taken along, of leases that are not through."""
+        with self._lock:
+            return [(lease, begin, end) for lease, places in self._committed.items() for begin, end in places]
+
+    def forget(self, leases: set[int]) -> None:
+        """The epoch of these leases is over."""
+        with self._lock:
+            for lease in leases - {use[0] for use in self._read}:
+                self._committed.pop(lease, None)
 
     def held(self, leases: set[int]) -> list[Use]:
         """What of these leases waits for a commit, from the first place to the last."""
@@ -126,12 +141,11 @@ class Reading:
     def next(self, *, may_wait: bool = True) -> Piece | None:
         """The next batch to read; None when the epoch is finished, or when there is none without a wait."""
         while True:
-            piece = self._cut()
             self._ask_ahead()
-            if piece is not None or self._is_finished or not (may_wait or self._own):
+            piece = self._cut()
+            if piece is not None or self._is_finished or not may_wait:
                 return piece
-            if may_wait:
-                self._take(self._wait())
+            self._take(self._wait())
 
     @property
     def is_finished(self) -> bool:
@@ -145,8 +159,7 @@ class Reading:
                 return None
             own = self._own[0]
             end = min(own.begin + (own.span.width or self._data.batch), own.end)
-            positions = own.span.positions(own.begin, end)
-            piece = Piece(own.number, own.begin, end, positions)
+            piece = Piece(own.number, own.span, own.begin, end)
             own.begin = end
             return piece
 
@@ -222,3 +235,4 @@ class Reading:
         if given or dropped or not self._is_finished:
             self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped))
         self._is_finished = True
+        self._uses.forget(self._numbers)

@@ -16,6 +16,7 @@ from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.landing import Landing
 from syncline.client.lane import ServerLane
+from syncline.client.leases import Uses
 from syncline.client.placement import Placement
 from syncline.client.redo import Redo
 from syncline.client.sending import Sending
@@ -89,6 +90,7 @@ class ServersExchange:
         self.times, self.finite, self.checks_finite = StepClock(), finite, config.check_finite
         self.waits = Waits(name, self._ask_why, self.why, say)
         self._before_commit: list[Callable[[], None]] = []
+        self.uses = Uses()
         self._rosters.listen(self._placement.hear)
 
     @property
@@ -208,6 +210,7 @@ class ServersExchange:
                 self._part.come_back()
         before = self._open[-1] if self._open else None
         ticket = self._draft(push, sink)
+        ticket.uses = self.uses.take()
         self._open.append(ticket)
         self.clock = ticket.clock
         self._part.committed(ticket.stretch)

@@ -9,6 +9,7 @@ from syncline.client.commit import CommitFlow
 from syncline.client.exchange import Push
 from syncline.client.lane import ServerLane
 from syncline.client.sinks import Sink
+from syncline.core.handing import Use
 
 if TYPE_CHECKING:
     from syncline.client.servers import ServersExchange
@@ -21,6 +22,7 @@ class ServersTicket:
 
     __slots__ = (
         "_exchange", "back_at", "clock", "flow", "generation", "landed", "lanes", "push", "sink", "slot", "stretch",
+        "uses",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +41,7 @@ class ServersTicket:
         self.flow = _NOT_YET  # on its way
         self.generation = 0  # under which it is on its way
         self.landed = False
+        self.uses: list[Use] = []  # of leases
 
     def done(self) -> bool:
         return self.landed or self.flow.done()

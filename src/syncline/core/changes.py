@@ -9,12 +9,21 @@ others. Either step may be said again; a higher generation takes the place of on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.members import Member
 from syncline.core.rounds import Standing, merged, next_turn
 from syncline.core.seats import Seat
+from syncline.core.slices import Identity
+
+
+class Loss(NamedTuple):
+    """What is outside of what is promised: whose steps it is about, where that is known, and what, in words."""
+
+    workers: tuple[Identity, ...]
+    text: str
 
 
 class Change:
@@ -31,12 +40,18 @@ class Change:
         moves: bool,
         staying: Mapping[str, int] | None = None,
         stretch: int = 0,
+        silent: Collection[str] = (),
     ) -> None:
-        """`staying`: workers that take part already; `stretch`: the one that the last barrier began."""
+        """`staying`: workers that take part already; `stretch`: the one that the last barrier began.
+
+        `silent`: servers that are the primary of nothing. They hear no commits: where workers stand by their word
+        was so once, or never.
+        """
         self.generation, self.servers = generation, sorted(servers)
         self.fenced, self.entering = dict(fenced), dict(entering)
         self.seats, self.moves = list(seats), moves
         self.staying, self.stretch = dict(staying or {}), stretch
+        self.silent = frozenset(silent)
         self._answers: dict[str, Prepared] = {}
 
     def prepare(self) -> Prepare:
@@ -60,25 +75,52 @@ class Change:
         settled = {**self.staying, **self.fenced} if self.moves else self.fenced
         for name, incarnation in settled.items():
             clocks = [s.clock for s in self._standings() if (s.name, s.incarnation) == (name, incarnation)]
-            found.append((name, incarnation, max(clocks, default=0)))
+            most = max((m for n, i, _, m in self._clocks() if (n, i) == (name, incarnation)), default=0)
+            found.append((name, incarnation, max([most, *clocks])))
         return found
 
-    def unsettled(self) -> list[str]:
-        """Fenced workers of whose step some server has committed its part, and another has nothing: in words."""
+    def _clocks(self) -> list[tuple[str, int, int | None, int]]:
+        return [entry for answer in self._answers.values() for entry in answer.clocks or ()]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every server has said which steps of workers that are out its slices have."""
+        return all(answer.clocks is not None for answer in self._answers.values())
+
+    def torn(self) -> list[Loss]:
+        """Workers that are out of whose last steps some slices have one that others cannot come to.
+
+        What is committed and open, on all slices, is no loss: it waits for its round, or nobody has it.
+        """
+        highest: dict[Identity, int] = {}
+        for name, incarnation, _, most in self._clocks():
+            highest[name, incarnation] = max(most, highest.get((name, incarnation), 0))
+        lacking = {(n, i) for n, i, least, _ in self._clocks() if least is not None and least < highest[n, i]}
+        return [
+            Loss((who,), f"step {highest[who]} of {who[0]} is on some slices and not on others")
+            for who in sorted(lacking)
+        ]
+
+    def unsettled(self) -> list[Loss]:
+        """Fenced workers of whose step some server has committed its part, and another has nothing."""
         found = []
         for name, incarnation, clock in self.settle():
             if self.fenced.get(name) != incarnation:
                 continue
-            for server, answer in self._answers.items():
+            for server, answer in self._speaking():
                 mine = [s for s in answer.standings if (s.name, s.incarnation) == (name, incarnation)]
                 here = [s.clock for s in mine if not s.left]  # where it has left, it is settled already
                 staged = [c for n, i, c in answer.staged if (n, i) == (name, incarnation)]
                 if here and max(here) < clock and max(staged, default=0) < clock:
-                    found.append(f"step {clock} of {name} is on some servers and not on {server}")
+                    text = f"step {clock} of {name} is on some servers and not on {server}"
+                    found.append(Loss(((name, incarnation),), text))
         return found
 
+    def _speaking(self) -> list[tuple[str, Prepared]]:
+        return [(server, answer) for server, answer in self._answers.items() if server not in self.silent]
+
     def _standings(self) -> list[Standing]:
-        return [standing for answer in self._answers.values() for standing in answer.standings]
+        return [standing for _, answer in self._speaking() for standing in answer.standings]
 
     def turn(self) -> tuple[int, int]:
         """The highest round that any server has opened; behind a barrier, none yet."""
@@ -88,7 +130,7 @@ class Change:
         """Beside the slowest: the same place on every server."""
         slowest = [
             min((s.position for s in answer.standings if s.active and not s.fenced), default=0)
-            for answer in self._answers.values()
+            for _, answer in self._speaking()
         ]
         return max(slowest, default=0)
 
@@ -101,7 +143,7 @@ class Change:
         ]
         if not self.moves:
             return entering
-        stay = merged(answer.standings for answer in self._answers.values())
+        stay = merged(answer.standings for _, answer in self._speaking())
         kept = [s for s in stay.values() if not s.left and s.name not in self.fenced and s.name not in self.entering]
         # Every server that knew where they stand is gone: their next commits are the first of a new count.
         known = {(s.name, s.incarnation) for s in [*kept, *entering]}

@@ -234,6 +234,9 @@ class Prepared(Message, frozen=True):
     standings: list[Standing]
     staged: list[tuple[str, int, int]]  # name, incarnation, highest clock staged whole
     num_orphans: int  # open commits of workers that are no longer there
+    # Of workers that are out: name, incarnation, the least clock that the slices of which this server will be the
+    # primary can come to (None: of none), the highest on any copy that it has. Not given: nobody has looked.
+    clocks: list[tuple[str, int, int | None, int]] | None = None
 
 
 class Install(Message, frozen=True):

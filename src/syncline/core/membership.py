@@ -198,6 +198,8 @@ class Membership:
             if name in self.state.entered:
                 self.state.fencing[name] = (self.state.entered.pop(name), reason)
             return []
+        # A coordinator that dies before it has told anybody of the new seats must know that they are to be told.
+        self.state.is_changing = self.state.is_changing or self.formed
         seats, lost = without(self.state.seats.values(), {name})
         self.state.seats.update((seat.slice, seat) for seat in seats)
         fresh = [number for number in lost if number not in self.state.lost]
@@ -246,6 +248,15 @@ class Barriers:
         self._waiting.setdefault((name, turn), set()).add(worker)
         self._stretch = max(self._stretch, stretch)
         return True
+
+    @staticmethod
+    def behind_passed(stretch: int, begun: int, takes_part: bool) -> int:
+        """The stretch of one that comes to a barrier that all have passed. `begun`: what the last barrier began.
+
+        Who asks again may not have heard of that. Who is in that era already came late, and was away for nothing:
+        rounds that went on without it are not the same on every server, so that it goes on as after a rest.
+        """
+        return begun if stretch < begun else stretch + takes_part
 
     def next_stretch(self) -> int:
         """The stretch that begins behind a barrier: later than any that a worker was in."""

@@ -208,11 +208,18 @@ class Rounds(Generic[T]):
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def enter(self, standing: Standing) -> None:
-        """A worker takes part from now on; an earlier incarnation of it has left, or this one has not begun."""
+        """A worker takes part from now on; an earlier incarnation of it has left, or this one has not begun.
+
+        When all who enter are in, `release` gives the rounds that are whole by that.
+        """
         self._enter_era(standing.stretch)  # else the first commit of the new era would move it to its beginning
         known = self.standings.get(standing.name)
         if known is None or known.incarnation < standing.incarnation or known.clock == 0:
             self.standings[standing.name] = standing
+
+    def release(self) -> Verdict[T]:
+        """Rounds that became whole because others entered: a new era, or a new life of whom they waited for."""
+        return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def forget_left(self, worker: str) -> None:
         """Nothing of a worker that has left is open: its standing is not needed any more."""

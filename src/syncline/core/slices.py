@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -127,3 +127,23 @@ def least_clocks(states: Iterable[SliceState]) -> dict[Identity, int]:
             for worker in [*found, *state.clocks]:
                 found[worker] = min(found.get(worker, 0), state.clocks.get(worker, 0))
     return found or {}
+
+
+def freshest(given: Mapping[Identity, Iterable[Copy]], number: int) -> tuple[str, Copy] | None:
+    """Whose copy stands in for a lost slice, and what is said of it; None: nobody has one."""
+    found = {giver: copy for giver, copies in given.items() for copy in copies if copy.slice == number}
+    if not found:
+        return None
+    giver = max(found, key=lambda one: (found[one].version, one))
+    clocks = dict(found[giver].clocks)
+    for life, copy in ((life_of(*one), copy) for one, copy in found.items()):
+        # What a worker was told is there it never makes anew, in whatever copy it is missing.
+        if copy.clocks.get(life, 0) > clocks.get(life, 0):
+            clocks[life] = copy.clocks[life]
+    known = max(copy.known for copy in found.values())
+    return giver[0], Copy(number, found[giver].version, clocks, known)
+
+
+def num_revoked(chosen: Iterable[Copy]) -> int:
+    """Acknowledged updates that are gone when these copies stand in for slices."""
+    return max((copy.known - copy.version for copy in chosen), default=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
@@ -12,8 +14,12 @@ import torch
 import torch.utils.data
 
 from syncline.client.job import Job, current_job
+from syncline.client.leases import Piece, Reading
+from syncline.client.samples import Samples
+from syncline.core.leasing import Loader
+from syncline.core.policy import policy_of
 from syncline.core.splits import Order, Share
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, SynclineError
 
 _T_co = TypeVar("_T_co", covariant=True)
 # How many samples the order is evaluated for at once: enough that numpy's cost per call vanishes, little
@@ -30,23 +36,28 @@ class TakesSamples(Protocol):
     def world_size(self) -> int: ...
     @property
     def step(self) -> int: ...
-    def begin_epoch(self, epoch: int, num_batches: int) -> None: ...
-    def took(self, num_samples: int) -> None: ...
+    @property
+    def samples(self) -> Samples: ...
     def rest(self) -> None: ...
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
     """`torch.utils.data.DataLoader`, split over the workers of a job.
 
-    Takes torch's own arguments in torch's own order. `batch_size` is each worker's; the n-th `iter()` of a
-    loader is epoch n, and with `shuffle` its order depends on `seed` and epoch alone, so all workers agree on
-    it without a word. Every sample is handed to exactly one worker in each epoch, without padding: the last
-    batch may be smaller, and a worker may have one batch less than another (`drop_last=True` evens that out).
-    `len(loader)` is the number of this worker's batches.
+    Takes torch's own arguments in torch's own order. Every sample counts once in every epoch, whoever dies, joins or
+    is slow: workers lease what they read, and what they have not committed is read by others. Nothing is padded:
+    the last batches may be smaller (`drop_last=True` leaves them out). With `shuffle` the order depends on `seed`
+    and epoch alone, and is the same for any number of workers.
 
-    A worker that has finished an epoch in which it stepped rests, so that nobody waits for it; one that left
-    the loop early does not. A loop that begins with gradients off (`torch.no_grad()`) is an evaluation: its
-    samples count for no step, and the job hears nothing of it.
+    `batch_size` is each worker's; with `batch="auto"`, in `sync`, each worker's part of the global batch
+    (batch_size times the workers) follows its measured speed. The n-th `iter()` is epoch n of the job: one that the
+    job has finished yields nothing, one that is under way what is left. A loader is known by the order in which it
+    was made, or by `name`. `len(loader)` is about the number of this worker's batches, `total_steps` the job's steps
+    in an epoch.
+
+    A worker that has finished an epoch rests, so that nobody waits for it; one that left the loop early does not. A
+    loop that begins with gradients off (`torch.no_grad()`) is an evaluation: each worker reads its own part of the
+    data, which counts for no step, and the job hears nothing of it.
     """
 
     def __init__(
@@ -71,10 +82,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         in_order: bool = True,
         job: TakesSamples | None = None,
         seed: int = 0,
+        batch: str = "",
+        name: str = "",
     ) -> None:
         _check(dataset, batch_size, sampler, batch_sampler, num_workers, in_order)
+        if batch not in ("", "auto"):
+            raise ConfigError(f'DataLoader: batch = {batch!r}: there is "auto"; the size is batch_size')
         self._job, self._seed, self._shuffle = job, seed, bool(shuffle)
-        self._next_epoch = 0
+        self._is_auto = batch == "auto"
+        self._name = self._current_job().samples.name_loader(name)
+        self._next_epoch = self._num_evaluations = 0
         self._batches = _Batches()
         self._reader: weakref.ref[Generator[_T_co]] | None = None  # who reads from the persistent workers
         super().__init__(
@@ -97,37 +114,64 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def __len__(self) -> int:
         return self._share(self._current_job()).num_batches
 
+    @property
+    def total_steps(self) -> int:
+        """Steps of the job in one epoch: rounds in `sync`, else the steps of all workers together."""
+        job, size = self._current_job(), len(cast(Sized, self.dataset))
+        assert self.batch_size is not None
+        in_rounds = isinstance(job, Job) and policy_of(job.config).in_rounds
+        wide = self.batch_size * (job.world_size if in_rounds else 1)
+        return size // wide if self.drop_last else -(-size // wide)
+
     def __iter__(self) -> Iterator[_T_co]:  # type: ignore[override]  # torch promises its private class
         job = self._current_job()
         share = self._share(job)
-        epoch = self._next_epoch
-        self._next_epoch += 1
-        self._batches.aim(share, Order(share.num_samples, self._seed, epoch, self._shuffle))
         # With persistent workers torch has one iterator and turns it to the new epoch, even while the old one
         # is still read from it: then the new epoch gets processes of its own.
         alone = not self._is_being_read()
-        batches = super().__iter__() if alone else self._get_iterator()
-        if torch.is_grad_enabled():
-            self._mind_the_order(job, epoch)
-            job.begin_epoch(epoch, share.num_batches)
-            handed_out = _counted(batches, share, job, job.step)
-        else:
-            handed_out = (batch for batch in batches)
-        if self.persistent_workers and alone:
-            self._reader = weakref.ref(handed_out)
-        return handed_out
+        if not torch.is_grad_enabled():
+            order = Order(share.num_samples, self._seed, self._num_evaluations, self._shuffle)
+            self._num_evaluations += 1
+            self._batches.aim(_shared(share, order))
+            batches = self._new_iterator(alone)
+            return self._read_by(alone, (batch for batch in batches))
+        epoch = self._next_epoch
+        self._next_epoch += 1
+        job.samples.begin_epoch(epoch, share.num_batches)
+        data = Loader(share.num_samples, share.batch_size, self.drop_last, self._is_auto)
+        reading = job.samples.open(self._name, epoch, data)
+        order = Order(share.num_samples, self._seed, epoch, self._shuffle)
+        return self._read_by(alone, self._train(job, reading, order, alone))
 
-    def _mind_the_order(self, job: TakesSamples, epoch: int) -> None:
-        """A loader made anew for every epoch begins with the order of epoch 0 every time: told once."""
-        if epoch or not self._shuffle or not isinstance(job, Job):
-            return
-        kind = (id(self.dataset), self.batch_size, self._seed)
-        if kind in job.loaders_begun:
-            job.notice(
-                "a new DataLoader over the same data begins with the same order again: make it once, before the "
-                "loop over the epochs, and every pass has an order of its own"
-            )
-        job.loaders_begun.add(kind)
+    def _new_iterator(self, alone: bool) -> Iterator[_T_co]:
+        return super().__iter__() if alone else self._get_iterator()
+
+    def _read_by(self, alone: bool, batches: Generator[_T_co]) -> Generator[_T_co]:
+        if self.persistent_workers and alone:
+            self._reader = weakref.ref(batches)
+        return batches
+
+    def _train(self, job: TakesSamples, reading: Reading, order: Order, alone: bool) -> Generator[_T_co]:
+        """The batches of this worker's leases, until the epoch is finished for all."""
+        first_step, taken = job.step, 0
+        cut: collections.deque[Piece] = collections.deque()  # torch has their samples, the script not yet
+        try:
+            while not reading.is_finished:
+                self._batches.aim(_Leased(reading, order, cut))
+                for batch in self._new_iterator(alone):
+                    piece = cut.popleft()
+                    taken += len(piece)
+                    job.samples.read(piece)
+                    yield batch
+        finally:
+            without_a_step = job.step == first_step
+            if taken and without_a_step:
+                job.samples.took(-taken)  # it was an evaluation: its samples are in no step's weight
+            with contextlib.suppress(SynclineError):  # the job may be over by now
+                job.samples.close(reading, list(cut), passes_over=without_a_step)
+        # A worker without a batch could not step: nobody must wait for it.
+        if not (taken and without_a_step):
+            job.rest()
 
     def _is_being_read(self) -> bool:
         reader = self._reader() if self._reader is not None else None
@@ -150,42 +194,8 @@ def _place(job: TakesSamples) -> tuple[int, int]:
             return rank, count
 
 
-def _counted(batches: Iterator[_T_co], share: Share, job: TakesSamples, first_step: int) -> Generator[_T_co]:
-    """The batches as the script takes them: counted one by one, and a rest at the end of training."""
-    taken = 0
-    try:
-        for number, batch in enumerate(batches):
-            start, stop = share.batch(number)
-            taken += stop - start
-            job.took(stop - start)
-            yield batch
-    finally:
-        if taken and job.step == first_step:
-            job.took(-taken)  # without a step it was an evaluation: its samples are in no step's weight
-    # A worker without a batch could not step: nobody must wait for it.
-    if job.step != first_step or share.num_batches == 0:
-        job.rest()
-
-
-class _Batches(torch.utils.data.Sampler[list[int]]):
-    """The batch sampler behind a loader: the indices of this worker's batches in the epoch it is aimed at."""
-
-    def __init__(self) -> None:
-        self.aim(Share(0, 1), Order(0))
-
-    def aim(self, share: Share, order: Order) -> None:
-        """What the next `iter()` gives; iterators that are already there keep what they were made for."""
-        self._share, self._order = share, order
-
-    def __len__(self) -> int:
-        return self._share.num_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # Not a generator itself: that would look at the aim only at its first batch, maybe an epoch late.
-        return _index_lists(self._share, self._order)
-
-
-def _index_lists(share: Share, order: Order) -> Iterator[list[int]]:
+def _shared(share: Share, order: Order) -> Iterator[list[int]]:
+    """A worker's own part of an evaluation, by its rank: the samples of each batch."""
     num_at_once = max(1, _BLOCK_SAMPLES // share.batch_size)
     for first in range(0, share.num_batches, num_at_once):
         numbers = range(first, min(first + num_at_once, share.num_batches))
@@ -195,6 +205,48 @@ def _index_lists(share: Share, order: Order) -> Iterator[list[int]]:
         for span in spans:
             yield samples[taken : taken + span.size]
             taken += span.size
+
+
+class _Leased:
+    """What a worker has leased: the samples of each batch. Not a generator: after an end there may be more later.
+
+    `cut` has the pieces whose samples torch reads, and the script has not got yet.
+    """
+
+    def __init__(self, reading: Reading, order: Order, cut: collections.deque[Piece]) -> None:
+        self._reading, self._order, self._cut = reading, order, cut
+        self._lease = self._begin = 0
+        self._samples: list[int] = []  # of that lease, from there on
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        # Others may wait for what is on its way to the script: then nobody may wait here.
+        piece = self._reading.next(may_wait=not self._cut)
+        if piece is None:
+            raise StopIteration
+        self._cut.append(piece)
+        at = piece.begin - self._begin
+        if piece.lease != self._lease or at + len(piece) > len(self._samples):
+            self._lease, self._begin, at = piece.lease, piece.begin, 0
+            upto = min(len(piece.span), max(piece.end, piece.begin + _BLOCK_SAMPLES))
+            self._samples = self._order.at(piece.span.positions(piece.begin, upto)).tolist()
+        return self._samples[at : at + len(piece)]
+
+
+class _Batches(torch.utils.data.Sampler[list[int]]):
+    """The batch sampler behind a loader: the samples of this worker's batches in the epoch it is aimed at."""
+
+    def __init__(self) -> None:
+        self.aim(iter(()))
+
+    def aim(self, batches: Iterator[list[int]]) -> None:
+        """What the next `iter()` gives; iterators that are already there keep what they were made for."""
+        self._aim = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._aim
 
 
 def _check(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from syncline import faults
 from syncline.core.changes import Change
-from syncline.core.control import Enter, Entered, Host, Prepared, Retire, SeedTo
+from syncline.core.control import Enter, Host, Prepared, Retire, SeedTo
+from syncline.core.deciding import Deciding
+from syncline.core.handing import AskUses
 from syncline.core.members import Member
 from syncline.core.message import Done, Message
-from syncline.core.seats import Plan, Seat, by_source, plan, rehome, without
-from syncline.errors import ConfigError, ConnectionLost, FencedError, ProtocolError, StoreError, SynclineError
+from syncline.core.seats import Plan, by_source
+from syncline.errors import ConnectionLost, FencedError, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 from syncline.roles.coordinator.restoring import restore
 
@@ -32,29 +34,27 @@ _APART_SECONDS, _MOST_TIMES = 0.1, 5
 
 
 class Changing:
-    """One change at a time, in a thread of its own. Deaths and entries come before plans."""
+    """One change at a time, in a thread of its own. What is decided is the core's; here it is kept and said."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._wakes = threading.Condition(coordinator.lock)
-        self._entering: dict[str, Request] = {}
-        self._answered: dict[str, tuple[int, Entered]] = {}  # who has entered, with its incarnation
-        self._retiring: dict[str, Request] = {}  # servers that want to leave
-        self._strangers: set[str] = set()  # servers that do not know the layout yet
-        self.moves = False  # primaries are about to change: nobody is told of seats now
-        self._server_is_out = False  # since the change under way was begun
-        self._servers_out: list[str] = []  # since the last change was made
+        self._deciding = Deciding(coordinator.membership)
+        self._asking: dict[str, Request] = {}  # workers that enter, servers that retire
         self._trouble = ("", 0.0)  # why a change is tried again, and since when
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def moves(self) -> bool:
+        """Primaries are about to change: nobody is told of seats now."""
+        return self._deciding.moves
+
     def start(self, *, resume: bool) -> None:
         """Under the lock. `resume`: an earlier coordinator may have died within a change."""
-        state = self._c.membership.state
-        if resume and state.is_changing:
-            self.moves = True
         if self._thread is None:
-            self._strangers.update(self._c.membership.servers() if resume else ())
+            if resume:
+                self._deciding.resume()
             self._thread = threading.Thread(target=self._run, name="changes", daemon=True)
             self._thread.start()
 
@@ -71,44 +71,37 @@ class Changing:
 
     def member_is_out(self, member: Member) -> None:
         """Under the lock."""
-        self._entering.pop(member.name, None)
-        self._retiring.pop(member.name, None)
-        self._strangers.discard(member.name)
-        if member.role == "server" and self._c.membership.formed:
-            self.moves = self._server_is_out = True  # also where it was a backup only: who lost it waits for our word
-            self._servers_out.append(member.name)
+        self._asking.pop(member.name, None)
+        self._deciding.is_out(member)
         self._wakes.notify_all()
 
     def member_has_left(self, name: str) -> None:
         """Under the lock: it asks for nothing any more."""
-        self._entering.pop(name, None)
-        self._retiring.pop(name, None)
+        self._asking.pop(name, None)
+        self._deciding.has_left(name)
 
     def member_is_in(self, member: Member) -> None:
         with self._wakes:
-            if member.role == "server":
-                self._strangers.add(member.name)
+            self._deciding.is_in(member)
             self._wakes.notify_all()
         self._c.joining.tell()
 
     def enter(self, request: Request, message: Enter) -> None:
         """A worker that joined late is about to push."""
         with self._wakes:
-            incarnation, answer = self._answered.get(request.peer.name, (0, None))
-            if answer is not None and incarnation == request.peer.incarnation:
-                request.reply(answer)  # it asks again
-                return
-            self._entering[request.peer.name] = request
-            self._wakes.notify_all()
+            place = self._deciding.enter(request.peer.name, request.peer.incarnation)
+            if place is None:
+                self._asking[request.peer.name] = request
+                self._wakes.notify_all()
+        if place is not None:
+            request.reply(place)  # it asks again
 
     def retire(self, request: Request, message: Retire) -> None:
         """A server wants to leave: answered when nothing is left on it."""
         with self._wakes:
-            staying = [s for s in self._c.membership.servers() if s not in self._retiring and s != request.peer.name]
-            if not staying and self._c.membership.state.seats:
-                raise ConfigError(f"{request.peer.name} is the last server: its slices cannot go anywhere")
+            self._deciding.retire(request.peer.name)
             self._c.retiring.add(request.peer.name)
-            self._retiring[request.peer.name] = request
+            self._asking[request.peer.name] = request
             self._wakes.notify_all()
 
     # -- the thread ---------------------------------------------------------------------------------------
@@ -150,16 +143,13 @@ class Changing:
             self._c.event(f"generation {self._c.membership.generation} could not be installed yet: {reason}")
 
     def _has_work(self) -> bool:
-        return (
-            self._is_urgent()
-            or bool(self._strangers or self._retiring or self._c.registering.has_uploaded)
-            or not self._plan().is_empty
-        )
+        waits = bool(self._deciding.strangers or self._deciding.retiring or self._c.handing.gone())
+        waits = waits or self._c.registering.has_uploaded
+        return self._deciding.is_urgent or waits or not self._plan().is_empty
 
-    def _is_urgent(self) -> bool:
-        state = self._c.membership.state
-        has_servers = bool(self._c.membership.servers())
-        return has_servers and bool(state.fencing or self._entering or self.moves or state.lost or state.is_changing)
+    def _plan(self) -> Plan:
+        """Under the lock."""
+        return self._deciding.plan(self._c.registry.sizes, self._c.registering.slices_with_values())
 
     def _step(self) -> float:
         with self._c.lock:
@@ -167,35 +157,42 @@ class Changing:
                 return _AGAIN_SECONDS  # it comes back, or is evicted: either is known soon
         self._introduce()
         with self._c.lock:
-            urgent = self._is_urgent()
+            urgent = self._deciding.is_urgent
             wanted = self._plan()
         if urgent:
             return self._change(None)
+        self._hand_back()
         if not wanted.is_empty:
             return self._carry_out(wanted)
         self._let_go()
-        return _LATER_SECONDS if self._retiring else 0.0
+        return _LATER_SECONDS if self._deciding.retiring else 0.0
+
+    def _hand_back(self) -> None:
+        """Leases of those who are out and fenced go to others; slice 0's server says what of them counts."""
+        with self._c.lock:
+            gone, seat = self._c.handing.gone(), self._c.membership.state.seats.get(0)
+        if gone:
+            answers = self._ask_all({seat.primary: AskUses()}) if seat is not None and seat.primary else {}
+            self._c.handing.out(gone, answers.values())
 
     def _introduce(self) -> None:
         """A server that has come hears of every segment."""
         with self._c.lock:
-            names, segments = set(self._strangers), list(self._c.registry.layout.segments)
+            names, segments = set(self._deciding.strangers), list(self._c.registry.layout.segments)
         for name in names:
             for segment in segments:
                 self._ask_all({name: Host(segment, [])})
             with self._c.lock:
-                self._strangers.discard(name)
+                self._deciding.strangers.discard(name)
 
     def _let_go(self) -> None:
         """Servers on which nothing is left may end; segments whose slices have all their seats are ready."""
         self._c.registering.seats_are_right()
         with self._c.lock:
-            seated = {
-                name for seat in self._c.membership.state.seats.values() for name in (seat.primary, seat.backup)
-            }
-            free = [name for name in self._retiring if name not in seated]
-            requests = [self._retiring.pop(name) for name in free]
+            free = self._deciding.relieved()
+            requests = [self._asking.pop(name) for name in free]
             for name in free:
+                self._deciding.has_left(name)
                 self._c.membership.leave(name)
                 self._c.liveness.forget(name)
                 self._c.retiring.discard(name)
@@ -210,32 +207,24 @@ class Changing:
         if requests:
             self._c.joining.tell()
 
-    def _plan(self) -> Plan:
-        """Under the lock: what to do about the seats of slices that have values."""
-        state, registry = self._c.membership.state, self._c.registry
-        with_values = self._c.registering.slices_with_values()
-        seats = [seat for number, seat in state.seats.items() if number in with_values]
-        hosts = {name: state.members[name].host for name in self._c.membership.servers()}
-        known = {name: host for name, host in hosts.items() if name not in self._strangers}
-        replicas = max(1, state.config.replicas)
-        return plan(seats, registry.sizes, known, replicas=replicas, leaving=set(self._retiring) & set(known))
-
     # -- one change ---------------------------------------------------------------------------------------
 
     def _change(self, wanted: Plan | None) -> float:
-        change, before = self._begin(wanted)
-        if change is None:
-            return _LATER_SECONDS
+        with self._c.lock:
+            change = self._deciding.begin(wanted, self._c.registry.sizes)
+            if change is None:
+                return _LATER_SECONDS
+            self._c.keep()
+            faults.reach("change.kept")
         restore(self._c, self)
         self._prepare(change)
         faults.reach("change.prepared")
         if wanted is not None and change.num_orphans:
-            self._take_back(before)
+            with self._c.lock:
+                self._deciding.take_back()
+                self._c.keep()
             return _LATER_SECONDS
-        self._say_what_is_lost(change)
-        with self._c.lock:
-            install = change.install(self._c.membership.ordered())
-        self._ask_all(dict.fromkeys(change.servers, install))
+        self._install(change)
         faults.reach("change.installed")
         self._finish(change)
         return 0.0
@@ -251,86 +240,28 @@ class Changing:
             if time.monotonic() - began < _APART_SECONDS:
                 return
 
-    def _begin(self, wanted: Plan | None) -> tuple[Change | None, dict[int, Seat]]:
-        """Decides on the next generation, and keeps it."""
+    def _install(self, change: Change) -> None:
         with self._c.lock:
-            state, membership = self._c.membership.state, self._c.membership
-            before = dict(state.seats)
-            if wanted is not None:
-                if self._is_urgent():
-                    return None, before
-                state.seats.update((seat.slice, seat) for seat in wanted.seats)
-                if any(before[seat.slice].primary != seat.primary for seat in wanted.seats):
-                    self.moves = True
-            servers = membership.servers()
-            if state.lost:
-                found = rehome(state.seats.values(), self._c.registry.sizes, servers)
-                state.seats.update((seat.slice, seat) for seat in found)
-                self.moves = True
-            self._server_is_out = False
-            # From now on servers may count them: whoever dies while it enters has to be fenced.
-            self._entering = {name: r for name, r in self._entering.items() if name in state.members}
-            state.entered.update((name, state.members[name].incarnation) for name in self._entering)
-            state.generation += 1
-            state.is_changing = True
-            self._c.keep()
-            faults.reach("change.kept")
-            change = Change(
-                state.generation,
-                servers,
-                fenced={name: incarnation for name, (incarnation, _) in state.fencing.items()},
-                entering={name: state.members[name].incarnation for name in self._entering},
-                seats=list(state.seats.values()),
-                moves=self.moves,
-                staying={name: life for name, life in state.entered.items() if name not in self._entering},
-                stretch=state.stretch,
-            )
-            return change, before
-
-    def _take_back(self, before: Mapping[int, Seat]) -> None:
-        """Somebody's open step could not be made anew just now: the plan waits."""
-        with self._c.lock:
-            state = self._c.membership.state
-            seats, lost = without(before.values(), _gone(before.values(), state.members))
-            state.seats.update((seat.slice, seat) for seat in seats)
-            state.lost += [number for number in lost if number not in state.lost]
-            self.moves = self._server_is_out
-            state.is_changing = False
-            self._c.keep()
-
-    def _say_what_is_lost(self, change: Change) -> None:
-        found = change.unsettled()
-        with self._c.lock:
-            servers, fencing = ", ".join(self._servers_out), self._c.membership.state.fencing
-            dead = [name for name in change.fenced if name not in self._c.membership.state.left and name in fencing]
-        if servers and change.num_orphans:
-            found.append(f"{change.num_orphans} open commits of lost workers are dropped")
-        elif servers and dead and not found:
-            found.append(f"the last step of {', '.join(dead)} may lack what {servers} had of it")
-        for text in found:
+            install, lost = self._deciding.install(change)
+        for _, text in lost:
             self._c.event(
                 f"a worker and a server were lost in one step, which is outside of what is promised: {text}"
             )
+        self._ask_all(dict.fromkeys(change.servers, install))
 
     def _finish(self, change: Change) -> None:
         """Every server has the generation: rounds, barriers and places are others' from now on."""
-        stretch, _ = change.turn()
         with self._c.lock:
-            state = self._c.membership.state
-            for name, incarnation in change.fenced.items():
-                if state.fencing.get(name, (0, ""))[0] == incarnation:
-                    del state.fencing[name]
-            state.is_changing = self._server_is_out
-            self._c.keep()  # until it is kept nobody is answered, and the change is made once more
-            self.moves = self._server_is_out
-            if not self._server_is_out:
-                self._servers_out = []
-            entered = [name for name in change.entering if name in state.entered and name in self._entering]
-            requests = [self._entering.pop(name) for name in entered]
-            answer = Entered(stretch, change.back_at())
-            self._answered.update((name, (change.entering[name], answer)) for name in entered)
-        for request in requests:
-            request.reply(answer)
+            self._deciding.settle(change)
+            try:
+                self._c.keep()
+            except StoreError:
+                self._deciding.reopen()  # nobody is answered before it is kept
+                raise
+            places = self._deciding.finish(change)
+            requests = [(self._asking.pop(name), place) for name, place in places.items()]
+        for request, place in requests:
+            request.reply(place)
         self._c.meeting.release()
         self._c.registering.try_again()
         self._c.joining.tell()
@@ -374,7 +305,7 @@ class Changing:
                 with self._c.lock:
                     if self._closed:
                         raise ConnectionLost("the coordinator is closing")
-                    if gives_way and self._is_urgent():
+                    if gives_way and self._deciding.is_urgent:
                         return {}
                     gone = [other for other in messages if other not in self._c.membership.state.members]
                     if gone:  # also one that another of them waits for
@@ -383,8 +314,3 @@ class Changing:
 
     def ask_servers(self, messages: Mapping[str, Message]) -> dict[str, Message]:
         return self._ask_all(messages)
-
-
-def _gone(seats: Iterable[Seat], members: Mapping[str, Member]) -> set[str]:
-    """Servers that seats name and that are no members any more."""
-    return {name for seat in seats for name in (seat.primary, seat.backup) if name and name not in members}

@@ -190,7 +190,7 @@ class Handing:
             names = (seat.primary, seat.backup) if seat is not None else ()
             endpoints = [self._c.endpoints[name] for name in names if name in self._c.endpoints]
         for endpoint in endpoints:
-            endpoint.mention(Confirm(used))
+            endpoint.mention(Confirm(sorted(set(used))))
 
     def _tell_finished(self) -> None:
         for name, number, epoch in self.leasing.forget_finished():
@@ -224,9 +224,7 @@ class Handing:
     def _decide(self, request: Request, message: AskLease) -> GivenLease | None:
         owner, taking_part = _owner(request), self._taking_part()
         is_idle = not message.left
-        answer = self.leasing.ask(
-            owner, message.loader, message.epoch, taking_part, message.held, is_idle=is_idle
-        )
+        answer = self.leasing.ask(owner, message.loader, message.epoch, taking_part, message.held, is_idle=is_idle)
         for other in answer.recall:
             self._recall(other, Recall(message.loader, message.epoch))
         if answer.lease is not None:
@@ -292,10 +290,6 @@ class Handing:
                 self.leasing.out(owner, failed=failed)
             self._c.keep()
         self.answer()
-
-    @staticmethod
-    def question() -> AskUses:
-        return AskUses()
 
     def waits(self, now: float) -> list[Wait]:
         """Under the lock: who waits for whom to finish an epoch."""

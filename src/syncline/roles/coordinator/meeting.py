@@ -27,8 +27,10 @@ class Meeting:
     def arrive(self, request: Request, message: Barrier) -> None:
         with self._c.lock:
             if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.stretch):
-                # Who asks again may not have heard that a new era has begun.
-                request.reply(Passed(max(message.stretch, self._c.membership.state.stretch)))
+                state = self._c.membership.state
+                takes_part = request.peer.name in state.entered
+                stretch = self._barriers.behind_passed(message.stretch, state.stretch, takes_part)
+                request.reply(Passed(stretch))
                 return
             waiting = self._there.setdefault((message.name, message.turn), [])
             waiting[:] = [w for w in waiting if w[0].peer.name != request.peer.name]

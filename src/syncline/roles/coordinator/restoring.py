@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from syncline.core.control import AskCopies, GiveCopies, GivenCopies, Host
 from syncline.core.layout import Segment
 from syncline.core.message import Message
-from syncline.core.slices import Copy
+from syncline.core.slices import Copy, Identity, freshest, num_revoked
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 
 if TYPE_CHECKING:
@@ -70,25 +70,21 @@ def _bring(
     """Who brought which slice, and how many acknowledged updates are gone with the servers."""
     copies = _copies(coordinator, lost)
     chosen: dict[int, tuple[str, Copy]] = {}
-    revoked = 0
     for number in lost:
-        found = [
-            (copy.version, name, copy) for name, given in copies.items() for copy in given if copy.slice == number
-        ]
-        if not found:
+        found = freshest(copies, number)
+        if found is None:
             _give_up(coordinator, number, segments)
-        version, name, copy = max(found, key=lambda item: item[:2])
-        known = max(copy.known for _, _, copy in found)
-        revoked = max(revoked, known - version)
-        chosen[number] = (name, Copy(number, version, copy.clocks, known))
+        chosen[number] = found
     _have_them_brought(coordinator, chosen, seats)
-    return {number: name for number, (name, _) in chosen.items()}, revoked
+    return {number: name for number, (name, _) in chosen.items()}, num_revoked(copy for _, copy in chosen.values())
 
 
-def _copies(coordinator: Coordinator, lost: Sequence[int]) -> dict[str, list[Copy]]:
+def _copies(coordinator: Coordinator, lost: Sequence[int]) -> dict[Identity, list[Copy]]:
     with coordinator.lock:
-        workers = {n: coordinator.endpoints.get(n) for n in coordinator.membership.workers()}
-    found: dict[str, list[Copy]] = {}
+        members = coordinator.membership.state.members
+        lives = {name: (name, members[name].incarnation) for name in coordinator.membership.workers()}
+        workers = {name: coordinator.endpoints.get(name) for name in lives}
+    found: dict[Identity, list[Copy]] = {}
     calls = []
     for name, endpoint in workers.items():
         if endpoint is None:  # it comes back, or is evicted: either is known soon
@@ -103,7 +99,7 @@ def _copies(coordinator: Coordinator, lost: Sequence[int]) -> dict[str, list[Cop
         except SynclineError:
             continue  # it says that it has none
         if isinstance(answer, GivenCopies):
-            found[name] = answer.copies
+            found[lives[name]] = answer.copies
     return found
 
 
@@ -125,7 +121,7 @@ def _have_them_brought(
         call.wait(coordinator.config.wait_seconds)
 
 
-def _give_up(coordinator: Coordinator, number: int, segments: Iterable[Segment]) -> None:
+def _give_up(coordinator: Coordinator, number: int, segments: Iterable[Segment]) -> NoReturn:
     names = [
         segment.parameters[piece.parameter].name
         for segment in segments

@@ -1,0 +1,96 @@
+"""The samples of a worker: its loaders and what they read, how many it has had, what the coordinator wants back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from syncline.client.leases import Asks, Piece, Reading, Uses
+from syncline.client.times import StepClock
+from syncline.core.handing import GaveBack, Recall, Use
+from syncline.core.leasing import Loader
+from syncline.core.message import Message
+from syncline.errors import ConfigError
+from syncline.net.link import Link
+
+
+class CoordinatorAsks:
+    """The way to the coordinator: a job's own, with its words about waits; or one attempt."""
+
+    def __init__(self, ask: Callable[[Message], Message], link: Link) -> None:
+        self.ask, self.try_ask = ask, link.try_call
+
+
+class Samples:
+    """All that a job's loaders have in common."""
+
+    def __init__(self, asks: Asks, uses: Uses, times: StepClock, rest: Callable[[], None]) -> None:
+        self._asks, self.uses, self._times, self._rest = asks, uses, times, rest
+        self.taken = 0  #: handed out to this worker's training so far
+        self.seconds = 0.0  #: from the first one to the last
+        self.progress = (0, 0, 0)  #: epoch, batches of it so far, and in all
+        self._first_at = 0.0
+        self._lock = threading.Lock()
+        self._readings: dict[tuple[str, int], Reading] = {}
+        self._names: set[str] = set()
+
+    def name_loader(self, name: str) -> str:
+        """The name that a loader has in all workers: its own, or its number in the order in which they are made."""
+        if not name:
+            name = next(n for k in range(len(self._names) + 1) if (n := f"loader-{k}") not in self._names)
+        elif name in self._names:
+            raise ConfigError(f"there are two loaders called {name!r}; give each its own name=")
+        self._names.add(name)
+        return name
+
+    def open(self, loader: str, epoch: int, data: Loader) -> Reading:
+        """This worker begins its loop over an epoch."""
+        reading = Reading(
+            self._asks, self.uses, loader, epoch, data, rest=self._rest, work_seconds=lambda: self.work_seconds
+        )
+        with self._lock:
+            self._readings[loader, epoch] = reading
+        return reading
+
+    def close(self, reading: Reading, unread: list[Piece], *, passes_over: bool) -> None:
+        """The loop over an epoch is left."""
+        with self._lock:
+            self._readings.pop((reading.loader, reading.epoch), None)
+        reading.leave(unread, passes_over=passes_over)
+
+    def give_back(self, recall: Recall) -> GaveBack:
+        """In the thread that hears the coordinator: what is not begun is others'."""
+        with self._lock:
+            reading = self._readings.get((recall.loader, recall.epoch))
+        return GaveBack(reading.give_back() if reading is not None else [])
+
+    def used(self) -> list[Use]:
+        """What commits of this worker have used so far, of leases that it may still have."""
+        return self.uses.committed()
+
+    @property
+    def work_seconds(self) -> float:
+        """Time spent on steps, waits for others left out."""
+        times = self._times.times()
+        return times.compute + times.stage + times.pull
+
+    # -- counting -----------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int, num_batches: int) -> None:
+        """A loader begins epoch number `epoch` (from 0), with about this many batches for this worker."""
+        self.progress = (epoch, 0, num_batches)
+
+    def read(self, piece: Piece) -> None:
+        """The script has got this batch: the next commit says so."""
+        self.uses.read(piece)
+        self.took(len(piece))
+
+    def took(self, num_samples: int) -> None:
+        """A loader has handed out a batch of this many samples."""
+        now = time.monotonic()
+        self._first_at = self._first_at or now
+        self.seconds = now - self._first_at
+        self.taken += num_samples
+        epoch, step, steps = self.progress
+        self.progress = (epoch, step + 1, steps)

@@ -1,0 +1,216 @@
+"""Deciding: what a coordinator does next about generations and seats; how it is said to servers is its owner's.
+
+Pure: events in, changes and plans out. Whatever `begin`, `take_back` and `settle` decide is in the job's state, which
+the owner keeps on disk before anybody hears of it. The deterministic simulator runs the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from syncline.core.changes import Change, Loss
+from syncline.core.control import Entered, Install
+from syncline.core.members import Member
+from syncline.core.membership import Membership
+from syncline.core.seats import Plan, Seat, plan, rehome, without
+from syncline.errors import ConfigError
+
+
+class Deciding:
+    """One change at a time. Deaths and entries come before plans."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership, self.state = membership, membership.state
+        self.entering: set[str] = set()  # workers that want to take part
+        self.retiring: set[str] = set()  # servers that want to leave
+        self.strangers: set[str] = set()  # servers that do not know the layout yet
+        self.moves = False  # primaries are about to change: nobody is told of seats now
+        self._places: dict[str, tuple[int, Entered]] = {}  # who has entered: incarnation, answer
+        self._server_is_out = False  # since the change under way was begun
+        self._servers_out: list[str] = []  # since the last change was made
+        self._before: dict[int, Seat] | None = None  # the seats that a plan would change: until it is installed
+        # Of each slice, who may have been its primary since the last change was made; None: that is not known.
+        self._primaries: dict[int, set[str]] | None = {}
+
+    def resume(self) -> None:
+        """An earlier coordinator may have died within a change, and servers may have missed what it said."""
+        self.moves, self._primaries = self.state.is_changing, None
+        self.strangers.update(self._membership.servers())
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def is_in(self, member: Member) -> None:
+        if member.role == "server":
+            self.strangers.add(member.name)
+
+    def is_out(self, member: Member) -> None:
+        """Dead, or counts as dead; the membership knows it already."""
+        self.has_left(member.name)
+        self.strangers.discard(member.name)
+        if member.role == "server" and self._membership.formed:
+            self.moves = self._server_is_out = True  # also where it was a backup only: who lost it waits for our word
+            self._servers_out.append(member.name)
+            if self._before is not None:
+                self._restore_seats(self._before)  # of what it was to take over, others still have everything
+
+    def has_left(self, name: str) -> None:
+        """It asks for nothing any more."""
+        self.entering.discard(name)
+        self.retiring.discard(name)
+
+    def enter(self, name: str, incarnation: int) -> Entered | None:
+        """A worker that joined late is about to push; the place that it has already, when it asks again."""
+        known, place = self._places.get(name, (0, None))
+        if place is not None and known == incarnation:
+            return place
+        self.entering.add(name)
+        return None
+
+    def retire(self, name: str) -> None:
+        """A server wants to leave; not the last one, which has nobody to give its slices to."""
+        staying = [server for server in self._membership.servers() if server not in self.retiring | {name}]
+        if not staying and self.state.seats:
+            raise ConfigError(f"{name} is the last server: its slices cannot go anywhere")
+        self.retiring.add(name)
+
+    # -- what to do next ----------------------------------------------------------------------------------
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether there is to be a change at once, with the seats as they are."""
+        state = self.state
+        due = state.fencing or self.entering or self.moves or state.lost or state.is_changing
+        return bool(self._membership.servers() and due)
+
+    def plan(self, sizes: Mapping[int, int], slices: Collection[int]) -> Plan:
+        """What to do about the seats of these slices, which have values."""
+        state = self.state
+        seats = [seat for number, seat in state.seats.items() if number in slices]
+        servers = [name for name in self._membership.servers() if name not in self.strangers]
+        hosts = {name: state.members[name].host for name in servers}
+        replicas = max(1, state.config.replicas)
+        return plan(seats, sizes, hosts, replicas=replicas, leaving=self.retiring & set(hosts))
+
+    def relieved(self) -> list[str]:
+        """Servers that want to leave, and on which nothing is left."""
+        seated = {name for seat in self.state.seats.values() for name in (seat.primary, seat.backup)}
+        return sorted(self.retiring - seated)
+
+    # -- one change ---------------------------------------------------------------------------------------
+
+    def begin(self, wanted: Plan | None, sizes: Mapping[int, int]) -> Change | None:
+        """The next generation, to be kept before any server hears of it; None: a plan has to wait."""
+        state = self.state
+        silent = self._silent()
+        if wanted is not None:
+            if self.is_urgent:
+                return None
+            self._before = dict(state.seats)
+            self._seat(wanted.seats)
+        if state.lost:
+            self._seat(rehome(state.seats.values(), sizes, self._membership.servers()))
+            self.moves = True
+        self._server_is_out = False
+        # From now on servers may count them: whoever dies while it enters has to be fenced.
+        entering = {name: state.members[name].incarnation for name in sorted(self.entering) if name in state.members}
+        self.entering = set(entering)
+        state.entered.update(entering)
+        state.generation += 1
+        state.is_changing = True
+        self._note_primaries(state.seats.values())
+        return Change(
+            state.generation,
+            self._membership.servers(),
+            fenced={name: incarnation for name, (incarnation, _) in state.fencing.items()},
+            entering=entering,
+            seats=list(state.seats.values()),
+            moves=self.moves,
+            staying={name: life for name, life in state.entered.items() if name not in entering},
+            stretch=state.stretch,
+            silent=silent,
+        )
+
+    def _note_primaries(self, seats: Iterable[Seat]) -> None:
+        if self._primaries is not None:
+            for seat in seats:
+                self._primaries.setdefault(seat.slice, set()).add(seat.primary)
+
+    def _silent(self) -> set[str]:
+        """Servers that are certainly the primary of nothing, and were not since the last change."""
+        if self._primaries is None:
+            return set()
+        # Slices that were registered since; a seat that a death has changed is not in use yet.
+        seats = self.state.seats.values()
+        self._note_primaries(s for s in seats if not self._servers_out or s.slice not in self._primaries)
+        if not self._primaries:
+            return set()  # nothing is registered: nobody is one of those
+        return set(self._membership.servers()).difference(*self._primaries.values())
+
+    def _seat(self, seats: Collection[Seat]) -> None:
+        known = self.state.seats
+        if any(known[seat.slice].primary != seat.primary for seat in seats):
+            self.moves = True
+        known.update((seat.slice, seat) for seat in seats)
+
+    def take_back(self) -> None:
+        """Somebody's open step could not be made anew just now: the plan waits. To be kept."""
+        assert self._before is not None
+        self._restore_seats(self._before)
+        self.moves = self.state.is_changing = self._server_is_out
+
+    def _restore_seats(self, before: Mapping[int, Seat]) -> None:
+        """No server has the new seats yet, but all may have prepared them: a backup that they do not name may have
+        missed updates since, and is none any more."""
+        state, self._before = self.state, None
+        kept = []
+        for number, seat in before.items():
+            now = state.seats[number]
+            backup = seat.backup if seat.backup in (now.primary, now.backup) else ""
+            kept.append(Seat(number, seat.primary, backup))
+        named = {name for seat in kept for name in (seat.primary, seat.backup) if name}
+        seats, lost = without(kept, named - set(state.members))
+        state.seats.update((seat.slice, seat) for seat in seats)
+        state.lost = lost
+
+    def install(self, change: Change) -> tuple[Install, list[Loss]]:
+        """All servers have answered: what they are to install, and what is outside of what is promised."""
+        self._before = None
+        return change.install(self._membership.ordered()), self._what_is_lost(change)
+
+    def _what_is_lost(self, change: Change) -> list[Loss]:
+        """What of a worker and a server that were lost in one step is gone."""
+        if change.is_exact:
+            return change.torn()
+        found = change.unsettled()
+        servers, state = ", ".join(self._servers_out), self.state
+        dead = [name for name in change.fenced if name not in state.left and name in state.fencing]
+        if servers and change.num_orphans:
+            found.append(Loss((), f"{change.num_orphans} open commits of lost workers are dropped"))
+        elif servers and dead and not found:
+            lives = tuple((name, change.fenced[name]) for name in dead)
+            found.append(Loss(lives, f"the last step of {', '.join(dead)} may lack what {servers} had of it"))
+        return found
+
+    def settle(self, change: Change) -> None:
+        """Every server has the generation. To be kept; then others are given rounds, barriers and places."""
+        state = self.state
+        for name, incarnation in change.fenced.items():
+            if state.fencing.get(name, (0, ""))[0] == incarnation:
+                del state.fencing[name]
+        state.is_changing = self._server_is_out
+
+    def reopen(self) -> None:
+        """It could not be kept: the change is made once more."""
+        self.state.is_changing = True
+
+    def finish(self, change: Change) -> dict[str, Entered]:
+        """It is kept: who has entered, and where."""
+        self._primaries = {seat.slice: {seat.primary} for seat in change.seats}
+        self.moves = self._server_is_out
+        if not self._server_is_out:
+            self._servers_out = []
+        place = Entered(change.turn()[0], change.back_at())
+        entered = [name for name in change.entering if name in self.state.entered and name in self.entering]
+        self._places.update((name, (change.entering[name], place)) for name in entered)
+        self.entering.difference_update(entered)
+        return dict.fromkeys(entered, place)

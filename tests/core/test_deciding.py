@@ -1,0 +1,229 @@
+"""Deciding: what a coordinator does next, also when a server dies in the middle of it, or the coordinator itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from syncline.config import JobConfig
+from syncline.core.changes import Change
+from syncline.core.control import Entered, Prepared
+from syncline.core.deciding import Deciding
+from syncline.core.membership import JobState, Membership
+from syncline.core.rounds import Standing
+from syncline.core.seats import Plan, Seat
+from syncline.errors import ConfigError
+
+SIZES = {0: 4, 1: 4}
+
+
+def formed(*seats: Seat, servers: int = 2, workers: int = 2, replicas: int = 1) -> Deciding:
+    config = JobConfig(workers=workers, servers=servers, replicas=replicas, most_workers=workers + 2)
+    membership = Membership(JobState(config=config))
+    for role, count in (("server", servers), ("worker", workers)):
+        for k in range(count):
+            membership.join(role, f"{role}-{k}", f"host-{k}", None)
+    membership.form()
+    membership.state.seats = {seat.slice: seat for seat in seats}
+    return Deciding(membership)
+
+
+def lose(deciding: Deciding, name: str) -> None:
+    member = deciding.state.members[name]
+    Membership(deciding.state).evict(name, "died")
+    deciding.is_out(member)
+
+
+def seats_of(deciding: Deciding) -> list[tuple[str, str]]:
+    return [(seat.primary, seat.backup) for seat in deciding.state.seats.values()]
+
+
+def begun(deciding: Deciding, wanted: Plan | None = None) -> Change:
+    change = deciding.begin(wanted, SIZES)
+    assert change is not None
+    return change
+
+
+def carried_out(deciding: Deciding, wanted: Plan | None = None) -> Change:
+    change = begun(deciding, wanted)
+    deciding.install(change)
+    deciding.settle(change)
+    deciding.finish(change)
+    return change
+
+
+def test_a_dead_worker_is_fenced_and_forgotten_when_every_server_has_it() -> None:
+    deciding = formed(Seat(0, "server-0"))
+    lose(deciding, "worker-1")
+    assert deciding.is_urgent
+    change = begun(deciding)
+    assert change.fenced == {"worker-1": 4} and not change.moves and deciding.state.is_changing
+    deciding.settle(change)
+    assert not deciding.state.fencing and not deciding.state.is_changing
+    deciding.finish(change)
+    assert not deciding.is_urgent
+
+
+def test_what_could_not_be_kept_is_done_once_more() -> None:
+    """The disk was full when a fence was everywhere: whoever waits at a barrier is released by the next change."""
+    deciding = formed(Seat(0, "server-0"))
+    lose(deciding, "worker-1")
+    change = begun(deciding)
+    deciding.settle(change)
+    deciding.reopen()
+    assert deciding.is_urgent
+
+
+def test_whoever_enters_gets_one_place_however_often_it_asks() -> None:
+    deciding = formed(Seat(0, "server-0"))
+    member = Membership(deciding.state).join("worker", "worker-2", "host-9", None)
+    assert deciding.enter("worker-2", member.incarnation) is None and deciding.is_urgent
+    change = begun(deciding)
+    assert change.entering == {"worker-2": member.incarnation} and "worker-2" not in change.staying
+    for server in change.servers:
+        change.prepared(server, Prepared([Standing("worker-0", 3, clock=5, stretch=2, stretch_began=1)], [], 0))
+    deciding.settle(change)
+    assert deciding.finish(change) == {"worker-2": Entered(2, 0)}
+    assert deciding.enter("worker-2", member.incarnation) == Entered(2, 0)
+    assert not deciding.is_urgent, "it has its place"
+    assert deciding.enter("worker-2", member.incarnation + 1) is None, "another process of that name has none"
+
+
+def test_the_last_server_cannot_retire() -> None:
+    deciding = formed(Seat(0, "server-0"))
+    deciding.retire("server-0")
+    with pytest.raises(ConfigError, match="server-1 is the last server"):
+        deciding.retire("server-1")
+    assert deciding.relieved() == []
+    assert deciding.plan(SIZES, [0]).reason == "server-0 leaves"
+    deciding.state.seats[0] = Seat(0, "server-1")
+    assert deciding.relieved() == ["server-0"]
+
+
+def test_a_stranger_gets_no_slices_before_it_knows_the_layout() -> None:
+    deciding = formed(Seat(0, "server-0"), Seat(1, "server-0"), replicas=2)
+    deciding.strangers.add("server-1")
+    assert deciding.plan(SIZES, [0, 1]).is_empty
+    deciding.strangers.clear()
+    assert not deciding.plan(SIZES, [0, 1]).is_empty
+
+
+def test_a_coordinator_that_dies_right_after_a_server_tells_of_the_promotion_when_it_is_back() -> None:
+    """The eviction was on disk, the change was not begun: nobody else would ever make the backup a primary."""
+    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
+    Membership(deciding.state).evict("server-0", "died")
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(deciding.state), type=JobState)
+    after = Deciding(Membership(kept))
+    after.resume()
+    assert after.is_urgent and after.moves
+    assert begun(after).moves
+
+
+def test_a_death_within_a_change_makes_the_next_one() -> None:
+    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
+    change = begun(deciding)
+    lose(deciding, "server-1")
+    deciding.settle(change)
+    deciding.finish(change)
+    assert deciding.is_urgent and deciding.moves and deciding.state.is_changing
+
+
+# -- plans that have to make way --------------------------------------------------------------------------
+
+
+def test_a_plan_waits_for_what_is_urgent() -> None:
+    deciding = formed(Seat(0, "server-0"))
+    deciding.moves = True
+    assert deciding.begin(Plan((), (Seat(0, "server-1"),), ""), SIZES) is None
+    assert seats_of(deciding) == [("server-0", "")]
+
+
+def test_a_slice_that_was_to_move_is_not_lost_with_where_it_was_to_go() -> None:
+    """No server has installed the new seat: the old primary has everything, and nothing is to be revoked."""
+    deciding = formed(Seat(0, "server-0"))
+    begun(deciding, Plan((), (Seat(0, "server-1"),), "moves"))
+    lose(deciding, "server-1")
+    assert seats_of(deciding) == [("server-0", "")] and not deciding.state.lost
+    assert deciding.moves and deciding.is_urgent
+
+
+def test_once_it_may_be_installed_a_slice_is_lost_with_its_new_primary() -> None:
+    deciding = formed(Seat(0, "server-0"))
+    change = begun(deciding, Plan((), (Seat(0, "server-1"),), "moves"))
+    deciding.install(change)
+    lose(deciding, "server-1")
+    assert deciding.state.lost == [0]
+    assert begun(deciding).seats == [Seat(0, "server-0")], "a worker's copy goes there"
+
+
+def test_a_plan_that_is_taken_back_does_not_count_on_a_backup_that_was_let_go() -> None:
+    """Asked to prepare a seat without its backup, a primary acknowledges alone: what the backup has is old by now."""
+    deciding = formed(Seat(0, "server-0", "server-1"), Seat(1, "server-1", "server-0"), replicas=2)
+    begun(deciding, Plan((), (Seat(0, "server-0", ""), Seat(1, "server-0", "server-1")), "server-1 leaves"))
+    assert deciding.moves
+    deciding.take_back()
+    assert seats_of(deciding) == [("server-0", ""), ("server-1", "server-0")]
+    assert not deciding.moves and not deciding.state.is_changing
+
+
+def test_a_plan_is_taken_back_without_the_servers_that_are_gone() -> None:
+    deciding = formed(Seat(0, "server-0", "server-1"), Seat(1, "server-1", "server-0"), replicas=2, servers=3)
+    begun(deciding, Plan((), (Seat(0, "server-1", "server-0"),), "even"))
+    lose(deciding, "server-1")
+    assert seats_of(deciding) == [("server-0", ""), ("server-0", "")]
+    assert deciding.state.is_changing and deciding.moves
+
+
+# -- who is heard -----------------------------------------------------------------------------------------
+
+
+def test_a_primary_of_nothing_is_not_asked_where_workers_stand() -> None:
+    """It hears no commits: what it knows is from the last time that primaries changed."""
+    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
+    assert carried_out(deciding).silent == {"server-1"}
+    lose(deciding, "server-0")
+    assert begun(deciding).silent == {"server-1"}, "promoted, and not told so yet"
+    assert begun(deciding).silent == set(), "it may have been told by now"
+
+
+def test_who_got_slices_by_a_registration_is_heard() -> None:
+    deciding = formed(Seat(0, "server-0"))
+    assert carried_out(deciding).silent == {"server-1"}
+    deciding.state.seats[1] = Seat(1, "server-1")
+    assert begun(deciding).silent == set()
+
+
+def test_after_a_coordinator_s_death_everybody_is_heard() -> None:
+    deciding = formed(Seat(0, "server-0"))
+    deciding.resume()
+    assert carried_out(deciding).silent == set()
+    assert begun(deciding).silent == {"server-1"}
+
+
+# -- what is said of losses -------------------------------------------------------------------------------
+
+
+def losses(deciding: Deciding, *answers: Prepared) -> list[str]:
+    change = begun(deciding)
+    for server, answer in zip(change.servers, answers, strict=True):
+        change.prepared(server, answer)
+    return [loss.text for loss in deciding.install(change)[1]]
+
+
+def test_where_servers_say_what_their_slices_have_the_report_is_exact() -> None:
+    """The promoted backup has a step of the dead worker, or can come to it, or not: only the last is a loss."""
+    for least, text in ((5, []), (4, ["step 5 of worker-1 is on some slices and not on others"])):
+        deciding = formed(Seat(0, "server-0", "server-2"), Seat(1, "server-1", "server-0"), servers=3, replicas=2)
+        lose(deciding, "server-2")
+        lose(deciding, "worker-1")
+        incarnation = deciding.state.fencing["worker-1"][0]
+        here = Prepared([], [], 0, [("worker-1", incarnation, 5, 5)])
+        there = Prepared([], [], 0, [("worker-1", incarnation, least, 4)])
+        assert losses(deciding, here, there) == text
+
+
+def test_where_they_do_not_what_may_be_lost_is_said() -> None:
+    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
+    lose(deciding, "server-1")
+    lose(deciding, "worker-1")
+    assert losses(deciding, Prepared([], [], 0)) == ["the last step of worker-1 may lack what server-1 had of it"]
