@@ -76,7 +76,6 @@ def _dial(self: InProcess, endpoint: Any, me: Member, stamp: Stamp, member: Memb
 
 def work(job: Job, over: threading.Event, window: int) -> int:
     """Pushes and pulls until it is over; the number of pushes that were acknowledged."""
-    job.kv.register({"x": np.zeros(NUM_SLICES * ITEMS, np.float32)}, SGD, reduce="sum")
     grads, out = {"x": np.ones(NUM_SLICES * ITEMS, np.float32)}, {"x": np.zeros(NUM_SLICES * ITEMS, np.float32)}
     last, pushes, tickets = np.zeros(NUM_SLICES), 0, list[Any]()
     while not over.is_set():
@@ -101,7 +100,7 @@ def check(values: Any, last: Any) -> Any:
 
 def hand_over(jobs: LocalJob, name: str) -> None:
     """As by SIGTERM: this server's slices go to others, it ends; then it comes back and gets some of them."""
-    jobs._process._links[name].call(Retire(), 20.0)
+    jobs._process._links[name].call(Retire(), 60.0)
     jobs.kill(name)
     jobs.add_server(name)
 
@@ -111,6 +110,9 @@ def run(seconds: float, window: int, replicas: int) -> int:
     settings = {"replicas": replicas, "window": window, "slice_bytes": SLICE, "wait_seconds": 60.0}
     beside = ThreadPoolExecutor(1, thread_name_prefix="Thread-workers")
     with local_job(workers=WORKERS, servers=3, policy="async", **settings) as jobs, beside:
+        begin = {"x": np.zeros(NUM_SLICES * ITEMS, np.float32)}
+        # Before anybody goes: torch takes its time with the first rule of a process.
+        jobs.run(lambda job: job.kv.register(begin, SGD, reduce="sum"), 100.0)
         pushed = beside.submit(jobs.run, lambda job: work(job, over, window), 300.0)
         try:
             until = time.monotonic() + seconds
