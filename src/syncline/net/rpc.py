@@ -235,6 +235,7 @@ class Endpoint:
         self._lock = threading.Lock()
         self._lost: str | None = None
         self.read = connection.read
+        self.waiter_reads = False  # what comes in at once may be answered before `start` has returned
         self.waiter_reads = connection.start(self, waiter_reads=waiter_reads)
 
     def call(
