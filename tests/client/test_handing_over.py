@@ -135,6 +135,7 @@ def test_servers_hand_over_under_pushes_and_pulls(wire: str, window: int, replic
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_servers_hand_over_for_long(wire: str) -> None:
     for window in (0, 2):
         for replicas in (1, 2):
