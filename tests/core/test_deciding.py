@@ -65,7 +65,7 @@ def test_a_dead_worker_is_fenced_and_forgotten_when_every_server_has_it() -> Non
 
 
 def test_what_could_not_be_kept_is_done_once_more() -> None:
-    """The disk was full when a fence was everywhere: whoever waits at a barrier is released by the next change."""
+    """The disk was full when a fence was everywhere: the survivors are told by the next change."""
     deciding = formed(Seat(0, "server-0"))
     lose(deciding, "worker-1")
     change = begun(deciding)
