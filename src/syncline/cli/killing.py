@@ -152,8 +152,8 @@ class Killing:
         running = {n for n in names if (p := self._processes.get(n)) is not None and p.poll() is None}
         alive = sorted(running - self._stopped)
         roles = [role for role in rate.roles if any(name.partition("-")[0] == role for name in alive)]
-        is_one_stopped = any(name.startswith("server") for name in self._stopped)  # the job may not know it yet
-        if "server" in roles and (is_one_stopped or not _has_backups(status)):
+        is_one_down = any(name.startswith("server") for name in {*names} - {*alive})  # the job may not know it yet
+        if "server" in roles and (is_one_down or not _has_backups(status)):
             roles.remove("server")  # the loss of both servers of a slice is outside of what is promised
         if not roles:
             return False
