@@ -65,7 +65,7 @@ def test_a_dead_worker_is_fenced_and_forgotten_when_every_server_has_it() -> Non
 
 
 def test_what_could_not_be_kept_is_done_once_more() -> None:
-    """The disk was full when a fence was everywhere: whoever waits at a barrier is released by the next change."""
+    """The disk was full when a fence was everywhere: the survivors are told by the next change."""
     deciding = formed(Seat(0, "server-0"))
     lose(deciding, "worker-1")
     change = begun(deciding)
@@ -211,14 +211,20 @@ def losses(deciding: Deciding, *answers: Prepared) -> list[str]:
 
 
 def test_where_servers_say_what_their_slices_have_the_report_is_exact() -> None:
-    """The promoted backup has a step of the dead worker, or can come to it, or not: only the last is a loss."""
-    for least, text in ((5, []), (4, ["step 5 of worker-1 is on some slices and not on others"])):
+    """The promoted backup has a step of the dead worker, or is still to get it, or not: only the last is a loss."""
+    lost = ["step 5 of worker-1 is on some slices and not on others"]
+    for least, primary, text in (
+        (5, "server-2", []),
+        (4, "server-0", []),
+        (4, "server-2", lost),
+        (4, "server-1", lost),
+    ):
         deciding = formed(Seat(0, "server-0", "server-2"), Seat(1, "server-1", "server-0"), servers=3, replicas=2)
         lose(deciding, "server-2")
         lose(deciding, "worker-1")
         incarnation = deciding.state.fencing["worker-1"][0]
-        here = Prepared([], [], 0, [("worker-1", incarnation, 5, 5)])
-        there = Prepared([], [], 0, [("worker-1", incarnation, least, 4)])
+        here = Prepared([], [], 0, [("worker-1", incarnation, 5, 5, "server-0")])
+        there = Prepared([], [], 0, [("worker-1", incarnation, 4, least, primary)])
         assert losses(deciding, here, there) == text
 
 

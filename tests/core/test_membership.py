@@ -298,9 +298,12 @@ def test_a_barrier_that_all_have_passed_is_open() -> None:
     assert again.arrive("epoch", 2, "worker-0") and again.arrive("other", 1, "worker-0")
 
 
-def test_who_comes_late_to_a_barrier_that_all_have_passed_goes_on_as_after_a_rest() -> None:
+def test_who_comes_late_to_a_barrier_that_all_have_passed_goes_on_by_itself() -> None:
     """It was away, and rounds went on without it: on one server one round more than on another."""
-    begun = ERA
-    assert Barriers.behind_passed(ERA + 2, begun, True) == ERA + 3
-    assert Barriers.behind_passed(ERA + 2, begun, False) == ERA + 2, "it takes no part yet, and was away nowhere"
-    assert Barriers.behind_passed(4, begun, True) == ERA, "it passed with the others, and has not heard so"
+    one, two = Barriers.behind_passed(ERA + 2, ERA, 7), Barriers.behind_passed(ERA + 2, ERA, 8)
+    assert ERA + 2 < one < two < 2 * ERA
+    again = Barriers.behind_passed(one, ERA, 7)
+    assert two < again < 2 * ERA, "another such barrier, another stretch"
+    assert len({one, one + 1, two, two + 1, again}) == 5, "a rest does not bring it to another's"
+    assert Barriers.behind_passed(ERA + 2, ERA, None) == ERA + 2, "it takes no part yet, and was away nowhere"
+    assert Barriers.behind_passed(4, ERA, 7) == ERA, "it passed with the others, and has not heard so"

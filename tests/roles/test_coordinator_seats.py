@@ -117,8 +117,8 @@ def test_a_server_s_death_is_kept_together_with_the_change_that_it_asks_for(jobs
     assert evicted.is_changing
 
 
-def test_barriers_open_after_a_disk_that_was_full_when_the_fence_was_everywhere(jobs: Any) -> None:
-    """What could not be kept is done once more: nobody else would look at the barrier again."""
+def test_all_are_told_after_a_disk_that_was_full_when_the_fence_was_everywhere(jobs: Any) -> None:
+    """What could not be kept is done once more: nobody else would tell the survivors who they are."""
     job = jobs().begin()
     job["server-1"].holds.add(Install)
     waiting = job["worker-0"].endpoint.call(Barrier("b", 1, 0))
@@ -128,6 +128,7 @@ def test_barriers_open_after_a_disk_that_was_full_when_the_fence_was_everywhere(
     job.disk.full = True
     job["server-1"].held[0].reply(Done())
     until(lambda: any("the disk is full" in line for line in job.log), "it could not be kept")
-    assert not waiting.is_done
+    assert not waiting.is_done and not job["worker-0"].all(Roster)
     job.disk.full = False
     assert isinstance(waiting.wait(SECONDS), Passed)
+    until(lambda: bool(job["worker-0"].all(Roster)), "told")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.roles.test_generations import by_slice, two_of, x, zeros
@@ -128,3 +129,26 @@ def test_a_server_that_comes_late_gets_slices_and_takes_part(make_house: MakeHou
         for call in [*one.commit_all(clock, x(1)), *two.commit_all(clock, x(10))]:
             call.wait(WAIT)
     assert by_slice(house) == {0: -55.0, 1: -55.0, 2: -55.0}
+
+
+@pytest.mark.parametrize("bytes_wanted", [True, False])
+def test_a_pull_in_the_moment_in_which_its_slice_goes_is_to_look_again(
+    make_house: MakeHouse, bytes_wanted: bool
+) -> None:
+    """At the first move of a server it was told that there is no such slice: its script ended by that."""
+    house = make_house(2, 2)
+    house.register(zeros())
+    mine = [part.id for part in house.parts("server-0")]
+    house.seed("server-0", "server-1")
+    hosting, (worker, _) = house.servers["server-0"]._hosting, two_of(house)
+    calls, take_seats = [], hosting.take_seats
+
+    def take_and_be_asked(*arguments: Any) -> Any:
+        taken = take_seats(*arguments)
+        calls.append(worker.ask("server-0", Pull(mine, None, bytes_wanted)))
+        return taken
+
+    hosting.take_seats = take_and_be_asked
+    house.carry_out(seats=[Seat(number, "server-1") for number in mine], moves=True)
+    with pytest.raises(Refresh):
+        calls[0].wait(WAIT)

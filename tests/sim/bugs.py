@@ -7,7 +7,7 @@ at 0.
 from __future__ import annotations
 
 BUGS: dict[str, tuple[str, int]] = {
-    "skip_fence": ("an evicted worker is let out of the rounds, and its commits still count", 448),
+    "skip_fence": ("an evicted worker is let out of the rounds, and its commits still count", 335),
     "early_ack": ("the primary applies and answers before its backup has the update", 3),
     "clocks_apart": ("a seed brings parameters without their clocks", 3),
     "reuse_incarnation": ("a process that comes back gets the number that its name had before", 5),
@@ -25,11 +25,12 @@ BUGS: dict[str, tuple[str, int]] = {
     "no_tail": ("a new backup gets a copy, and not the updates that follow", 4),
     "copy_without_clocks": ("a slice comes back from a copy without its clocks", 4),
     "copy_by_name": ("a copy's clocks do not say of which incarnation they are", 170),
-    "accept_stale_replica": ("a backup takes updates of a primary that was replaced", 476),
+    "accept_stale_replica": ("a backup takes updates of a primary that was replaced", 215),
     "settle_fenced_only": (
         "where primaries change only the fenced are settled: rounds come out differently, dying workers are torn",
         8,
     ),
     "forget_standings": ("with the last server that knew them, workers are forgotten that live", 7),
+    "install_late": ("a server installs a generation although its hold has ended by itself", 851),
     "old_era": ("those who enter behind a barrier are put into the era before it", 72),
 }

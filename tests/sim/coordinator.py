@@ -223,8 +223,8 @@ class Coordinator(Planning):
         if not self._is_member(frame):
             return
         if not self.barriers.arrive("epoch", turn, frame.name, stretch):
-            begun, takes_part = self.state.stretch, frame.name in self.state.entered
-            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, begun, takes_part)))
+            begun, life = self.state.stretch, self.state.entered.get(frame.name)
+            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, begun, life)))
             return
         self.at_barrier[frame.name] = (turn, session)
         self._release_barriers()

@@ -32,6 +32,7 @@ class Scenario:
     window: int
     slices: int
     pull_every: int
+    hold_seconds: float  # how long servers hold: in some jobs hardly longer than a message may take
     scripts: dict[str, tuple[str, ...]]
     late_workers: dict[str, float]
     late_servers: dict[str, float]
@@ -84,7 +85,7 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
         seed=seed, policy=policy, replicas=replicas, servers=servers, workers=workers,
         window=0 if policy == "sync" else 2 * number(0, 1, "window"), slices=servers + number(0, 2, "slices"),
         pull_every=1 if policy == "sync" else number(1, 3, "pull"), scripts=scripts, late_workers=late,
-        late_servers=late_servers, retires=retires,
+        late_servers=late_servers, retires=retires, hold_seconds=0.03 if draw(seed, "hold") < 0.2 else 0.15,
         faults=tuple(fault_of(seed, k) for k in range(count) if keep is None or k in keep),
     )  # fmt: skip
 

@@ -162,7 +162,7 @@ class Job:
         found: dict[int, Hosted | None] = {}
         for number, seat in coordinator.state.seats.items():
             member = coordinator.state.members.get(seat.primary)
-            if member is not None and member.address is not None:
+            if member is not None and member.address is not None and number not in coordinator.state.lost:
                 server: Any = self.world.processes[member.address.unix]
                 found[number] = server.hosted.get(number)
         return found

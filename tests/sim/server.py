@@ -11,8 +11,6 @@ from syncline.core.slices import least_clocks
 from .hosting import Host, Hosted, Identity
 from .world import Frame, Session
 
-HOLD_SECONDS = 0.15
-
 
 class Server(Host):
     """Hosts slices, as primary or backup."""
@@ -45,9 +43,10 @@ class Server(Host):
                 kept = {seat.primary, seat.backup}
                 hosted.targets = {life: name for life, name in hosted.targets.items() if name in kept}
                 hosted.sent.clear()  # said again, in the new generation
-        self.hold_until = self.world.now + HOLD_SECONDS
+        seconds = self.job.scenario.hold_seconds
+        self.hold_until = self.world.now + seconds
         self.preparing = (session, change)
-        self.after(HOLD_SECONDS + 1e-4, self._hold_ends)
+        self.after(seconds + 1e-4, self._hold_ends)
         self.pump()
 
     def _hold_ends(self) -> None:
@@ -87,19 +86,22 @@ class Server(Host):
             clock += 1
         return clock
 
-    def _clocks_of_gone(self, change: Prepare) -> list[tuple[str, int, int | None, int]]:
-        """Of workers that are out: the least clock that our slices can come to, and the highest on any copy."""
+    def _clocks_of_gone(self, change: Prepare) -> list[tuple[str, int, int, int | None, str]]:
+        """Of workers that are out, by who has been the primary until now: what slices here have, or can come to."""
         states = {number: hosted.state for number, hosted in self.hosted.items()}
         gone = {who for state in states.values() for who in state.clocks if state.fences.get(who[0]) == who[1]}
-        mine, found = set(self.primaries()), []
+        will_be = {seat.slice: seat.primary for seat in change.seats}
+        found = []
         for who in sorted(gone | set(map(tuple, change.fenced))):
-            here = []
-            for seat in change.seats:
-                if seat.primary == self.name and seat.slice in states:
-                    settles = self._staged_whole(who) if seat.slice in mine else 0
-                    here.append(max(settles, states[seat.slice].clocks.get(who, 0)))
-            most = max((state.clocks.get(who, 0) for state in states.values()), default=0)
-            found.append((*who, min(here, default=None), most))
+            clocks: dict[str, list[int]] = {}
+            for number, state in states.items():
+                primary = self.seats[number].primary if number in self.seats else ""
+                if self.name in (primary, will_be.get(number)):
+                    settles = self._staged_whole(who) if primary == self.name else 0
+                    clocks.setdefault(primary, []).append(max(settles, state.clocks.get(who, 0)))
+            applied = max((state.clocks.get(who, 0) for state in states.values()), default=0)
+            found.append((*who, applied, None, self.name))
+            found += [(*who, applied, min(each), primary) for primary, each in sorted(clocks.items())]
         return found
 
     def on_install(self, session: Session, frame: Frame) -> None:
@@ -109,7 +111,7 @@ class Server(Host):
         if install.generation == self.generation:
             self.reply(session, "installed", (install.generation,))
             return
-        late = not self._holds()
+        late = not self._holds() and "install_late" not in self.job.bugs
         if install.generation != self.prepared or self.change is None or late:
             self.reply(session, "not_held", (install.generation,))
             return

@@ -266,6 +266,19 @@ def test_a_recorded_connection_can_be_replayed(wire: Wire) -> None:
     assert heard == [b"open the door"]
 
 
+def test_new_connections_can_be_turned_to_another_target(wire: Wire) -> None:
+    client, _ = wire.pair()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        wire.proxy.turn_to("127.0.0.1", listening.getsockname()[1])
+        listening.settimeout(SECONDS)
+        with socket.create_connection((wire.proxy.host, wire.proxy.port), SECONDS) as other:
+            there, _ = listening.accept()
+            with there:
+                other.sendall(b"hello")
+                assert read(there, 5) == b"hello"
+    assert is_silent(client)
+
+
 def test_a_target_that_is_not_there_is_an_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()

@@ -50,6 +50,7 @@ class Killing:
         self._rate, self._folder = rate, folder
         self._chance = random.Random(rate.seed if rate else 0)
         self._processes: dict[str, MemberProcess] = {}
+        self._stopped: set[str] = set()  # and do not go on yet
         self._num_started = 0
         self._plan: Plan | None = None
         self._status: JobStatus | None = None
@@ -148,9 +149,11 @@ class Killing:
         if status is None or status.verdict or now - self._looked > FRESH_SECONDS:
             return False
         names = ["coordinator", *(member.name for member in status.members)]
-        alive = sorted(n for n in names if (p := self._processes.get(n)) is not None and p.poll() is None)
+        running = {n for n in names if (p := self._processes.get(n)) is not None and p.poll() is None}
+        alive = sorted(running - self._stopped)
         roles = [role for role in rate.roles if any(name.partition("-")[0] == role for name in alive)]
-        if "server" in roles and not _has_backups(status):
+        is_one_down = any(name.startswith("server") for name in {*names} - {*alive})  # the job may not know it yet
+        if "server" in roles and (is_one_down or not _has_backups(status)):
             roles.remove("server")  # the loss of both servers of a slice is outside of what is promised
         if not roles:
             return False
@@ -161,12 +164,14 @@ class Killing:
         process = self._processes[name]
         _send(process, SIGNALS[rate.signal])
         if rate.signal == "STOP":
+            self._stopped.add(name)
             self._begin(lambda: self._go_on(process, rate.stop_seconds), f"chaos stop {name}")
         return True
 
     def _go_on(self, process: MemberProcess, seconds: float) -> None:
         self._closed.wait(seconds)
         _send(process, signal.SIGCONT)
+        self._stopped.discard(process.name)
 
 
 def _send(process: MemberProcess, number: int) -> None:

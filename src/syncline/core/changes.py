@@ -75,11 +75,11 @@ class Change:
         settled = {**self.staying, **self.fenced} if self.moves else self.fenced
         for name, incarnation in settled.items():
             clocks = [s.clock for s in self._standings() if (s.name, s.incarnation) == (name, incarnation)]
-            most = max((m for n, i, _, m in self._clocks() if (n, i) == (name, incarnation)), default=0)
+            most = max((m for n, i, m, _, _ in self._clocks() if (n, i) == (name, incarnation)), default=0)
             found.append((name, incarnation, max([most, *clocks])))
         return found
 
-    def _clocks(self) -> list[tuple[str, int, int | None, int]]:
+    def _clocks(self) -> list[tuple[str, int, int, int | None, str]]:
         return [entry for answer in self._answers.values() for entry in answer.clocks or ()]
 
     @property
@@ -93,9 +93,14 @@ class Change:
         What is committed and open, on all slices, is no loss: it waits for its round, or nobody has it.
         """
         highest: dict[Identity, int] = {}
-        for name, incarnation, _, most in self._clocks():
+        lacking = set()
+        for name, incarnation, most, _, _ in self._clocks():
             highest[name, incarnation] = max(most, highest.get((name, incarnation), 0))
-        lacking = {(n, i) for n, i, least, _ in self._clocks() if least is not None and least < highest[n, i]}
+        for server, answer in self._answers.items():
+            for name, incarnation, _, least, primary in answer.clocks or ():
+                follows = primary != server and primary in self.servers
+                if least is not None and not follows and least < highest[name, incarnation]:
+                    lacking.add((name, incarnation))
         return [
             Loss((who,), f"step {highest[who]} of {who[0]} is on some slices and not on others")
             for who in sorted(lacking)

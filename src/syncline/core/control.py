@@ -234,9 +234,10 @@ class Prepared(Message, frozen=True):
     standings: list[Standing]
     staged: list[tuple[str, int, int]]  # name, incarnation, highest clock staged whole
     num_orphans: int  # open commits of workers that are no longer there
-    # Of workers that are out: name, incarnation, the least clock that the slices of which this server will be the
-    # primary can come to (None: of none), the highest on any copy that it has. Not given: nobody has looked.
-    clocks: list[tuple[str, int, int | None, int]] | None = None
+    # Of workers that are out: name, incarnation, the highest clock on any copy here; then the least that those slices
+    # can come to that are this server's, or will be, and who has been their primary until now: what that one has,
+    # where it lives, comes here before it is installed. Not given: nobody has looked.
+    clocks: list[tuple[str, int, int, int | None, str]] | None = None
 
 
 class Install(Message, frozen=True):

@@ -10,7 +10,7 @@ import msgspec
 from syncline.config import JobConfig
 from syncline.core.leasing import LeaseState
 from syncline.core.members import Address, Member
-from syncline.core.rounds import after_barrier, by_name
+from syncline.core.rounds import after_barrier, apart, by_name
 from syncline.core.seats import Seat, without
 from syncline.errors import ConfigError
 
@@ -250,13 +250,16 @@ class Barriers:
         return True
 
     @staticmethod
-    def behind_passed(stretch: int, begun: int, takes_part: bool) -> int:
+    def behind_passed(stretch: int, begun: int, incarnation: int | None) -> int:
         """The stretch of one that comes to a barrier that all have passed. `begun`: what the last barrier began.
 
-        Who asks again may not have heard of that. Who is in that era already came late, and was away for nothing:
-        rounds that went on without it are not the same on every server, so that it goes on as after a rest.
+        Who asks again may not have heard of that. Who is in that era already came late. While it was away, one
+        server may have gone a round further than another: were it in any of these rounds again, they would differ.
+        So it goes on in a stretch of its own until the next barrier. `incarnation` None: it takes no part yet.
         """
-        return begun if stretch < begun else stretch + takes_part
+        if stretch < begun:
+            return begun
+        return stretch if incarnation is None else apart(stretch, incarnation)
 
     def next_stretch(self) -> int:
         """The stretch that begins behind a barrier: later than any that a worker was in."""

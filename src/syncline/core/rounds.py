@@ -24,11 +24,20 @@ from syncline.errors import FencedError, ProtocolError
 T = TypeVar("T")
 #: Stretches are numbered on through a job; those of one era, from barrier to barrier, share the upper bits.
 ERA = 1 << 32
+#: Within an era, stretches of workers that go on by themselves: so many in turn, each for so many rests.
+_LANES, _LANE = 1 << 10, 1 << 8
 
 
 def after_barrier(stretch: int) -> int:
     """The first stretch of the era that follows."""
     return (stretch // ERA + 1) * ERA
+
+
+def apart(stretch: int, incarnation: int) -> int:
+    """The next stretch of this era that no other worker comes to by itself, also not by some rests after it."""
+    lane = incarnation % _LANES * _LANE
+    found = stretch - stretch % (_LANES * _LANE) + lane
+    return found if found > stretch else found + _LANES * _LANE
 
 
 class Standing(msgspec.Struct, array_like=True):

@@ -87,17 +87,16 @@ class InProcess:
         )
         self._servers[name] = server
         link = self.link("server", name, server, stamp)
-        call = link.try_call(Join("server", name, "local", 0, None, {}, secrets.token_hex(8), "in-process"))
 
-        def joined() -> None:
+        def joined(call: Call) -> None:
             if isinstance(call.answer, Joined):
                 stamp.incarnation = call.answer.incarnation
                 stamp.generation = call.answer.generation
                 link.begin(name, call.answer.incarnation, beat=None, beat_seconds=1.0, on_roster=server.hear)
                 server.form(call.answer)
 
-        call.when_done(joined)
-        return call
+        message = Join("server", name, "local", 0, None, {}, secrets.token_hex(8), "in-process")
+        return link.try_call(message, joined)
 
     def _server(self, name: str) -> Any:
         if name not in self._servers:

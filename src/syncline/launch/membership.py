@@ -112,12 +112,12 @@ def join(
     `on_joined` runs before any other frame is read.
     """
     message = greeting(role, name, host, address, defaults)
+    then = functools.partial(_hand_over, on_joined)
     # The coordinator's own deadline comes first, and it knows who is missing.
     until = time.monotonic() + seconds + 10.0
     while True:
         try:
-            call = way.try_call(message) if isinstance(way, Link) else way.call(message)
-            call.when_done(functools.partial(_hand_over, call, on_joined))
+            call = way.try_call(message, then) if isinstance(way, Link) else way.call(message, then=then)
             answer = call.wait(max(0.0, until - time.monotonic()))
             assert isinstance(answer, Joined)
             return answer
@@ -129,7 +129,7 @@ def join(
             time.sleep(0.05)
 
 
-def _hand_over(call: Call, on_joined: Callable[[Joined], None]) -> None:
+def _hand_over(on_joined: Callable[[Joined], None], call: Call) -> None:
     if isinstance(call.answer, Joined):
         on_joined(call.answer)
 

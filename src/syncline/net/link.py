@@ -88,12 +88,12 @@ class Link:
                     raise WaitTimeout(f"{type(message).__name__}: no coordinator within {seconds:g} s")
             return self._endpoint
 
-    def try_call(self, message: Message) -> Call:
-        """One attempt, not waited for; a ConnectionLost when there is no coordinator now."""
+    def try_call(self, message: Message, then: Callable[[Call], None] | None = None) -> Call:
+        """One attempt, not waited for; a ConnectionLost when there is no coordinator. `then`: as an endpoint's."""
         endpoint = self._endpoint
         if endpoint is None:
             raise ConnectionLost("the coordinator is gone for the moment")
-        return endpoint.call(message)
+        return endpoint.call(message, then=then)
 
     def tell(self, message: Message) -> None:
         """Says something that is not answered, if there is a coordinator now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -234,6 +235,7 @@ class Endpoint:
         self._lock = threading.Lock()
         self._lost: str | None = None
         self.read = connection.read
+        self.waiter_reads = False  # what comes in at once may be answered before `start` has returned
         self.waiter_reads = connection.start(self, waiter_reads=waiter_reads)
 
     def call(
@@ -245,10 +247,16 @@ class Endpoint:
         into: Landing = (),
         attachment: Memory | None = None,
         on_part: OnPart | None = None,
+        then: Callable[[Call], None] | None = None,
     ) -> Call:
-        """Asks; the answer's payload goes straight into the given buffers."""
+        """Asks; the answer's payload goes straight into the given buffers.
+
+        `then` runs when the answer is here, before anything that comes after it is read.
+        """
         number = next(self._numbers) % 0xFFFFFFFF + 1  # 32 bits, and never 0
         call = Call(self, type(message), into, on_part)
+        if then is not None:
+            call.when_done(functools.partial(then, call))
         with self._lock:
             if self._lost is not None:
                 raise ConnectionLost(f"{self.peer} is gone: {self._lost}")

@@ -96,6 +96,11 @@ class Proxy:
             self._holds = False
             self._changed.notify_all()
 
+    def turn_to(self, target_host: str, target_port: int) -> None:
+        """New connections go to another target from now on, as when an address moves to another host."""
+        with self._changed:
+            self._target = (target_host, target_port)
+
     def cut(self, *, reset: bool = False) -> None:
         """Ends all connections there are: with a FIN, or a `reset` (RST). New ones are welcome."""
         self._end_all(Cut(reset))

@@ -28,8 +28,8 @@ class Meeting:
         with self._c.lock:
             if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.stretch):
                 state = self._c.membership.state
-                takes_part = request.peer.name in state.entered
-                stretch = self._barriers.behind_passed(message.stretch, state.stretch, takes_part)
+                life = state.entered.get(request.peer.name)
+                stretch = self._barriers.behind_passed(message.stretch, state.stretch, life)
                 request.reply(Passed(stretch))
                 return
             waiting = self._there.setdefault((message.name, message.turn), [])

@@ -197,6 +197,8 @@ class Generations:
         self._wait_idle(hold)
         with self._order:
             self._check_current(hold)
+            # First: whoever asks for a slice that has just gone, without `order`, must hear that it has moved.
+            self._commits.moved = message.generation
             ways = self._hosting.take_seats(seats, message.members)
             staying = [(name, incarnation) for name, incarnation, _ in message.settle]
             in_rounds = self._commits.rounds.policy.in_rounds

@@ -151,7 +151,7 @@ class Pulls:
 
     def _answer(self, request: Request, message: Pull) -> None:
         if message.bytes_wanted:
-            num_bytes = sum(self._slices[number].part.num_bytes for number in message.slices)
+            num_bytes = sum(self._slot(number).part.num_bytes for number in message.slices)
             send = functools.partial(self._send_pulled, request, message, num_bytes)
             self.outgoing.pull(request.endpoint, num_bytes, functools.partial(self._send, request, send))
             return
