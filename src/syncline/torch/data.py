@@ -12,7 +12,8 @@ import torch
 import torch.utils.data
 
 from syncline.client.job import Job, current_job
-from syncline.core.splits import Order, Share
+from syncline.core.order import Order
+from syncline.core.splits import Share
 from syncline.errors import ConfigError
 
 _T_co = TypeVar("_T_co", covariant=True)
