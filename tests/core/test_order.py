@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.order import Order, order
+from syncline.core.order import ChunkedOrder, Order, order
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)
 
@@ -105,3 +105,69 @@ def test_one_bit_of_the_seed_changes_everything(bit: int) -> None:
     changed = order(num_samples, 0, 0, 0, 2000) ^ order(num_samples, 1 << bit, 0, 0, 2000)
     flips = np.unpackbits(changed.astype("<u2").view(np.uint8)).mean()
     assert abs(flips - 0.5) < 0.02
+
+
+chunks = st.lists(st.integers(0, 60), max_size=12).map(tuple)
+
+
+@given(chunk_sizes=chunks, seed=seeds, epoch=st.integers(0, 1000))
+def test_a_chunked_order_is_a_permutation(chunk_sizes: tuple[int, ...], seed: int, epoch: int) -> None:
+    num_samples = sum(chunk_sizes)
+    samples = ChunkedOrder(chunk_sizes, seed, epoch).at(np.arange(num_samples))
+    assert samples.dtype == np.int64
+    assert np.array_equal(np.sort(samples), np.arange(num_samples))
+
+
+@given(chunk_sizes=chunks, seed=seeds)
+def test_a_chunk_is_finished_before_the_next_begins(chunk_sizes: tuple[int, ...], seed: int) -> None:
+    """What makes a row group be read once: the chunks come one after the other, each whole."""
+    samples = ChunkedOrder(chunk_sizes, seed).at(np.arange(sum(chunk_sizes)))
+    owner = np.repeat(np.arange(len(chunk_sizes)), chunk_sizes)[samples]
+    assert [chunk for chunk, _ in itertools.groupby(owner.tolist())] == list(dict.fromkeys(owner.tolist()))
+
+
+@given(chunk_sizes=chunks, seed=seeds, data=st.data())
+def test_a_chunked_order_is_the_same_at_any_positions(
+    chunk_sizes: tuple[int, ...], seed: int, data: st.DataObject
+) -> None:
+    whole = ChunkedOrder(chunk_sizes, seed, 3).at(np.arange(sum(chunk_sizes)))
+    positions = data.draw(st.permutations(range(sum(chunk_sizes))))
+    some = np.array(positions[: data.draw(st.integers(0, len(positions)))], dtype=np.int64)
+    assert np.array_equal(ChunkedOrder(chunk_sizes, seed, 3).at(some), whole[some])
+
+
+@pytest.mark.parametrize("size", [4095, 4096, 4097, 65536])
+def test_large_chunks_with_fewer_rounds_still_look_random(size: int) -> None:
+    samples = ChunkedOrder((size, size), 5, 1).at(np.arange(2 * size))
+    assert np.array_equal(np.sort(samples), np.arange(2 * size))
+    first = samples[:size] % size
+    assert abs(np.corrcoef(first, np.arange(size))[0, 1]) < 4 / math.sqrt(size)
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 4 / math.sqrt(size)
+    assert Counter(np.diff(first).tolist()).most_common(1)[0][1] < 12
+    assert not np.array_equal(first, samples[size:] % size)  # each chunk has an order of its own
+
+
+def test_a_chunked_order_of_a_billion_samples_costs_by_its_chunks() -> None:
+    order = ChunkedOrder((10**6,) * 1000, 1, 2)
+    tracemalloc.start()
+    try:
+        samples = order.at(np.arange(10**9 - 1000, 10**9))
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(set(samples.tolist())) == 1000 and len(set((samples // 10**6).tolist())) == 1
+
+
+def test_the_chunked_order_never_changes_between_releases() -> None:
+    assert ChunkedOrder((3, 0, 4, 2), 0, 0).at(np.arange(9)).tolist() == [7, 8, 5, 3, 6, 4, 1, 2, 0]
+    assert ChunkedOrder((5000, 6000), 1, 2).at(np.arange(5998, 6002)).tolist() == [7049, 7313, 1651, 1833]
+
+
+def test_seed_and_epoch_each_choose_another_chunked_order() -> None:
+    several = [(seed, epoch) for seed in range(-2, 6) for epoch in range(6)]
+    starts = {tuple(ChunkedOrder((5000, 6000), *each).at(np.arange(8)).tolist()) for each in several}
+    assert len(starts) == len(several)
+
+
+def test_without_shuffle_a_chunked_order_is_the_data_sets() -> None:
+    assert ChunkedOrder((3, 4), 1, 1, shuffle=False).at(np.arange(7)).tolist() == list(range(7))
