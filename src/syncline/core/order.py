@@ -82,7 +82,7 @@ class ChunkedOrder:
         chunks, stops, starts = self._turns
         samples = np.empty(positions.shape, dtype=np.int64)
         turns = np.searchsorted(stops, positions, side="right")
-        for turn in np.unique(turns).tolist():
+        for turn in np.flatnonzero(np.bincount(turns)).tolist():
             here = turns == turn
             chunk = int(chunks[turn])
             size = self.chunk_sizes[chunk]
@@ -119,22 +119,28 @@ def _shuffled(positions: npt.NDArray[np.int64], num_samples: int, keys: list[int
 
 def _permuted(cells: npt.NDArray[np.uint64], rows: int, columns: int, keys: list[int]) -> npt.NDArray[np.uint64]:
     """One pass of the network over cells of a rows × columns rectangle: a bijection of it."""
-    row, column = cells % np.uint64(rows), cells // np.uint64(rows)
+    column, row = np.divmod(cells, np.uint64(rows))
     for number, key in enumerate(keys):
         if number % 2 == 0:
-            row = (row + _hashed(column, key)) % np.uint64(rows)
+            row += _hashed(column, key)
+            row %= np.uint64(rows)
         else:
-            column = (column + _hashed(row, key)) % np.uint64(columns)
+            column += _hashed(row, key)
+            column %= np.uint64(columns)
     return column * np.uint64(rows) + row
 
 
 def _hashed(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
     """63 random bits per value: splitmix64 on value + key (uint64 arrays wrap around, as it wants)."""
     mixed = values + np.uint64(key)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
-    mixed ^= mixed >> np.uint64(31)
-    return mixed >> np.uint64(1)
+    shifted = mixed >> np.uint64(30)
+    mixed ^= shifted
+    mixed *= np.uint64(_MULTIPLIERS[0])
+    mixed ^= np.right_shift(mixed, np.uint64(27), out=shifted)
+    mixed *= np.uint64(_MULTIPLIERS[1])
+    mixed ^= np.right_shift(mixed, np.uint64(31), out=shifted)
+    mixed >>= np.uint64(1)
+    return mixed
 
 
 def _round_keys(seed: int, epoch: int) -> list[int]:

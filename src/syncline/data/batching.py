@@ -13,7 +13,7 @@ from syncline.data.source import Batch, ShardSource, Source
 from syncline.data.stacking import stacked
 from syncline.errors import ConfigError
 
-_STRETCH = 1 << 15  # positions whose order is worked out at once: by the batch, the calls alone would cost more
+_STRETCH = 1 << 13  # positions whose order is worked out at once: by the batch, the calls alone would cost more
 _AT_ONCE_BYTES = 4 << 20  # for the same reason: as much as a processor's cache holds
 
 

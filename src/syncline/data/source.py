@@ -77,5 +77,5 @@ def counted(number: int, thing: str) -> str:
 def taken(array: Array, rows: npt.NDArray[np.int64]) -> Array:
     """Rows of an array as a new array; rows in sequence are copied as one piece."""
     if rows.size and rows[-1] - rows[0] == rows.size - 1 and bool((rows[1:] > rows[:-1]).all()):
-        return np.array(array[rows[0] : rows[-1] + 1])
-    return np.take(array, rows, axis=0)
+        return np.array(array[rows[0] : rows[-1] + 1], subok=False)
+    return np.take(np.asarray(array), rows, axis=0)

@@ -93,8 +93,9 @@ class TableSource:
             yield slice(0, 0), 0, samples
             return
         chunks = np.searchsorted(self._stops, samples, side="right")
-        for chunk in np.unique(chunks).tolist():
-            places = np.flatnonzero(chunks == chunk)
+        needed = np.flatnonzero(np.bincount(chunks)).tolist()
+        for chunk in needed:
+            places = np.flatnonzero(chunks == chunk) if len(needed) > 1 else slice(None)
             yield places, chunk, samples[places] - (int(self._stops[chunk]) - self._sizes[chunk])
 
     def _chunk(self, number: int) -> dict[str, Array]:
