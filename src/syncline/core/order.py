@@ -79,18 +79,26 @@ class ChunkedOrder:
         assert positions.size == 0 or (positions.min() >= 0 and positions.max() < self.num_samples)
         if not self.shuffle:
             return positions.astype(np.int64)
-        chunks, stops, starts = self._turns
+        turns = np.searchsorted(self._turns[1], positions, side="right")
+        different = np.flatnonzero(np.bincount(turns)).tolist()
+        if len(different) == 1:
+            return self._inside(different[0], positions)
         samples = np.empty(positions.shape, dtype=np.int64)
-        turns = np.searchsorted(stops, positions, side="right")
-        for turn in np.flatnonzero(np.bincount(turns)).tolist():
-            here = turns == turn
-            chunk = int(chunks[turn])
-            size = self.chunk_sizes[chunk]
-            keys = _round_keys(_mixed(operator.index(self.seed)) + chunk + 1, self.epoch)
-            inside = positions[here] - (int(stops[turn]) - size)
-            few = _FEWER_ROUNDS if size >= _LARGE_CHUNK else _NUM_ROUNDS
-            samples[here] = _shuffled(inside, size, keys[:few]) + starts[chunk]
+        for turn in different:
+            here = np.flatnonzero(turns == turn)
+            samples[here] = self._inside(turn, positions[here])
         return samples
+
+    def _inside(self, turn: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The samples at positions that all lie in one chunk, the one that has this turn."""
+        chunks, stops, starts = self._turns
+        chunk = int(chunks[turn])
+        size = self.chunk_sizes[chunk]
+        keys = _round_keys(_mixed(operator.index(self.seed)) + chunk + 1, self.epoch)
+        num_rounds = _FEWER_ROUNDS if size >= _LARGE_CHUNK else _NUM_ROUNDS
+        inside = _shuffled(positions - (int(stops[turn]) - size), size, keys[:num_rounds])
+        inside += starts[chunk]
+        return inside
 
     @functools.cached_property
     def _turns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:

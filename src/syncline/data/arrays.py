@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.data.files import Files, explained
-from syncline.data.source import Array, Batch, check_samples, counted, taken
+from syncline.data.source import Array, Batch, check_samples, counted, run, taken
 from syncline.errors import ConfigError, DataError
 
 
@@ -40,8 +40,8 @@ class ArraySource:
         return (self._length,)
 
     def read(self, samples: npt.NDArray[np.int64]) -> Batch:
-        samples = check_samples(samples, self._length)
-        values = tuple(taken(array, samples) for array in self._arrays)
+        rows = run(check_samples(samples, self._length))
+        values = tuple(taken(array, rows) for array in self._arrays)
         return dict(zip(self._names, values, strict=True)) if self._names else values
 
     def only(self, columns: Sequence[str] | None) -> ArraySource:

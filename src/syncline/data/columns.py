@@ -20,9 +20,10 @@ from syncline.errors import DataError
 def as_array(column: Any, name: str, where: str) -> Array:
     """The values of an Arrow column, first dimension rows; `where` is the file, for messages."""
     arrow = needed("pyarrow", "Arrow columns")
-    values = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column
-    if isinstance(values, arrow.ChunkedArray):  # too long for one array of Arrow's
-        return np.concatenate([as_array(chunk, name, where) for chunk in values.chunks])
+    if isinstance(column, arrow.ChunkedArray):
+        pieces = [as_array(piece, name, where) for piece in column.chunks]
+        return pieces[0] if len(pieces) == 1 else _joined(pieces, name, where)
+    values = column
     types, kind = arrow.types, values.type
     if types.is_dictionary(kind):
         return as_array(values.dictionary_decode(), name, where)
@@ -42,6 +43,14 @@ def as_array(column: Any, name: str, where: str) -> Array:
             "is written, write the column as a float, or leave it out with columns="
         )
     return cast(Array, values.to_numpy(zero_copy_only=False))
+
+
+def _joined(pieces: list[Array], name: str, where: str) -> Array:
+    """The pieces in which Arrow holds a column, as one array."""
+    widths = {piece.shape[1:] for piece in pieces if len(piece)}
+    if len(widths) > 1:
+        raise DataError(f"{where}: column '{name}' has lists of different lengths; pad them, or leave it out")
+    return np.concatenate([piece for piece in pieces if len(piece)] or pieces[:1])
 
 
 def _rectangle(values: Any, name: str, where: str) -> Array:

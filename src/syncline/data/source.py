@@ -74,8 +74,15 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
-def taken(array: Array, rows: npt.NDArray[np.int64]) -> Array:
-    """Rows of an array as a new array; rows in sequence are copied as one piece."""
+def run(rows: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
+    """Rows in sequence as a slice, which is copied as one piece; others as they are."""
     if rows.size and rows[-1] - rows[0] == rows.size - 1 and bool((rows[1:] > rows[:-1]).all()):
-        return np.array(array[rows[0] : rows[-1] + 1], subok=False)
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
+
+
+def taken(array: Array, rows: slice | npt.NDArray[np.int64]) -> Array:
+    """Rows of an array as a new array."""
+    if isinstance(rows, slice):
+        return np.array(array[rows], subok=False)
     return np.take(np.asarray(array), rows, axis=0)

@@ -6,16 +6,17 @@ import collections
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from syncline.data.columns import as_array
-from syncline.data.source import Array, check_samples, counted, taken
+from syncline.data.source import Array, check_samples, counted, run, taken
 from syncline.errors import ConfigError, DataError
 
 _CACHE_BYTES = 256 << 20
+_Rows: TypeAlias = slice | npt.NDArray[np.int64]
 
 
 class TableFile(Protocol):
@@ -87,16 +88,18 @@ class TableSource:
         row = sample - int(self._stops[chunk]) + sum(file.chunk_sizes[: index + 1])
         return f"{file.path}, row {row}"
 
-    def _pieces(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Any, int, npt.NDArray[np.int64]]]:
+    def _pieces(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Any, int, _Rows]]:
         """For each chunk that is needed: the samples' places in the batch, the chunk, their rows in it."""
-        if not samples.size:
-            yield slice(0, 0), 0, samples
+        starts = self._stops - self._sizes
+        least, most = (samples.min(), samples.max()) if samples.size else (0, 0)
+        first, last = np.searchsorted(self._stops, [least, most], side="right").tolist()
+        if first == last:
+            yield slice(None), first, run(samples - starts[first])
             return
         chunks = np.searchsorted(self._stops, samples, side="right")
-        needed = np.flatnonzero(np.bincount(chunks)).tolist()
-        for chunk in needed:
-            places = np.flatnonzero(chunks == chunk) if len(needed) > 1 else slice(None)
-            yield places, chunk, samples[places] - (int(self._stops[chunk]) - self._sizes[chunk])
+        for chunk in np.flatnonzero(np.bincount(chunks)).tolist():
+            places = np.flatnonzero(chunks == chunk)
+            yield places, chunk, run(samples[places] - starts[chunk])
 
     def _chunk(self, number: int) -> dict[str, Array]:
         """A chunk's columns as arrays: kept from the last time, or read now."""
