@@ -7,6 +7,7 @@ import importlib.util
 import io
 import pathlib
 import sys
+import tarfile
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import syncline.data
-from syncline.data import Source
+from syncline.data import ShardSource, Source
 from syncline.data.files import explained, found
 from syncline.errors import ConfigError, DataError
 
@@ -149,10 +150,24 @@ def test_s3_is_read_by_file_glob_and_folder(bucket: Bucket) -> None:
         assert values(source, [39, 0, 24, 25]) == [39, 0, 24, 25]
         assert source.where(26) == "s3://bucket/set/b.parquet, row 1"
     assert values(syncline.data.open(f"{bucket.url}/x.npy", storage_options=bucket.options), [6]) == [6]
+    assert isinstance(syncline.data.open(f"{bucket.url}/*", kind="numpy", storage_options=bucket.options), Source)
     with pytest.raises(DataError, match=r"s3://bucket/none/\*\.parquet: matches no file"):
         syncline.data.open(f"{bucket.url}/none/*.parquet", storage_options=bucket.options)
     with pytest.raises(DataError, match=r"s3://bucket/none\.parquet: there is no such file"):
         syncline.data.open(f"{bucket.url}/none.parquet", storage_options=bucket.options)
+
+
+def test_tar_shards_are_read_from_s3(bucket: Bucket) -> None:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for n in range(20):
+            member = tarfile.TarInfo(f"{n:02}.cls")
+            member.size = 2
+            archive.addfile(member, io.BytesIO(f"{n:02}".encode()))
+    bucket.write("shards/0.tar", content.getvalue())
+    source = syncline.data.open(f"{bucket.url}/shards", storage_options=bucket.options)
+    assert isinstance(source, ShardSource) and list(source.shards) == ["s3://bucket/shards/0.tar"]
+    assert [sample["cls"] for sample in source.iter_shard(0, 15)] == [15, 16, 17, 18, 19]
 
 
 def test_s3_without_credentials_says_how_to_give_them(bucket: Bucket) -> None:

@@ -36,6 +36,12 @@ def test_tuples_and_single_values_become_tuples() -> None:
     assert single.tolist() == [2]
 
 
+def test_tuples_of_different_lengths_are_refused() -> None:
+    uneven = mapped(SOURCE, lambda sample: (1,) * (1 + int(sample["y"]) % 2))
+    with pytest.raises(DataError, match="returned tuples of 1 and 2 values; return as many each time"):
+        uneven.read(np.array([0, 1]))
+
+
 def test_an_error_names_the_sample_and_where_it_lies(tmp_path: pathlib.Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(6))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from syncline.data.extra import needed
 from syncline.data.files import Files, explained
-from syncline.data.table import TableSource
+from syncline.data.table import TableFile, TableSource
 from syncline.errors import DataError
+
+_NUM_OPENED_AT_ONCE = 16
 
 
 class ParquetFile:
@@ -41,7 +44,7 @@ class ParquetFile:
 
 
 class ArrowFile:
-    """One Arrow IPC file, also called Feather; compressed or not."""
+    """One Arrow IPC file, also called Feather; on this machine it is mapped, as the format is meant to be."""
 
     def __init__(self, files: Files, path: str) -> None:
         self.path, self._files = path, files
@@ -90,11 +93,19 @@ def whole(path: str, kind: str) -> Iterator[None]:
             raise DataError(f"{path}: damaged, or not a {kind} file ({error}); copy or write it again") from error
 
 
+def _each(kind: Callable[[Files, str], TableFile], files: Files) -> list[TableFile]:
+    """All files, opened; far away several at a time, since each costs a few journeys."""
+    if files.is_local or len(files.paths) == 1:
+        return [kind(files, path) for path in files.paths]
+    with concurrent.futures.ThreadPoolExecutor(min(_NUM_OPENED_AT_ONCE, len(files.paths))) as pool:
+        return list(pool.map(lambda path: kind(files, path), files.paths))
+
+
 def open_parquet(files: Files, columns: Sequence[str] | None = None) -> TableSource:
     """Parquet files as one source."""
-    return TableSource("Parquet", [ParquetFile(files, path) for path in files.paths], columns)
+    return TableSource("Parquet", _each(ParquetFile, files), columns)
 
 
 def open_arrow(files: Files, columns: Sequence[str] | None = None) -> TableSource:
     """Arrow IPC (Feather) files as one source."""
-    return TableSource("Arrow", [ArrowFile(files, path) for path in files.paths], columns)
+    return TableSource("Arrow", _each(ArrowFile, files), columns)

@@ -88,7 +88,7 @@ def explained(path: str, protocol: str = "") -> Iterator[None]:
     protocol = protocol or path.partition("://")[0]
     try:
         yield
-    except (ConfigError, DataError):
+    except (ConfigError, DataError, MemoryError):
         raise
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file or folder; check the path") from error
@@ -124,8 +124,8 @@ def _local(path: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _remote(driver: Any, root: str, suffixes: tuple[str, ...]) -> list[str]:
-    if _has_magic(root):
-        return sorted(driver.glob(root))
+    if _has_magic(root.replace("?", "") if root.startswith("http") else root):  # a URL's query is no glob
+        return sorted(name for name, entry in driver.glob(root, detail=True).items() if entry["type"] == "file")
     if driver.isdir(root):
         return sorted(name for name in driver.find(root) if _counts(name, root, suffixes))
     if not driver.exists(root):

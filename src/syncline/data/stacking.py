@@ -27,7 +27,6 @@ def column(values: Sequence[Any]) -> Array:
     if all(isinstance(value, numbers) for value in values) and len({np.shape(value) for value in values}) == 1:
         return np.stack([np.asarray(value) for value in values])
     objects = np.empty(len(values), dtype=object)
-    objects[:] = values if all(np.ndim(value) == 0 for value in values) else [None] * len(values)
     for number, value in enumerate(values):
         objects[number] = value
     return objects

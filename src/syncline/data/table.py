@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,14 @@ class TableFile(Protocol):
     def read_chunk(self, index: int, columns: list[str]) -> Any: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class _Decoded:
+    """A chunk that is kept."""
+
+    arrays: dict[str, Array]
+    num_bytes: int  #: as Arrow counts: of strings, an array has the references only
+
+
 class TableSource:
     """The rows of several files with equal columns, as one source of samples.
 
@@ -44,7 +53,7 @@ class TableSource:
         self._chunks = [(file, index) for file in files for index in range(len(file.chunk_sizes))]
         self._sizes = tuple(itertools.chain.from_iterable(file.chunk_sizes for file in files))
         self._stops = np.cumsum(np.asarray(self._sizes, dtype=np.int64))
-        self._decoded: collections.OrderedDict[int, dict[str, Array]] = collections.OrderedDict()
+        self._decoded: collections.OrderedDict[int, _Decoded] = collections.OrderedDict()
         self._lock = threading.Lock()  # of the kept chunks: several threads may read
         if len(self) == 0:
             names = ", ".join(file.path for file in files[:3])
@@ -107,18 +116,17 @@ class TableSource:
             known = self._decoded.get(number)
             if known is not None:
                 self._decoded.move_to_end(number)
-                return known
+                return known.arrays
         file, index = self._chunks[number]
         table = file.read_chunk(index, list(self._columns))
         arrays = {name: as_array(table.column(name), name, file.path) for name in self._columns}
         with self._lock:
-            self._decoded[number] = arrays
-            while len(self._decoded) > 2 and self._kept_bytes() > self._cache_bytes:
+            self._decoded[number] = _Decoded(arrays, table.nbytes)
+            while (
+                len(self._decoded) > 2 and sum(each.num_bytes for each in self._decoded.values()) > self._cache_bytes
+            ):
                 self._decoded.popitem(last=False)
         return arrays
-
-    def _kept_bytes(self) -> int:
-        return sum(array.nbytes for arrays in self._decoded.values() for array in arrays.values())
 
 
 def _common_columns(files: Sequence[TableFile], columns: Sequence[str] | None) -> tuple[str, ...]:

@@ -53,6 +53,9 @@ class _Mapped:
         if isinstance(changed[0], dict):
             return stacked(changed)
         tuples = [each if isinstance(each, tuple) else (each,) for each in changed]
+        if len(widths := {len(each) for each in tuples}) > 1:
+            wrong = " and ".join(map(str, sorted(widths)))
+            raise DataError(f"{_name(self._transform)} returned tuples of {wrong} values; return as many each time")
         return tuple(column(values) for values in zip(*tuples, strict=True))
 
     def where(self, sample: int) -> str:
