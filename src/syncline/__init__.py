@@ -1,7 +1,7 @@
 """Syncline trains one model on many processes: parameters on servers, the same script on a laptop or a cluster.
 
 errors, config, stats      the ground: what is raised, what can be set, what is counted
-core/                      pure: messages, layout, placement, policy, rounds, membership, liveness, splits
+core/                      pure: messages, layout, placement, policy, rounds, membership, liveness, order, splits
 net/                       frames, sockets, shared memory, the in-process twin, calls
 store/                     what outlives a process: the coordinator's journal
 client/  roles/            inside a worker / the coordinator and the servers

@@ -15,7 +15,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, TensorDataset
 
 import syncline.torch.data
-from syncline.core.splits import order
+from syncline.core.order import order
 from syncline.errors import ConfigError
 from syncline.torch.data import DataLoader
 

@@ -143,7 +143,8 @@ def fashion_mnist() -> Finding:
     """By the presence of the files alone: their checksums are looked at when they are read."""
     from syncline.data import datasets
 
-    for label, folders in datasets._places(None, configuration.cache_folder() / datasets._NAME):
+    family = datasets._fashion_mnist()
+    for label, folders in datasets._places(family, None, configuration.cache_folder() / family.name):
         for folder in folders:
             if all(any((folder / f"{name}{end}").is_file() for end in ("", ".gz")) for name in datasets._SHA256):
                 return Finding("ok", f"in {label}: {folder}")

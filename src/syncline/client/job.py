@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
@@ -159,21 +160,11 @@ class Job:
     def device(self) -> Any:
         """`cuda:LOCAL_RANK` when there are at least as many GPUs as workers on this host, else `cpu`."""
         if self._device is None:
-            self._device = self._choose_device()
+            members = self._hearing.rosters.newest.members
+            self._device = choose_device(self.config.device, members, self._me.host, self.local_rank)
             self.notice(f"computes on {self._device}")
         torch = sys.modules.get("torch")
         return torch.device(self._device) if torch is not None else self._device
-
-    def _choose_device(self) -> str:
-        torch = sys.modules.get("torch")
-        if self.config.device != "auto":
-            if self.config.device.startswith("cuda") and torch is not None and not torch.cuda.is_available():
-                raise ConfigError(f"--device {self.config.device}: torch sees no GPU here; leave it out, or say cpu")
-            return self.config.device
-        members = self._hearing.rosters.newest.members
-        num_local = sum(member.role == "worker" and member.host == self._me.host for member in members)
-        num_gpus = torch.cuda.device_count() if torch is not None else 0
-        return f"cuda:{self.local_rank}" if num_gpus >= num_local else "cpu"
 
     def notice(self, text: str) -> None:
         """Tells the user something, once; in a job of several workers the chief speaks for all."""

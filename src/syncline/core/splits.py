@@ -1,64 +1,8 @@
-"""Which sample comes when, and which worker takes it: pure arithmetic on positions.
-
-An epoch is a sequence of positions 0 … n−1. `Order` says which sample stands at a position, `Share` which
-positions are a worker's. Neither holds anything per sample, so 10⁹ samples cost as little as ten.
-"""
+"""Which worker takes which positions of an epoch: pure arithmetic, nothing held per sample."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
-
-import numpy as np
-import numpy.typing as npt
-
-_MASK = (1 << 64) - 1
-# The increment and the multipliers of splitmix64; the shifts further down are its too.
-_GOLDEN = 0x9E3779B97F4A7C15
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-# Four rounds look random on large data sets. On tiny ones some orders would still be commoner than others:
-# with 6 samples and 36,000 seeds a chi-square test tells 12 rounds from random (7 sigma), but no longer 16.
-_NUM_ROUNDS = 16
-_MOST_SAMPLES = 1 << 62  # a coordinate stays below 2³²: added to 63 random bits it never wraps around
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """The order of the samples in one epoch: a permutation chosen by (seed, epoch), evaluated where needed.
-
-    A Feistel network on a rectangle rows × columns that just holds all samples: each round shifts one
-    coordinate by a keyed hash of the other, which can be undone, so no sample is lost or doubled. What lands
-    in the few cells beyond the last sample walks on until it lands inside.
-    """
-
-    num_samples: int
-    seed: int = 0
-    epoch: int = 0
-    shuffle: bool = True  #: False: the samples as they lie in the data set, every epoch
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.num_samples <= _MOST_SAMPLES, self.num_samples
-
-    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The samples that stand at these positions, each in 0 … num_samples−1."""
-        assert positions.size == 0 or (positions.min() >= 0 and positions.max() < self.num_samples)
-        if not self.shuffle:
-            return positions.astype(np.int64)
-        keys = _round_keys(self.seed, self.epoch)
-        rows = math.isqrt(max(self.num_samples - 1, 0)) + 1
-        columns = -(-self.num_samples // rows)
-        cells = _permuted(positions.astype(np.uint64), rows, columns, keys)
-        while (outside := np.flatnonzero(cells >= self.num_samples)).size:
-            cells[outside] = _permuted(cells[outside], rows, columns, keys)
-        return cells.astype(np.int64)
-
-
-def order(
-    num_samples: int, seed: int, epoch: int, start: int, stop: int, *, shuffle: bool = True
-) -> npt.NDArray[np.int64]:
-    """The samples at positions start … stop−1 of this epoch, at the cost of this range alone."""
-    return Order(num_samples, seed, epoch, shuffle).at(np.arange(start, stop, dtype=np.int64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,37 +47,3 @@ class Share:
     @property
     def _num_whole(self) -> int:
         return self.num_samples // (self.world_size * self.batch_size)
-
-
-def _permuted(cells: npt.NDArray[np.uint64], rows: int, columns: int, keys: list[int]) -> npt.NDArray[np.uint64]:
-    """One pass of the network over cells of a rows × columns rectangle: a bijection of it."""
-    row, column = cells % np.uint64(rows), cells // np.uint64(rows)
-    for number, key in enumerate(keys):
-        if number % 2 == 0:
-            row = (row + _hashed(column, key)) % np.uint64(rows)
-        else:
-            column = (column + _hashed(row, key)) % np.uint64(columns)
-    return column * np.uint64(rows) + row
-
-
-def _hashed(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """63 random bits per value: splitmix64 on value + key (uint64 arrays wrap around, as it wants)."""
-    mixed = values + np.uint64(key)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
-    mixed ^= mixed >> np.uint64(31)
-    return mixed >> np.uint64(1)
-
-
-def _round_keys(seed: int, epoch: int) -> list[int]:
-    """One key per round. Seed and epoch are mixed one after the other: (0, 1) and (1, 0) share nothing."""
-    key = _mixed(_mixed(operator.index(seed)) + operator.index(epoch))
-    return [_mixed(key + number * _GOLDEN) for number in range(_NUM_ROUNDS)]
-
-
-def _mixed(value: int) -> int:
-    """splitmix64 on a Python int of any sign and size (beyond 64 bits it wraps around)."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * _MULTIPLIERS[0]) & _MASK
-    value = ((value ^ (value >> 27)) * _MULTIPLIERS[1]) & _MASK
-    return value ^ (value >> 31)

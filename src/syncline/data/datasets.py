@@ -1,7 +1,8 @@
-"""Fashion-MNIST, wherever this machine has it: looked for in four places, believed only by checksum."""
+"""MNIST and Fashion-MNIST, wherever this machine has them: looked for in four places, believed only by checksum."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import http.client
 import logging
@@ -24,7 +25,6 @@ _log = logging.getLogger("syncline.data")
 #: Gives the content behind a URL, of at most so many bytes, or raises OSError or DataError.
 Fetch = Callable[[str, int], bytes]
 
-_NAME = "fashion-mnist"
 _SYSTEM_FOLDER = pathlib.Path("/usr/share/datasets/fashion-mnist")
 _URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 _FETCH_SECONDS = 300.0  # for a whole file; the largest has 26 MB
@@ -39,11 +39,34 @@ _SHA256 = {
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
 
+_MNIST_URL = "https://storage.googleapis.com/cvdf-datasets/mnist"
+_MNIST_SHA256 = {
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
+_MNIST_REMEDY = (
+    "put its four files, gzipped or not, into a folder `mnist`, and `export SYNCLINE_DATA=` the folder that holds it"
+)
+
 _REMEDY = (
     "install it with `apt-get install dataset-fashion-mnist`; without root: `apt-get download "
     "dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb fm && "
     "export SYNCLINE_DATA=$PWD/fm/usr/share/datasets`"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """A data set of four idx files: where to look for it, and by what to know it."""
+
+    name: str
+    title: str
+    system_folder: pathlib.Path
+    url: str
+    sha256: dict[str, str]
+    remedy: str
 
 
 def download(url: str, most_bytes: int) -> bytes:
@@ -69,63 +92,84 @@ def fashion_mnist(
     `fashion-mnist/`), the user's cache, Debian's package, and the public download, which is then kept in the
     cache. The files may be gzipped or not. Raises DataError, which says what was wrong in each place.
     """
+    return _images_and_labels(_fashion_mnist(), train, folder, fetch)
+
+
+def mnist(
+    train: bool = True, folder: str | os.PathLike[str] | None = None, *, fetch: Fetch = download
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """MNIST: handwritten digits, in the form of `fashion_mnist` and looked for in the same places."""
+    system = _SYSTEM_FOLDER.with_name("mnist")
+    family = _Family("mnist", "MNIST", system, _MNIST_URL, _MNIST_SHA256, _MNIST_REMEDY)
+    return _images_and_labels(family, train, folder, fetch)
+
+
+def _fashion_mnist() -> _Family:
+    return _Family("fashion-mnist", "Fashion-MNIST", _SYSTEM_FOLDER, _URL, _SHA256, _REMEDY)
+
+
+def _images_and_labels(
+    family: _Family, train: bool, folder: str | os.PathLike[str] | None, fetch: Fetch
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     part = "train" if train else "t10k"
-    images = _find(f"{part}-images-idx3-ubyte", folder, fetch)
-    labels = _find(f"{part}-labels-idx1-ubyte", folder, fetch)
+    images = _find(family, f"{part}-images-idx3-ubyte", folder, fetch)
+    labels = _find(family, f"{part}-labels-idx1-ubyte", folder, fetch)
     return images, labels.astype(np.int64)
 
 
-def _find(name: str, folder: str | os.PathLike[str] | None, fetch: Fetch) -> npt.NDArray[np.uint8]:
+def _find(family: _Family, name: str, folder: str | os.PathLike[str] | None, fetch: Fetch) -> npt.NDArray[np.uint8]:
     """The array of one file from the first place where it is whole."""
-    cache = cache_folder() / _NAME
+    cache = cache_folder() / family.name
     answers: list[str] = []
-    for label, folders in _places(folder, cache):
+    for label, folders in _places(family, folder, cache):
         wrong = [] if folders else [f"{label}: not set"]
         for path in (folder / file for folder in folders for file in (name, f"{name}.gz")):
             if path.is_file():
                 try:
-                    return _checked(name, read_bounded(path, _MOST_BYTES), str(path))
+                    return _checked(family.sha256[name], read_bounded(path, _MOST_BYTES), str(path))
                 except DataError as error:
                     _log.warning("%s; looking elsewhere", error)
                     wrong.append(f"{label}: {error}")
         answers += wrong or [f"{label}: {folders[0]} has no {name} or {name}.gz"]
-    url = f"{_URL}/{name}.gz"
+    url = f"{family.url}/{name}.gz"
     try:
-        return _downloaded(name, url, cache, fetch)
+        return _downloaded(family.sha256[name], url, cache / f"{name}.gz", fetch)
     except (OSError, http.client.HTTPException, DataError) as error:
         answers.append(f"the download: {error}" if url in str(error) else f"the download: {url}: {error}")
     looked = "".join(f"\n  {number}. {answer}" for number, answer in enumerate(answers, 1))
-    raise DataError(f"Fashion-MNIST: {name} was found in none of the places looked in:{looked}\n{_REMEDY}")
+    raise DataError(f"{family.title}: {name} was found in none of the places looked in:{looked}\n{family.remedy}")
 
 
-def _places(folder: str | os.PathLike[str] | None, cache: pathlib.Path) -> list[tuple[str, list[pathlib.Path]]]:
+def _places(
+    family: _Family, folder: str | os.PathLike[str] | None, cache: pathlib.Path
+) -> list[tuple[str, list[pathlib.Path]]]:
     """The places on this machine, in order: what each is called, and which folders may have the files."""
     label, told = ("$SYNCLINE_DATA", data_folder()) if folder is None else ("the folder given", folder)
     return [
-        (label, [] if told is None else [pathlib.Path(told), pathlib.Path(told) / _NAME]),
+        (label, [] if told is None else [pathlib.Path(told), pathlib.Path(told) / family.name]),
         ("the cache", [cache]),
-        ("Debian's package", [_SYSTEM_FOLDER]),
+        ("Debian's package", [family.system_folder]),
     ]
 
 
-def _checked(name: str, content: bytes, source: str) -> npt.NDArray[np.uint8]:
+def _checked(sha256: str, content: bytes, source: str) -> npt.NDArray[np.uint8]:
     """The array in a file's content, zipped or not, if it is the one that was published."""
     content = unzipped(content, source, _MOST_BYTES)
     found = hashlib.sha256(content).hexdigest()
-    if found != _SHA256[name]:
-        raise DataError(f"{source}: wrong checksum: sha256 {found[:12]}… unzipped, not {_SHA256[name][:12]}…")
+    if found != sha256:
+        raise DataError(f"{source}: wrong checksum: sha256 {found[:12]}… unzipped, not {sha256[:12]}…")
     return parse_idx(content, source)
 
 
-def _downloaded(name: str, url: str, cache: pathlib.Path, fetch: Fetch) -> npt.NDArray[np.uint8]:
+def _downloaded(sha256: str, url: str, kept: pathlib.Path, fetch: Fetch) -> npt.NDArray[np.uint8]:
     """The array of a downloaded file, kept in the cache from now on if that can be written."""
     _log.info("downloading %s", url)
     content = fetch(url, _MOST_BYTES)
-    array = _checked(name, content, url)
+    array = _checked(sha256, content, url)
     try:
-        _save(cache / f"{name}.gz", content)
+        _save(kept, content)
     except OSError as error:
-        _log.warning("%s cannot be kept in %s: %s", url, cache, error)
+        _log.warning("%s cannot be kept in %s: %s", url, kept.parent, error)
     return array
 
 

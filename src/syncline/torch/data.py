@@ -17,8 +17,9 @@ from syncline.client.job import Job, current_job
 from syncline.client.leases import Piece, Reading
 from syncline.client.samples import Samples
 from syncline.core.leasing import Loader
+from syncline.core.order import Order
 from syncline.core.policy import policy_of
-from syncline.core.splits import Order, Share
+from syncline.core.splits import Share
 from syncline.errors import ConfigError, SynclineError
 
 _T_co = TypeVar("_T_co", covariant=True)

@@ -1,0 +1,111 @@
+"""Parquet and Arrow IPC (Feather) files as tables; a chunk is a row group, or a record batch."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from syncline.data.extra import needed
+from syncline.data.files import Files, explained
+from syncline.data.table import TableFile, TableSource
+from syncline.errors import DataError
+
+_NUM_OPENED_AT_ONCE = 16
+
+
+class ParquetFile:
+    """One Parquet file. What stays open is nothing: its footer is kept, the file is opened for each row group."""
+
+    def __init__(self, files: Files, path: str) -> None:
+        self.path, self._files = path, files
+        self._parquet = needed("pyarrow.parquet", "Parquet files")
+        with self._opened() as file:
+            self._footer = file.metadata
+            self.types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+        self.chunk_sizes: Sequence[int] = [
+            self._footer.row_group(i).num_rows for i in range(self._footer.num_row_groups)
+        ]
+
+    def read_chunk(self, index: int, columns: list[str]) -> Any:
+        with self._opened(metadata=self._footer) as file:
+            return file.read_row_group(index, columns=columns)
+
+    @contextlib.contextmanager
+    def _opened(self, **options: Any) -> Iterator[Any]:
+        # Not mapped: a file that somebody cuts short meanwhile would kill a process that has it mapped.
+        with (
+            whole(self.path, "Parquet"),
+            _opened(self._files, self.path, "OSFile") as raw,
+            self._parquet.ParquetFile(raw, pre_buffer=not self._files.is_local, **options) as file,
+        ):
+            yield file
+
+
+class ArrowFile:
+    """One Arrow IPC file, also called Feather; on this machine it is mapped, as the format is meant to be."""
+
+    def __init__(self, files: Files, path: str) -> None:
+        self.path, self._files = path, files
+        with self._opened() as reader:
+            self.types = dict(zip(reader.schema.names, reader.schema.types, strict=True))
+        # A footer has no row counts; they stand in the record batches, of which one column is the least to read.
+        with self._opened([0]) as reader:
+            self.chunk_sizes: Sequence[int] = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
+
+    def read_chunk(self, index: int, columns: list[str]) -> Any:
+        fields = sorted(list(self.types).index(name) for name in columns)
+        with self._opened(fields) as reader:
+            return reader.get_batch(index)
+
+    @contextlib.contextmanager
+    def _opened(self, fields: list[int] | None = None) -> Iterator[Any]:
+        ipc = needed("pyarrow.ipc", "Arrow files")
+        options = ipc.IpcReadOptions(included_fields=fields or [])
+        with (
+            whole(self.path, "Arrow IPC"),
+            _opened(self._files, self.path, "memory_map") as raw,
+            ipc.open_file(raw, options=options) as reader,
+        ):
+            yield reader
+
+
+def _opened(files: Files, path: str, local: str) -> Any:
+    """A file as Arrow reads it best: by Arrow itself on this machine, else through the driver."""
+    return getattr(needed("pyarrow", "Arrow files"), local)(path) if files.is_local else files.open(path)
+
+
+@contextlib.contextmanager
+def whole(path: str, kind: str) -> Iterator[None]:
+    """What Arrow finds wrong with a file is a DataError that names it."""
+    arrow = needed("pyarrow", f"{kind} files")
+    with explained(path):
+        try:
+            yield
+        except (arrow.ArrowException, EOFError) as error:
+            raise DataError(
+                f"{path}: not a whole {kind} file ({error}); it may have been cut short: copy or write it again"
+            ) from error
+        except OSError as error:
+            if isinstance(error, FileNotFoundError | PermissionError):
+                raise
+            raise DataError(f"{path}: damaged, or not a {kind} file ({error}); copy or write it again") from error
+
+
+def _each(kind: Callable[[Files, str], TableFile], files: Files) -> list[TableFile]:
+    """All files, opened; far away several at a time, since each costs a few journeys."""
+    if files.is_local or len(files.paths) == 1:
+        return [kind(files, path) for path in files.paths]
+    with concurrent.futures.ThreadPoolExecutor(min(_NUM_OPENED_AT_ONCE, len(files.paths))) as pool:
+        return list(pool.map(lambda path: kind(files, path), files.paths))
+
+
+def open_parquet(files: Files, columns: Sequence[str] | None = None) -> TableSource:
+    """Parquet files as one source."""
+    return TableSource("Parquet", _each(ParquetFile, files), columns)
+
+
+def open_arrow(files: Files, columns: Sequence[str] | None = None) -> TableSource:
+    """Arrow IPC (Feather) files as one source."""
+    return TableSource("Arrow", _each(ArrowFile, files), columns)

@@ -1,0 +1,77 @@
+"""Batches from a source: positions of an epoch in, arrays out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.core.order import ChunkedOrder, Order
+from syncline.data.source import Batch, ShardSource, Source
+from syncline.data.stacking import stacked
+from syncline.errors import ConfigError
+
+_STRETCH = 1 << 13  # positions whose order is worked out at once: by the batch, the calls alone would cost more
+_AT_ONCE_BYTES = 4 << 20  # for the same reason: as much as a processor's cache holds
+
+
+def read_batches(
+    source: Source,
+    positions: Iterable[npt.NDArray[np.int64]],
+    order: Order | ChunkedOrder,
+    batch_size: int | None = None,
+) -> Iterator[Batch]:
+    """The samples that stand at these positions: one batch per array, or each array cut into such of `batch_size`.
+
+    Small batches of one array of positions are read several at once, and handed out one by one.
+    """
+    num_at_once = 1
+    for some in positions:
+        samples = order.at(some)
+        size = batch_size or max(len(samples), 1)
+        start = 0
+        while start < len(samples):
+            read = source.read(samples[start : start + num_at_once * size])
+            num_read = min(num_at_once * size, len(samples) - start)
+            yield from _cut(read, num_read, size)
+            start += num_read
+            num_at_once = max(1, _AT_ONCE_BYTES * num_read // (size * max(_num_bytes(read), 1)))
+
+
+def _cut(read: Batch, num_read: int, size: int) -> Iterator[Batch]:
+    """What was read, batch by batch: parts of its arrays, which nobody else holds."""
+    for start in range(0, num_read, size):
+        if isinstance(read, dict):
+            yield {name: values[start : start + size] for name, values in read.items()}
+        else:
+            yield tuple(values[start : start + size] for values in read)
+
+
+def _num_bytes(batch: Batch) -> int:
+    return sum(array.nbytes for array in (batch.values() if isinstance(batch, dict) else batch))
+
+
+def order_of(source: Source, *, shuffle: bool, seed: int = 0, epoch: int = 0) -> Order | ChunkedOrder:
+    """The order that suits a source: all samples mixed where any can be read alone, else chunk by chunk."""
+    if len(source.chunk_sizes) == 1:
+        return Order(len(source), seed, epoch, shuffle)
+    return ChunkedOrder(tuple(source.chunk_sizes), seed, epoch, shuffle)
+
+
+def batches(
+    source: Source | ShardSource, batch_size: int, *, shuffle: bool = False, seed: int = 0, epoch: int = 0
+) -> Iterator[Batch]:
+    """One pass over a source without a job; the last batch may be smaller. Of shards, `shuffle` mixes the order."""
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; a batch has at least one sample")
+    if isinstance(source, Source):
+        order = order_of(source, shuffle=shuffle, seed=seed, epoch=epoch)
+        step = -(-_STRETCH // batch_size) * batch_size
+        starts = range(0, len(source), step)
+        stretches = (np.arange(start, min(start + step, len(source)), dtype=np.int64) for start in starts)
+        return read_batches(source, stretches, order, batch_size)
+    shards = Order(len(source.shards), seed, epoch, shuffle).at(np.arange(len(source.shards))).tolist()
+    samples = itertools.chain.from_iterable(source.iter_shard(shard, 0) for shard in shards)
+    return (stacked(some) for some in iter(lambda: list(itertools.islice(samples, batch_size)), []))

@@ -1,0 +1,74 @@
+"""Arrow columns as NumPy arrays.
+
+Numbers, booleans, dates and times become the array of their type, without a copy where Arrow allows it. Lists of
+one fixed length become a 2-D array (lists of such lists: one dimension more). Strings and bytes become object
+arrays of `str` and `bytes`: rows of unequal length have no fixed width, and cutting or padding them would change
+them. A missing value is NaN among floats and None among strings; elsewhere it is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from syncline.data.extra import needed
+from syncline.data.source import Array
+from syncline.errors import DataError
+
+
+def as_array(column: Any, name: str, where: str) -> Array:
+    """The values of an Arrow column, first dimension rows; `where` is the file, for messages."""
+    arrow = needed("pyarrow", "Arrow columns")
+    if isinstance(column, arrow.ChunkedArray):
+        pieces = [as_array(piece, name, where) for piece in column.chunks]
+        return pieces[0] if len(pieces) == 1 else _joined(pieces, name, where)
+    values = column
+    types, kind = arrow.types, values.type
+    if types.is_dictionary(kind):
+        return as_array(values.dictionary_decode(), name, where)
+    if isinstance(values, arrow.ExtensionArray):
+        return as_array(values.storage, name, where)
+    if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
+        return _rectangle(values, name, where)
+    text = (
+        types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+    )
+    text = text or types.is_fixed_size_binary(kind)
+    if not (text or types.is_primitive(kind)):
+        raise DataError(f"{where}: column '{name}' is {kind}, which has no NumPy array; leave it out with columns=")
+    if values.null_count and not (text or types.is_floating(kind)):
+        raise DataError(
+            f"{where}: column '{name}' ({kind}) has {values.null_count:,} missing values; fill them when the file "
+            "is written, write the column as a float, or leave it out with columns="
+        )
+    return cast(Array, values.to_numpy(zero_copy_only=False))
+
+
+def _joined(pieces: list[Array], name: str, where: str) -> Array:
+    """The pieces in which Arrow holds a column, as one array."""
+    widths = {piece.shape[1:] for piece in pieces if len(piece)}
+    if len(widths) > 1:
+        raise DataError(f"{where}: column '{name}' has lists of different lengths; pad them, or leave it out")
+    return np.concatenate([piece for piece in pieces if len(piece)] or pieces[:1])
+
+
+def _rectangle(values: Any, name: str, where: str) -> Array:
+    """Lists as a 2-D array, if all have one length."""
+    if values.null_count:
+        raise DataError(
+            f"{where}: column '{name}' has {values.null_count:,} missing lists; fill them, or leave it out"
+        )
+    inner = as_array(values.flatten(), name, where)
+    if hasattr(values.type, "list_size"):
+        length = values.type.list_size
+    else:
+        lengths = np.diff(values.offsets.to_numpy())
+        length = int(lengths[0]) if lengths.size else 0
+        if lengths.size and (lengths != length).any():
+            other = int(lengths[lengths != length][0])
+            raise DataError(
+                f"{where}: column '{name}' has lists of {length} and of {other} values; only lists of one length "
+                "become an array: pad them when the file is written, or leave the column out with columns="
+            )
+    return inner.reshape(len(values), length, *inner.shape[1:])

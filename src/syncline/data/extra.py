@@ -1,0 +1,17 @@
+"""What is imported only where it is needed: packages that a plain installation does not have."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from syncline.errors import ConfigError
+
+
+def needed(module: str, what: str) -> Any:
+    """A module of the extra `data`; `what` cannot be read without it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ConfigError(f'{what} need {package}: pip install "syncline[data]" ({error})') from error
