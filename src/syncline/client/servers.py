@@ -87,10 +87,10 @@ class ServersExchange:
             give_up=self._give_up, make_anew=self._make_anew,
         )  # fmt: skip
         self._open: collections.deque[ServersTicket] = collections.deque()
-        self.times, self.finite, self.checks_finite = StepClock(), finite, config.check_finite
+        self.times, self.uses = StepClock(), Uses()
+        self.finite, self.checks_finite = finite, config.check_finite
         self.waits = Waits(name, self._ask_why, self.why, say)
         self._before_commit: list[Callable[[], None]] = []
-        self.uses = Uses()
         self._rosters.listen(self._placement.hear)
 
     @property
@@ -209,9 +209,8 @@ class ServersExchange:
             with self.waits.of("the entry into the rounds"):
                 self._part.come_back()
         before = self._open[-1] if self._open else None
-        ticket = self._draft(push, sink)
+        self._open.append(ticket := self._draft(push, sink))
         ticket.uses = self.uses.take()
-        self._open.append(ticket)
         self.clock = ticket.clock
         self._part.committed(ticket.stretch)
         try:

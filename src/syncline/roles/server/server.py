@@ -23,7 +23,6 @@ from syncline.core.control import (
     Roster,
     SeedTo,
 )
-from syncline.core.handing import AskUses, Confirm
 from syncline.core.members import Member
 from syncline.core.message import Done, Message
 from syncline.core.policy import policy_of
@@ -66,7 +65,7 @@ from syncline.roles.server.pulls import Pulls
 from syncline.roles.server.seeding import Seeding
 from syncline.roles.server.staging import Staging
 from syncline.roles.server.states import StateTransfer
-from syncline.roles.server.uses import LeaseUses
+from syncline.roles.server.uses import uses_handlers
 from syncline.roles.server.values import Values
 from syncline.roles.server.waits import beat_of
 from syncline.roles.server.work import Contribution
@@ -118,7 +117,6 @@ class Server:
         self._endpoints: set[Endpoint] = set()
         self._leaving: set[Endpoint] = set()  # of workers that have said so
         self._wire = WireStats()
-        self._uses = LeaseUses(lambda: self.commits, lambda: list(self._slices.values()), self._hosting.backups.slots)
         self._rare = self._rare_handlers()
 
     @property
@@ -248,8 +246,7 @@ class Server:
             Prefer: self._prefer,
             AskPlace: lambda request, message: request.reply(GivenPlace(self.commits.slowest())),
             AskWhy: self._why,
-            AskUses: self._uses.tell,
-            Confirm: self._uses.confirm,
+            **uses_handlers(lambda: self.commits, self._slices, self._hosting.backups),
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
             Restore: lambda request, message: self._values.restore(request, message, self.commits),
             Attach: self._attach,
