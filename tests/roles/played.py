@@ -24,6 +24,7 @@ from syncline.core.control import (
     SeedTo,
     Uploaded,
 )
+from syncline.core.handing import AskUses, GaveBack, Recall, Uses
 from syncline.core.layout import Parameter
 from syncline.core.membership import JobState
 from syncline.core.message import Done, Message
@@ -65,6 +66,9 @@ class Disk:
             self.segments.pop(number, None)
         self.segments.update(segments)
 
+    def check(self) -> None:
+        """Nobody takes it over."""
+
     @property
     def last(self) -> JobState:
         return msgspec.msgpack.decode(self.states[-1], type=JobState)
@@ -81,6 +85,8 @@ class Played:
         self.standings: list[Standing] = []
         self.staged: list[tuple[str, int, int]] = []
         self.copies: list[Copy] = []
+        self.uses: list[tuple[int, int, int]] = []
+        self.gives_back: list[tuple[int, int]] = []
         self.process = f"process of {name} {id(self)}"
         self.incarnation = 0
         self.connect()
@@ -107,6 +113,10 @@ class Played:
             request.reply(Prepared([msgspec.structs.replace(s) for s in self.standings], self.staged, 0))
         elif isinstance(message, AskCopies):
             request.reply(GivenCopies([c for c in self.copies if c.slice in message.slices]))
+        elif isinstance(message, AskUses):
+            request.reply(Uses(list(self.uses)))
+        elif isinstance(message, Recall):
+            request.reply(GaveBack(list(self.gives_back)))
         elif isinstance(message, Install | Host | SeedTo | GiveCopies):
             request.reply(Done())
 

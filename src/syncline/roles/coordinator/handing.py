@@ -264,6 +264,24 @@ class Handing:
 
     # -- the dead -----------------------------------------------------------------------------------------
 
+    def uses_are_lost(self) -> None:
+        """Slice 0 came back from a worker's copy: what was used and not told yet went with its server.
+
+        The workers that live say what they have used; their updates may be revoked, and the samples count as read. Of
+        those who died nobody knows: what they had not told is read again.
+        """
+        with self._c.lock:
+            if self._leasing is None:
+                return
+            endpoints = [
+                self._c.endpoints[name] for name in self._c.membership.workers() if name in self._c.endpoints
+            ]
+            self._c.event("samples that were used just before count as read; of workers that died too, maybe twice")
+        for endpoint in endpoints:
+            with contextlib.suppress(ConnectionLost):
+                call = endpoint.call(AskUses())
+                call.when_done(functools.partial(self._were_used, call))
+
     def gone(self) -> dict[Identity, bool]:
         """Under the lock: who has leases and is a member no more, and fenced everywhere; whether it died."""
         if self._leasing is None and not self._c.membership.state.leases.epochs:

@@ -56,6 +56,8 @@ def restore(coordinator: Coordinator, asking: Asking) -> None:
         state.lost = [number for number in state.lost if number not in seats]
         state.num_revoked += revoked
         coordinator.keep()
+    if 0 in with_values:
+        coordinator.handing.uses_are_lost()
 
 
 def _a_worker_is_gone(coordinator: Coordinator) -> bool:
