@@ -1,4 +1,4 @@
-"""The coordinator hands out samples: what is kept before it is told, whose word counts, what the dead leave behind."""
+"""The coordinator hands out samples: what is kept before it is told, whose word counts, what the dead leave."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from syncline.core.handing import (
     Recall,
 )
 from syncline.core.leasing import Loader
+from syncline.core.slices import Copy
 from syncline.errors import ConfigError
 from syncline.net.rpc import Call
 
@@ -107,7 +108,7 @@ def test_the_dead_ones_leases_go_back_after_the_server_has_said_what_counts(jobs
     first = leases[0]
     server = primary(job)
     server.holds.add(AskUses)
-    waiting = ask(job, "worker-1")
+    waiting = ask(job, "worker-1", waits=True)
     job.kill("worker-0")
     until(lambda: bool(server.held), "the server is asked")
     assert server.heard.index(server.all(Install)[-1]) < server.heard.index(server.all(AskUses)[-1]), "fenced by then"
@@ -181,8 +182,6 @@ def test_with_one_replica_the_living_say_what_the_lost_server_knew(jobs: Any) ->
     job = begin(jobs, slice_bytes=1 << 20)
     one = lease(job, "worker-0")
     job["worker-0"].uses = [(one.lease, 0, len(one.span))]
-    from syncline.core.slices import Copy
-
     job["worker-0"].copies = [Copy(0, 3, {}, 3)]
     job.kill(primary(job).name)
     until(lambda: bool(job["worker-0"].all(AskUses)), "it is asked")
