@@ -71,6 +71,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1  #: number of workers, at the start
     least_workers: int = 0  #: begins and goes on with as few; 0: all of them at the start
     most_workers: int = 0  #: may grow to as many; 0: no more than at the start
+    auto_workers: bool = False  #: add and retire workers by what each adds in samples/s
     servers: int = 1  #: number of servers
     replicas: int = 0  #: servers that have each slice: 1, 2; 0: 2 when servers are on several hosts, else 1
     ack: str = ""  #: when a push is acknowledged: memory (its server has it), replicated (two have it)

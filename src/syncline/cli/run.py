@@ -28,9 +28,10 @@ def run(
         typer.Option(
             "-w",
             "--workers",
-            metavar="N|MIN:MAX",
+            metavar="N|MIN:MAX|auto:MIN:MAX",
             help="Number of workers, or the least and the most: starts with as many as there is room for (GPUs, else "
-            "cores) and may be scaled. [default: one per GPU, else 1]",
+            "cores) and may be scaled; auto: starts with the least, and adds more while they pay. "
+            "[default: one per GPU, else 1]",
         ),
     ] = None,
     max_restarts: Annotated[

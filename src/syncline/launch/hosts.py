@@ -25,13 +25,21 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
     return found
 
 
-def parse_workers(text: str) -> dict[str, int]:
-    """`4`, or `2:8`: the least and the most; the number to start with then follows from what is there (0)."""
+def parse_workers(text: str) -> dict[str, int | bool]:
+    """`4`, or `2:8`: the least and the most; the number to start with then follows from what is there (0).
+
+    `auto:1:8`: starts with the least, and more are added while they pay.
+    """
+    if text.startswith("auto:") and text.count(":") == 2:
+        found = parse_workers(text.removeprefix("auto:"))
+        return {**found, "workers": found["least_workers"], "auto_workers": True}
     least, colon, most = text.partition(":")
     if not colon and text.removeprefix("-").isdecimal():
         return {"workers": int(text), "least_workers": 0, "most_workers": 0}
     if not (least.isdecimal() and most.isdecimal()) or not 1 <= int(least) <= int(most):
-        raise ConfigError(f"-w {text!r}: give a number of workers, or the least and the most, e.g. 4 or 2:8")
+        raise ConfigError(
+            f"-w {text!r}: give a number of workers, or the least and the most, e.g. 4, 2:8 or auto:1:8"
+        )
     return {"workers": 0, "least_workers": int(least), "most_workers": int(most)}
 
 

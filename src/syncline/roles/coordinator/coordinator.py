@@ -46,6 +46,7 @@ from syncline.roles.coordinator.joining import Joining
 from syncline.roles.coordinator.meeting import Meeting
 from syncline.roles.coordinator.registering import Registering
 from syncline.roles.coordinator.reporting import Reporting
+from syncline.roles.coordinator.sizing import WorkerSizing
 from syncline.roles.coordinator.watching import Watching
 
 #: What happened lately, for `status`.
@@ -114,6 +115,7 @@ class Coordinator:
         self.reporting = Reporting(self)
         self.changing = Changing(self)
         self.handing = Handing(self)
+        self.sizing = WorkerSizing(self)
         self.watching = Watching(self) if watches else None
         self._handlers = self._all_handlers()
         if state.formed:
@@ -248,6 +250,7 @@ class Coordinator:
             self.beats.pop(name, None)
             self.advanced.pop(name, None)
             self.reports.pop(name, None)
+            self.handing.forget(name)
             self.retiring.discard(name)
             endpoint = self.endpoints.pop(name, None)
             self.registry.servers = self.membership.servers()
@@ -298,6 +301,7 @@ class Coordinator:
                 self.endpoints.pop(name, None)
                 self.beats.pop(name, None)
                 self.advanced.pop(name, None)
+                self.handing.forget(name)
                 self.try_keep()
         request.reply(Done())
         self.changing.wake()
@@ -320,14 +324,17 @@ class Coordinator:
         request.reply(Done())
 
     def _scale(self, request: Request, message: Scale) -> None:
+        asked = {"worker": message.workers, "server": message.servers}
+        self.scale({role: count for role, count in asked.items() if count is not None})
+        request.reply(Done())
+
+    def scale(self, wanted: Mapping[str, int]) -> None:
+        """So many there are to be of each of these roles from now on."""
         with self.lock:
-            asked = [("worker", message.workers), ("server", message.servers)]
-            for role, count in asked:
-                if count is not None:
-                    self._set_wanted(role, count)
+            for role, count in wanted.items():
+                self._set_wanted(role, count)
             self.membership.state.num_scalings += 1
             self.keep()
-        request.reply(Done())
 
     def _set_wanted(self, role: str, count: int) -> None:
         config = self.config

@@ -53,6 +53,7 @@ class Handing:
         self._used: list[Use] = []  # known here, not kept yet
         self._kept_at = 0.0
         self._measured: dict[str, tuple[int, float]] = {}  # samples and seconds of work, as last said
+        self.num_samples = 0  # that workers were handed, all together
 
     @property
     def leasing(self) -> Leasing:
@@ -140,6 +141,7 @@ class Handing:
         if beat.samples:
             samples, seconds = self._measured.get(name, (0, 0.0))
             self._measured[name] = (beat.samples, beat.work_seconds)
+            self.num_samples += max(0, beat.samples - samples)
             self.leasing.measured(name, beat.samples - samples, beat.work_seconds - seconds)
 
     def _use(self, uses: Iterable[Use]) -> None:
@@ -296,6 +298,10 @@ class Handing:
                 if (member is None or member.incarnation != incarnation) and not is_fencing:
                     found[lease.owner] = name not in state.left
         return found
+
+    def forget(self, name: str) -> None:
+        """Under the lock: what comes under this name next has another count."""
+        self._measured.pop(name, None)
 
     def out(self, gone: dict[Identity, bool], answers: Iterable[Message]) -> None:
         """What of the dead counts is known, by the word of slice 0's server: the rest is to do again."""

@@ -57,6 +57,7 @@ class Watching:
                 self._c.meeting.release()  # what a full disk may have held up
                 self._look_for_emptiness(now)
                 self._c.handing.look(now)
+                self._c.sizing.look(now)
         self._c.ending.conclude()
 
     def _look_at_start(self, now: float) -> None:
