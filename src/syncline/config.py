@@ -96,6 +96,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     bind: str = ""  #: address[:port] on which the coordinator listens
     hosts: str = ""  #: a:4,b:4 — workers per host
     remote: str = "ssh {host}"  #: command prefix that starts a process on a host
+    cores: str = ""  #: auto: every member of a host gets cores of its own, and as many threads
     env: str = ""  #: torchrun: also set RANK, WORLD_SIZE, … for scripts that read them
     profile: bool = False  #: at the end, show where the time of the steps went
     runs: str = "runs"  #: folder that holds one folder per job
@@ -146,6 +147,8 @@ def _check_values(config: JobConfig) -> None:
     kind, colon, number = config.server_device.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and number.isdecimal() and len(number) < 4)):
         raise ConfigError(f"server_device = {config.server_device!r}: there are cpu, cuda, cuda:0, cuda:1, …")
+    if config.cores not in ("", "auto"):
+        raise ConfigError(f"cores = {config.cores!r}: there is auto")
     if config.env not in ("", "torchrun"):
         raise ConfigError(f"env = {config.env!r}: there is torchrun")
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
@@ -219,6 +222,31 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def keep_to_cores(cores: list[int]) -> bool:
+    """From now on this process runs on these cores only; False where the system does not let it."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return False
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError:
+        return False
+    _own_cores[:] = cores
+    return True
+
+
+_own_cores: list[int] = []
+
+
+def own_cores() -> list[int]:
+    """The cores that this process was given for itself; none: it shares them."""
+    return list(_own_cores)
+
+
+def cores_here() -> list[int]:
+    """The numbers of the cores that this process may run on; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def num_threads() -> int:

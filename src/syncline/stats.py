@@ -66,6 +66,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_primary: int = 0  #: slices
     num_backup: int = 0
     num_restarts: int = 0
+    cores: str = ""  #: of its own, e.g. 0-3
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +104,7 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     staleness_sum: float = 0.0
     staleness_count: int = 0  #: contributions measured, per slice
     staleness_max: int = 0
+    damping_sum: float = 0.0  #: what the contributions measured counted: 1 each, less where the policy damps them
     lag_max: int = 0  #: largest clock distance to the slowest worker at which a reply went out
     num_pins: int = 0
     wire: WireStats = WireStats()
@@ -119,6 +121,7 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     own_samples: int
     staleness_mean: float
     staleness_max: int
+    damping_mean: float  #: what a gradient counted in the mean; 1 where the policy does not damp stale ones
     lag_max: int
     num_refused: int  #: pushes of this worker that were not finite
     is_quarantined: bool  #: whether this worker only pulls

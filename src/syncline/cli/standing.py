@@ -53,7 +53,7 @@ def _row(member: MemberStatus) -> tuple[str, ...]:
     return (
         _short(member.name, 16),
         str(member.incarnation),
-        _short(member.host, 20),
+        _short(f"{member.host} [{member.cores}]" if member.cores else member.host, 20),
         _short(state, 24),
         "" if is_server else f"{member.step:,}",
         "" if is_server else str(member.lag),

@@ -27,6 +27,7 @@ class Join(Message, frozen=True):
     defaults: dict[str, Any]
     process: str  # drawn by the process when it starts
     kind: str  # processor and torch: copies of a slice on equal ones are equal bit by bit
+    cores: str = ""  # that are its own
 
 
 class Joined(Message, frozen=True):

@@ -23,3 +23,4 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     address: Address | None = None
     since: int = 0  # generation in which it joined: who was there first has the lower rank
     kind: str = ""  # processor and torch
+    cores: str = ""  # that are its own, where it was given some

@@ -129,8 +129,9 @@ class Membership:
     # -- comings ------------------------------------------------------------------------------------------
 
     def join(
-        self, role: str, name: str, host: str, address: Address | None, process: str = "", kind: str = ""
-    ) -> Member:
+        self, role: str, name: str, host: str, address: Address | None, process: str = "", kind: str = "",
+        cores: str = "",
+    ) -> Member:  # fmt: skip
         """A new member, or a ConfigError that says why not. An empty name takes the next free one."""
         state = self.state
         same = next((n for n, known in state.processes.items() if process and known == process), "")
@@ -151,7 +152,7 @@ class Membership:
         state.incarnations += 1
         if self.formed:
             state.generation += 1
-        member = Member(name, role, state.incarnations, host, address, state.generation, kind)
+        member = Member(name, role, state.incarnations, host, address, state.generation, kind, cores)
         state.members[name], state.processes[name] = member, process
         self.state.awaited.pop(name, None)
         state.finished.pop(name, None)

@@ -14,6 +14,7 @@ import msgspec
 from syncline import config as configuration
 from syncline import faults
 from syncline.client.job import current_job, has_current_job
+from syncline.core.cores import own_cores
 from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
 from syncline.launch.processes import STANDBY, Plan
 from syncline.launch.restarts import EVICTED
@@ -31,8 +32,17 @@ def main() -> tuple[str, int]:
         _die_with_parent()
     if plan.folder and os.path.isdir(plan.folder):
         os.chdir(plan.folder)
-    configuration.add_to_environment({**_threads(plan.num_local_workers), **plan.environment})
+    num_sharing = 1 if keep_to_own_cores(plan) else plan.num_local_workers
+    configuration.add_to_environment({**_threads(num_sharing), **plan.environment})
     return plan.role, play(plan)
+
+
+def keep_to_own_cores(plan: Plan) -> bool:
+    """`--cores auto`: whether this process has cores of its own from now on."""
+    if plan.place is None:
+        return False
+    number, servers, workers = plan.place
+    return configuration.keep_to_cores(own_cores(configuration.cores_here(), number, servers, workers))
 
 
 def _threads(num_workers: int) -> dict[str, str]:

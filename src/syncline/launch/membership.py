@@ -21,6 +21,7 @@ from syncline.client.hearing import FromCoordinator
 from syncline.client.job import Job
 from syncline.config import JobConfig
 from syncline.core.control import Join, Joined
+from syncline.core.cores import describe
 from syncline.core.members import Address, Member
 from syncline.errors import ConfigError, ConnectionLost, WaitTimeout
 from syncline.launch.jobfile import JobFile
@@ -93,8 +94,8 @@ def _processor() -> str:
 
 def greeting(role: str, name: str, host: str, address: Address | None, defaults: Mapping[str, Any]) -> Join:
     """A process asks to be a member. The same question, asked again, is known to be from the same process."""
-    process = secrets.token_hex(8)
-    return Join(role, name, host, os.getpid(), address, dict(defaults), process, process_kind())
+    process, own = secrets.token_hex(8), describe(configuration.own_cores())
+    return Join(role, name, host, os.getpid(), address, dict(defaults), process, process_kind(), own)
 
 
 def join(

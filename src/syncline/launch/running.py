@@ -178,8 +178,9 @@ class Plans:
 
     def _plan(self, name: str, where: Mapping[str, str]) -> Plan:
         role, host = name.rpartition("-")[0], where[name]
+        place = self._place(name, where) if self._config.cores == "auto" else None
         if role == "server":
-            return Plan(role=role, name=name, host=host, file=self._file, folder=self._folder)
+            return Plan(role=role, name=name, host=host, file=self._file, folder=self._folder, place=place)
         beside = [other for other, h in where.items() if h == host and other.startswith("worker-")]
         return Plan(
             role=role,
@@ -192,7 +193,16 @@ class Plans:
             folder=self._folder,
             environment=self._rendezvous(name, beside) if self._config.env == "torchrun" else {},
             num_local_workers=len(beside),
+            place=place,
         )
+
+    @staticmethod
+    def _place(name: str, where: Mapping[str, str]) -> tuple[int, int, int]:
+        """A member's number among those of its host, servers first; how many servers and workers it has."""
+        here = [other for other, host in where.items() if host == where[name]]
+        servers = [other for other in here if other.startswith("server-")]
+        workers = [other for other in here if other.startswith("worker-")]
+        return ([*servers, *workers].index(name), len(servers), len(workers))
 
     def _rendezvous(self, name: str, beside: list[str]) -> dict[str, str]:
         """What torchrun sets; `beside`: the workers of that host, this one among them."""

@@ -43,7 +43,13 @@ class Joining:
                 raise JobFailed(self._c.membership.outcome.reason)
             self._make_way(message)
             member = self._c.membership.join(
-                message.role, message.name, message.host, message.address, message.process, message.kind
+                message.role,
+                message.name,
+                message.host,
+                message.address,
+                message.process,
+                message.kind,
+                message.cores,
             )
             self._c.endpoints[member.name] = request.endpoint
             request.endpoint.peer = Peer(member.role, member.name, member.incarnation)

@@ -224,6 +224,7 @@ class Reporting:
             lag=max(steps, default=0) - step if member.role == "worker" and name in state.entered else 0,
             num_primary=sum(seat.primary == name for seat in state.seats.values()),
             num_backup=sum(seat.backup == name for seat in state.seats.values()),
+            cores=member.cores,
         )
 
     def _state_of(self, name: str) -> str:

@@ -1,0 +1,36 @@
+"""Cores: which of a host's are whose, so that a server never fights the worker beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: Of a host's cores, this part is for its servers, where there are enough for everybody to have some.
+FOR_SERVERS = 0.25
+
+
+def own_cores(cores: Sequence[int], place: int, servers: int, workers: int) -> list[int]:
+    """The cores of one member of a host; none: there are too few for everybody, and all share them.
+
+    `place`: its number among the host's members, servers first. Every server gets as many as every other, the workers
+    get the rest, the first of them one more where it does not come out even.
+    """
+    if place >= servers + workers or len(cores) < servers + workers:
+        return []
+    for_each = 0
+    if servers:
+        for_each = min(max(1, int(len(cores) * FOR_SERVERS) // servers), (len(cores) - workers) // servers)
+    if place < servers:
+        return list(cores[place * for_each : (place + 1) * for_each])
+    left, number = cores[servers * for_each :], place - servers
+    return list(left[len(left) * number // workers : len(left) * (number + 1) // workers])
+
+
+def describe(cores: Sequence[int]) -> str:
+    """`0-3,8`: as tools for this write it."""
+    found: list[list[int]] = []
+    for core in sorted(cores):
+        if found and found[-1][1] == core - 1:
+            found[-1][1] = core
+        else:
+            found.append([core, core])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in found)
