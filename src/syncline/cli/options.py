@@ -34,7 +34,7 @@ def _options(
         str | None, typer.Option(help="cpu, cuda:0, …  [default: cuda:LOCAL_RANK if there are enough GPUs, else cpu]")
     ] = None,
     cores: Annotated[
-        str | None, typer.Option(metavar="auto", help="Every member of a host gets cores of its own, and as many threads.")
+        str | None, typer.Option(metavar="auto", help="auto: every member of a host gets cores of its own.")
     ] = None,
     server_device: Annotated[
         str | None, typer.Option(help="Where servers hold slices and run rules: cpu, cuda, cuda:0, …  [default: cpu]")
