@@ -1,0 +1,75 @@
+"""`make proof`: work is shared by speed. Four workers whose steps are sleeps, one of them four times slower."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent / "sleepers.py"
+SAMPLES, COST, SLOWER = 3000, 0.001, 4.0
+IDEAL_SECONDS = SAMPLES * COST / (3 + 1 / SLOWER)
+
+
+def play(folder: pathlib.Path, policy: str, *arguments: str) -> list[dict[str, Any]]:
+    command = [
+        sys.executable,
+        "-m",
+        "syncline",
+        "run",
+        "-w",
+        "4",
+        "-s",
+        "1",
+        "--policy",
+        policy,
+        str(SCRIPT),
+        *arguments,
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.rpartition("| ")[2] for line in done.stdout.splitlines()]
+    said = [json.loads(line) for line in lines if line.startswith("{")]
+    assert all(one["once"] for one in said if "once" in one), "a sample is lost or counted twice"
+    return said
+
+
+def epoch_seconds(said: list[dict[str, Any]]) -> float:
+    """Of the last epoch: the first one is for getting to know each other."""
+    return max(one["seconds"] for one in said if one.get("epoch") == 1)
+
+
+@pytest.mark.proof
+def test_an_epoch_takes_about_as_long_as_the_speeds_allow(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {
+        "async": epoch_seconds(play(tmp_path, "async")),
+        "bounded:64": epoch_seconds(play(tmp_path, "bounded:64")),
+        "sync, batch=auto": epoch_seconds(play(tmp_path, "sync", "--auto")),
+        "sync, equal parts": epoch_seconds(play(tmp_path, "sync")),
+    }
+    with capsys.disabled():
+        for name, seconds in found.items():
+            print(
+                f"\n{name}: {seconds:.2f} s, {seconds / IDEAL_SECONDS:.2f} of the ideal {IDEAL_SECONDS:.2f} s", end=""
+            )
+    assert found["async"] <= 1.1 * IDEAL_SECONDS
+    assert found["bounded:64"] <= 1.1 * IDEAL_SECONDS
+    assert found["sync, batch=auto"] <= 1.2 * IDEAL_SECONDS < found["sync, equal parts"]
+
+
+@pytest.mark.proof
+def test_parts_follow_within_fifty_steps_when_another_one_is_slow(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = play(tmp_path, "sync", "--auto", "--turns", "--samples", "6000")
+    sizes = {one["worker"]: one["sizes"] for one in said if "sizes" in one}
+    with capsys.disabled():
+        print(f"\nworker-0: {sizes['worker-0'][30:100]}\nworker-3: {sizes['worker-3'][30:100]}")
+    assert sizes["worker-0"][35] > 2 * sizes["worker-3"][35]
+    assert sizes["worker-3"][91] > 2 * sizes["worker-0"][91]
