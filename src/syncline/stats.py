@@ -132,6 +132,12 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[ServerStats, ...]
     wire: WireStats  #: of this worker
 
+    @property
+    def staleness_told(self) -> str:
+        """What it cost that nobody waited for everybody, in words."""
+        damped = f"; gradients counted {self.damping_mean:.2f} in the mean" if self.damping_mean < 1 else ""
+        return f"staleness {self.staleness_mean:.2f} updates in the mean, {self.staleness_max} at most{damped}"
+
 
 def apply_seconds(servers: Sequence[ServerStats]) -> float:
     """How long the servers take for one round, in the mean; they work at the same time, the slowest counts."""

@@ -32,9 +32,19 @@ def refused(
     [
         (
             ["--policy", "bounded:-1", "train.py"],
-            "policy = 'bounded:-1': there are sync, bounded:K (K = 0, 1, 2, …), async",
+            "policy = 'bounded:-1': there are sync, sync:spare=N, bounded:K (K = 0, 1, 2, …), bounded:K,damped",
         ),
-        (["--policy", "fast", "train.py"], "policy = 'fast': there are sync, bounded:K"),
+        (["--policy", "fast", "train.py"], "policy = 'fast': there are sync, sync:spare=N, bounded:K"),
+        (["--policy", "sync,damped", "train.py"], "damped goes with bounded:K or async, e.g. bounded:4,damped"),
+        (["--policy", "sync:spare=x", "train.py"], "spare=N is how many workers a round may close without"),
+        (
+            ["-w", "4", "--policy", "sync:spare=9", "train.py"],
+            "of 4 workers at least one must be in a round; say sync:spare=3 or less, or more workers (-w)",
+        ),
+        (
+            ["-w", "4", "-s", "2", "--policy", "sync:spare=1", "train.py"],
+            "--policy sync:spare=1 and 2 servers exclude each other: who is late is decided in one place; say -s 1",
+        ),
         (["--policy", "sync:2", "train.py"], "policy = 'sync:2': there are sync"),
         (["-w", "0", "train.py"], "workers = 0: must be at least 1"),
         (["-s", "0", "train.py"], "servers = 0: must be at least 1"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from syncline.config import JobConfig
 from syncline.core.policy import Policy, parse_policy, policy_of
@@ -19,6 +21,9 @@ from syncline.errors import ConfigError
         ("bounded:0", Policy("bounded", 0), False),
         ("bounded:4", Policy("bounded", 4), False),
         ("bounded:999999999", Policy("bounded", 999_999_999), False),
+        ("bounded:4,damped", Policy("bounded", 4, is_damped=True), False),
+        ("async,damped", Policy("async", is_damped=True), False),
+        ("sync:spare=1", Policy("sync", spare=1), True),
     ],
 )
 def test_a_policy_is_read_and_written_alike(text: str, policy: Policy, in_rounds: bool) -> None:
@@ -30,13 +35,56 @@ def test_a_policy_is_read_and_written_alike(text: str, policy: Policy, in_rounds
 @pytest.mark.parametrize(
     "text",
     ["fast", "", "Sync", "bounded", "bounded:", "bounded:-1", "bounded:x", "bounded:1.5", "bounded:²", "bounded:٣",
-     "bounded: 1", "bounded:1:2", "sync:1", "async:", "bounded:" + "9" * 5000],
+     "bounded: 1", "bounded:1:2", "sync:1", "async:", "bounded:4,", "bounded:4,fast", "async, damped",
+     "async:damped", "bounded,damped", "async,damped,damped", "async:spare=1", "bounded:spare=1", "spare=1"],
 )  # fmt: skip
 def test_another_policy_lists_what_there_is(text: str) -> None:
     """`--policy bounded:-1` and `--policy fast` are typed by people: they get the list, not a traceback."""
     with pytest.raises(ConfigError) as caught:
         parse_policy(text)
-    assert str(caught.value) == f"policy = {text!r}: there are sync, bounded:K (K = 0, 1, 2, …), async"
+    assert str(caught.value) == (
+        f"policy = {text!r}: there are sync, sync:spare=N, bounded:K (K = 0, 1, 2, …), bounded:K,damped, async, "
+        "async,damped"
+    )
+
+
+def test_a_policy_of_thousands_of_characters_is_not_repeated_whole() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_policy("bounded:" + "9" * 5000)
+    assert len(str(caught.value)) < 250
+
+
+def test_nothing_is_stale_in_sync() -> None:
+    for text in ("sync,damped", "sync:spare=1,damped"):
+        with pytest.raises(ConfigError, match=r"damped goes with bounded:K or async, e\.g\. bounded:4,damped"):
+            parse_policy(text)
+
+
+@pytest.mark.parametrize("number", ["", "0", "-1", "x", "1.5", "²", "9" * 5000])
+def test_spare_is_a_number_of_workers(number: str) -> None:
+    with pytest.raises(ConfigError, match=r"spare=N is how many workers a round may close without, 1 or more, e\.g"):
+        parse_policy(f"sync:spare={number}")
+
+
+def test_a_round_needs_a_worker_and_one_place_that_decides_who_is_late() -> None:
+    assert policy_of(JobConfig(policy="sync:spare=3", workers=4)).spare == 3
+    with pytest.raises(ConfigError, match=r"of 4 workers at least one must be in a round; say sync:spare=3 or less"):
+        policy_of(JobConfig(policy="sync:spare=9", workers=4))
+    with pytest.raises(ConfigError, match=r"of 2 workers at least one must be in a round; say sync:spare=1 or less"):
+        policy_of(JobConfig(policy="sync:spare=2", workers=4, least_workers=2))
+    with pytest.raises(ConfigError, match=r"of 1 worker at least one must be in a round; say more workers \(-w\)"):
+        policy_of(JobConfig(policy="sync:spare=1"))
+    with pytest.raises(ConfigError, match=r"sync:spare=1 and 2 servers exclude each other: .* say -s 1"):
+        policy_of(JobConfig(policy="sync:spare=1", workers=4, servers=2))
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**9))
+def test_what_is_staler_counts_less(staleness: int, more: int) -> None:
+    """τ versions stale: 1/(1+τ); where the policy does not damp, always 1."""
+    damped, plain = parse_policy("bounded:4,damped"), parse_policy("bounded:4")
+    assert damped.damping(0) == 1.0 and damped.damping(1) == 0.5 and damped.damping(3) == 0.25
+    assert 0 < damped.damping(staleness + more) < damped.damping(staleness) <= 1
+    assert plain.damping(staleness) == 1.0
 
 
 @pytest.mark.parametrize("policy", ["async", "bounded:2"])

@@ -57,7 +57,7 @@ def check_equal(house: House) -> None:
 
 
 @pytest.mark.parametrize(("threads", "lends"), [(0, True), (2, True), (2, False)], ids=["inline", "pool", "sockets"])
-@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("policy", ["sync", "async", "async,damped"])
 @pytest.mark.parametrize(
     ("rule", "options"),
     [

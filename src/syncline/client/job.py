@@ -275,6 +275,7 @@ class Job:
             own_samples=self.samples_taken,
             staleness_mean=stale / pushes if pushes else 0.0,
             staleness_max=max((server.staleness_max for server in servers), default=0),
+            damping_mean=sum(server.damping_sum for server in servers) / pushes if pushes else 1.0,
             lag_max=max((server.lag_max for server in servers), default=0),
             num_refused=self.exchange.finite.num_refused,
             is_quarantined=self.exchange.finite.is_quarantined,
@@ -347,11 +348,7 @@ class Job:
     def _tell_staleness(self) -> None:
         """What the policy has cost so far, at the chief's end of a job in which nobody waits for everybody."""
         if self.is_chief and self.step and not policy_of(self.config).in_rounds:
-            stats = self.stats()
-            self._say(
-                f"{self.config.policy}: staleness {stats.staleness_mean:.2f} updates in the mean, "
-                f"{stats.staleness_max} at most"
-            )
+            self._say(f"{self.config.policy}: {self.stats().staleness_told}")
 
     def abandon(self) -> None:
         """Lets go of everything without a word: the job will take it for a death."""

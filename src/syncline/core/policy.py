@@ -7,7 +7,8 @@ import msgspec
 from syncline.config import JobConfig
 from syncline.errors import ConfigError
 
-KINDS = "sync, bounded:K (K = 0, 1, 2, …), async"
+KINDS = "sync, sync:spare=N, bounded:K (K = 0, 1, 2, …), bounded:K,damped, async, async,damped"
+_MOST_DIGITS = 9
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -15,24 +16,66 @@ class Policy(msgspec.Struct, frozen=True):
 
     kind: str
     bound: int = 0
+    spare: int = 0  # sync: a round is whole when all but so many have committed
+    is_damped: bool = False  # otherwise: a stale gradient counts less
 
     def __str__(self) -> str:
-        return f"bounded:{self.bound}" if self.kind == "bounded" else self.kind
+        if self.kind == "sync":
+            return f"sync:spare={self.spare}" if self.spare else "sync"
+        name = f"bounded:{self.bound}" if self.kind == "bounded" else self.kind
+        return f"{name},damped" if self.is_damped else name
 
     @property
     def in_rounds(self) -> bool:
         """Whether commits are applied together, one round after the other."""
         return self.kind == "sync"
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether nobody writes what a worker was answered with before its next commit."""
+        return self.in_rounds and not self.spare
+
+    def damping(self, staleness: int) -> float:
+        """What a gradient counts that is so many versions stale."""
+        return 1.0 / (1.0 + staleness) if self.is_damped else 1.0
+
 
 def parse_policy(text: str) -> Policy:
     """The policy of this name; a wrong one is a ConfigError that lists what there is."""
-    kind, colon, bound = text.partition(":")
+    name, comma, option = text.partition(",")
+    kind, colon, number = name.partition(":")
+    is_damped = option == "damped"
+    if comma and not is_damped:
+        raise ConfigError(f"policy = {_short(text)}: there are {KINDS}")
+    if kind == "sync" and is_damped:
+        raise ConfigError(
+            f"policy = {_short(text)}: nothing is stale in sync; damped goes with bounded:K or async, "
+            "e.g. bounded:4,damped"
+        )
+    if kind == "sync" and number.startswith("spare="):
+        return Policy(kind, spare=_spare(text, number.removeprefix("spare=")))
     if kind in ("sync", "async") and not colon:
-        return Policy(kind)
-    if kind == "bounded" and bound.isascii() and bound.isdigit() and len(bound) < 10:
-        return Policy(kind, int(bound))
-    raise ConfigError(f"policy = {text!r}: there are {KINDS}")
+        return Policy(kind, is_damped=is_damped)
+    if kind == "bounded" and _is_number(number):
+        return Policy(kind, int(number), is_damped=is_damped)
+    raise ConfigError(f"policy = {_short(text)}: there are {KINDS}")
+
+
+def _spare(text: str, number: str) -> int:
+    if not _is_number(number) or int(number) < 1:
+        raise ConfigError(
+            f"policy = {_short(text)}: spare=N is how many workers a round may close without, 1 or more, "
+            "e.g. sync:spare=1"
+        )
+    return int(number)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:79] + "…")
 
 
 def policy_of(config: JobConfig) -> Policy:
@@ -43,5 +86,17 @@ def policy_of(config: JobConfig) -> Policy:
     if config.window > 0 and policy.in_rounds:
         raise ConfigError(
             f"--window {config.window} needs --policy bounded:K or async: in sync a worker has one open clock"
+        )
+    least = config.least_workers or config.workers
+    if policy.spare >= least:
+        remedy = f"say sync:spare={least - 1} or less, or more workers (-w)" if least > 1 else "say more workers (-w)"
+        raise ConfigError(
+            f"policy = {config.policy!r}: of {least} {'worker' if least == 1 else 'workers'} at least one must be in "
+            f"a round; {remedy}"
+        )
+    if policy.spare and config.servers > 1:
+        raise ConfigError(
+            f"--policy {policy} and {config.servers} servers exclude each other: who is late is decided in one "
+            "place; say -s 1"
         )
     return policy

@@ -69,6 +69,7 @@ class HostedSlice:
         self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
         self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
+        self.damping_sum = 0.0
 
     # -- what waits is applied ----------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class HostedSlice:
         try:
             with self.home.at_work():
                 commits = self._admitted(work)
-                self._take_in(work, commits, self._gradients_of(work, commits))
+                self._take_in(work, commits, self._gradients_of(work, commits), self._scale_of(work, commits))
         except Exception as error:  # whoever waits must hear of it, whatever it is
             work.error = work.error or error
         return work
@@ -129,7 +130,7 @@ class HostedSlice:
                     with self.home.at_work():
                         commits = self._admitted(work)
                         gradients = self._gradients_of(work, commits)
-                        made = replica.update(self, work, commits, gradients)
+                        made = replica.update(self, work, commits, gradients, self._scale_of(work, commits))
                 except Exception as error:  # as above
                     work.error = work.error or error
                     done.append(work)
@@ -145,7 +146,7 @@ class HostedSlice:
         """The backup has it: the same numbers, from where they lie for both, are applied here."""
         try:
             with self.home.at_work():
-                self._take_in(update.work, update.commits, update.gradients(self))
+                self._take_in(update.work, update.commits, update.gradients(self), update.scale)
                 update.compare(self)
         except Exception as error:
             update.work.error = update.work.error or error
@@ -176,8 +177,16 @@ class HostedSlice:
     def _gradients_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> list[torch.Tensor | None]:
         return self.gradients(commits, work) if commits and not work.skip else []
 
+    def _scale_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> float:
+        """Found out once: its worker may pull while the backup applies the same."""
+        return work.scale_for(max((self.state.staleness(c.worker) for c in commits), default=0))
+
     def _take_in(
-        self, work: Work, commits: Sequence[Commit[Contribution]], gradients: Sequence[torch.Tensor | None]
+        self,
+        work: Work,
+        commits: Sequence[Commit[Contribution]],
+        gradients: Sequence[torch.Tensor | None],
+        scale: float,
     ) -> None:
         began = time.perf_counter()
         state = self.state
@@ -186,8 +195,9 @@ class HostedSlice:
             state.writing = True
             for commit in commits:
                 self._measure(state.staleness(commit.worker))
+            self.damping_sum += len(commits) * (1.0 if work.in_rounds or not work.scale else scale / work.scale)
             try:
-                self.rules.apply(gradients, work.overrides_for(self.part.segment), work.scale)
+                self.rules.apply(gradients, work.overrides_for(self.part.segment), scale)
             finally:
                 # Whatever a rule that raised has left behind is another version too.
                 state.applied([], True)

@@ -59,8 +59,15 @@ class Update:
     """One update on its way to the backup, and then into the slice."""
 
     def __init__(
-        self, work: Work, commits: Sequence[Commit[Contribution]], region: Region, letter: Letter, has: Sequence[int]
+        self,
+        work: Work,
+        commits: Sequence[Commit[Contribution]],
+        region: Region,
+        letter: Letter,
+        has: Sequence[int],
+        scale: float,
     ) -> None:
+        self.scale = scale  # what its gradient counts, there and here
         self.work, self.commits, self.letter = work, commits, letter
         self._region, self._has = region, has
         self.seed: Letter | None = None  # goes before it
@@ -118,6 +125,7 @@ class Replica:
         work: Work,
         commits: Sequence[Commit[Contribution]],
         gradients: Sequence[torch.Tensor | None],
+        scale: float,
     ) -> Update:
         """Under the slice's lock: the next update, as the backup will get it."""
         has = slot.rules.lay_down(gradients, self._region.flat)
@@ -129,7 +137,7 @@ class Replica:
             list(work.fences),
             has,
             list(work.overrides_for(slot.part.segment).items()),
-            work.scale,
+            scale,
             bool(has) and (version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind,
             uses_of(commits) if slot.part.id == 0 else [],
         )
@@ -137,7 +145,7 @@ class Replica:
         if self.outbox is not None:
             # The next update overwrites the region before this one has left.
             self.outbox.append(Letter(message, [memoryview(bytes(view)) for view in views]))
-        made = Update(work, commits, self._region, Letter(message, () if self.lent else views), has)
+        made = Update(work, commits, self._region, Letter(message, () if self.lent else views), has, scale)
         if self.needs_seed and self.outbox is None:
             self.needs_seed, made.seed = False, seed_of(slot, self.lent)
         made.differs = functools.partial(self._differs, slot)

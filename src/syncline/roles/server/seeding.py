@@ -137,7 +137,7 @@ class Seeding:
         with slot.lock:
             _check_wanted(slot, replica)
             gathered, replica.outbox = replica.outbox or (), None
-            last = replica.update(slot, FenceWork((), (slot,), lambda work: there.set()), (), ())
+            last = replica.update(slot, FenceWork((), (slot,), lambda work: there.set()), (), (), 1.0)
             slot.in_flight = last
         for each in gathered:
             each.send(endpoint)

@@ -380,6 +380,7 @@ class Server:
             staleness_count=sum(slot.staleness_count for slot in slots),
             staleness_max=max((slot.staleness_max for slot in slots), default=0),
             lag_max=flow.lag_max if flow else 0,
+            damping_sum=sum(slot.damping_sum for slot in slots),
             num_pins=self._pulls.num_pins,
             wire=wire,
         )

@@ -96,6 +96,7 @@ class Work:
     fences: Sequence[Identity] = ()
     skip, in_rounds = True, False
     weight = scale = 1.0
+    policy: Policy | None = None
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
 
@@ -121,6 +122,10 @@ class Work:
     def end(self) -> None:
         """There was no slice to go through."""
         self._finished(self)
+
+    def scale_for(self, staleness: int) -> float:
+        """What its gradient counts on a slice on which it is so stale: clipped, and damped by the policy."""
+        return self.scale if self.policy is None else self.scale * self.policy.damping(staleness)
 
     def overrides_for(self, segment: int) -> dict[int, dict[str, Option]]:
         return {group: options for index, group, options in self.overrides if index == segment}
@@ -148,7 +153,7 @@ class RoundWork(Work):
         finished: Callable[[Work], None],
     ) -> None:
         super().__init__(slots, finished)
-        self.commits, self.in_rounds = commits, policy.in_rounds
+        self.commits, self.policy, self.in_rounds = commits, policy, policy.in_rounds
         self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
         leading = commits[0]
         if len(commits) == 1:
