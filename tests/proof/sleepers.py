@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=10)
-    parser.add_argument("--cost", type=float, default=0.001, help="seconds for a sample of a fast worker")
+    parser.add_argument("--cost", type=float, default=0.005, help="seconds for a sample of a fast worker")
     parser.add_argument("--slower", type=float, default=4.0)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--auto", action="store_true")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parent / "sleepers.py"
-SAMPLES, COST, SLOWER = 3000, 0.001, 4.0
+SAMPLES, COST, SLOWER = 3000, 0.005, 4.0
 IDEAL_SECONDS = SAMPLES * COST / (3 + 1 / SLOWER)
 
 
