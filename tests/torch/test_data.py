@@ -1,4 +1,4 @@
-"""The DataLoader of a job: disjoint parts, epochs, what the job is told, and torch's own options."""
+"""The DataLoader of a job: epochs, what the job is told, and torch's own options."""
 
 from __future__ import annotations
 
@@ -12,33 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from tests.leased import Desk, FakeJob, alone
 from torch.utils.data import Dataset, TensorDataset
 
+import syncline.torch.batches
 import syncline.torch.data
+from syncline.core.handing import LeaveEpoch
 from syncline.core.order import order
 from syncline.errors import ConfigError
 from syncline.torch.data import DataLoader
-
-
-class FakeJob:
-    """Writes down what a loader tells its job."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        self.rank, self.world_size, self.step = rank, world_size, 0
-        self.told: list[tuple[Any, ...]] = []
-
-    def begin_epoch(self, epoch: int, num_batches: int) -> None:
-        self.told.append(("begin", epoch, num_batches))
-
-    def took(self, num_samples: int) -> None:
-        self.told.append(("took", num_samples))
-
-    def rest(self) -> None:
-        self.told.append(("rest",))
-
-    @property
-    def rested(self) -> bool:
-        return ("rest",) in self.told
 
 
 class Numbers(Dataset[int]):
@@ -54,7 +36,7 @@ class Numbers(Dataset[int]):
         return index
 
 
-def lists(batches: Iterator[Any] | DataLoader[Any]) -> list[list[int]]:
+def lists(batches: Iterable[Any]) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
 
 
@@ -62,69 +44,66 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(batches))
 
 
-def train(loader: DataLoader[Any], job: FakeJob) -> None:
-    for _ in loader:
-        job.step += 1
+def train(loader: DataLoader[Any], job: FakeJob) -> list[list[int]]:
+    found = []
+    for batch in loader:
+        found.append(batch.tolist())
+        job.step()
+    return found
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("num_samples", [0, 1, 20, 23])
-def test_every_sample_goes_to_exactly_one_worker(num_samples: int, shuffle: bool) -> None:
-    taken: list[int] = []
-    for rank in range(3):
-        job = FakeJob(rank, 3)
-        loader = DataLoader(Numbers(num_samples), 4, shuffle, job=job, seed=5)
-        mine = lists(loader)
-        assert len(loader) == len(mine)
-        took = [told[1] for told in job.told if told[0] == "took"]
-        # No step was made: at the end the samples are taken back, they are in no step's weight.
-        assert took == [len(batch) for batch in mine] + [-sum(map(len, mine))] * bool(mine)
-        taken += flat(mine)
-    assert sorted(taken) == list(range(num_samples))
-
-
-def test_workers_together_take_the_global_batches_of_the_order() -> None:
-    world = [lists(DataLoader(Numbers(20), 4, True, job=FakeJob(rank, 2), seed=9)) for rank in range(2)]
-    together = [flat(parts) for parts in zip(*world, strict=True)]
-    expected = order(20, 9, 0, 0, 20).tolist()
-    assert together == [expected[:8], expected[8:16], expected[16:]]
+def test_each_iter_is_the_next_epoch_in_another_order() -> None:
+    loader = DataLoader(Numbers(50), 50, True, job=alone())
+    assert lists(loader) == [order(50, 0, 0, 0, 50).tolist()]
+    assert lists(loader) == [order(50, 0, 1, 0, 50).tolist()]
 
 
 @pytest.mark.parametrize("block_samples", [3, 7, 15])
 def test_the_order_is_the_same_whatever_the_block_in_which_it_is_evaluated(
     block_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = lists(DataLoader(Numbers(100), 7, True, job=FakeJob(1, 2)))
-    monkeypatch.setattr(syncline.torch.data, "_BLOCK_SAMPLES", block_samples)
-    assert lists(DataLoader(Numbers(100), 7, True, job=FakeJob(1, 2))) == whole
-
-
-def test_drop_last_drops_the_partial_global_batch() -> None:
-    for rank in range(3):
-        loader = DataLoader(Numbers(23), 4, drop_last=True, job=FakeJob(rank, 3))
-        assert len(loader) == 1
-        assert lists(loader) == [list(range(4 * rank, 4 * rank + 4))]
-
-
-def test_each_iter_is_the_next_epoch_in_another_order() -> None:
-    job = FakeJob()
-    loader = DataLoader(Numbers(50), 50, True, job=job)
-    first, second = lists(loader), lists(loader)
-    assert first != second
-    assert first == [order(50, 0, 0, 0, 50).tolist()]
-    assert second == [order(50, 0, 1, 0, 50).tolist()]
-    assert [told for told in job.told if told[0] == "begin"] == [("begin", 0, 1), ("begin", 1, 1)]
+    monkeypatch.setattr(syncline.torch.batches, "BLOCK_SAMPLES", block_samples)
+    loader = DataLoader(Numbers(100), 7, True, job=alone())
+    assert flat(lists(loader)) == order(100, 0, 0, 0, 100).tolist()
+    with torch.no_grad():
+        assert flat(lists(loader)) == order(100, 0, 0, 0, 100).tolist()
 
 
 def test_seeds_give_different_orders() -> None:
-    assert lists(DataLoader(Numbers(50), 50, True, job=FakeJob(), seed=1)) != lists(
-        DataLoader(Numbers(50), 50, True, job=FakeJob(), seed=2)
-    )
+    one, two = (lists(DataLoader(Numbers(50), 50, True, job=alone(), seed=seed)) for seed in (1, 2))
+    assert one != two
 
 
 def test_without_shuffle_every_epoch_is_in_the_order_of_the_data_set() -> None:
-    loader = DataLoader(Numbers(5), 2, job=FakeJob())
+    loader = DataLoader(Numbers(5), 2, job=alone())
     assert lists(loader) == lists(loader) == [[0, 1], [2, 3], [4]]
+
+
+def test_an_epoch_that_the_job_has_finished_yields_nothing_and_one_under_way_what_is_left() -> None:
+    """A script that starts again after a death, with its plain loop over epochs."""
+    desk = Desk(2, in_rounds=False)
+    first, again = desk
+    loader = DataLoader(Numbers(20), 4, job=first)
+    train(loader, first)
+    for number, _ in enumerate(loader):
+        first.step()
+        if number == 1:
+            break
+    loader = DataLoader(Numbers(20), 4, job=again)
+    assert train(loader, again) == []
+    assert train(loader, again) == [[8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+    assert len(train(loader, again)) == 5
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 10, 13])
+def test_the_last_batch_is_small_or_left_out(num_samples: int) -> None:
+    whole, rest = divmod(num_samples, 4)
+    desk = Desk()
+    batches = train(DataLoader(Numbers(num_samples), 4, job=desk[0]), desk[0])
+    assert [len(batch) for batch in batches] == [4] * whole + [rest] * bool(rest)
+    desk = Desk()
+    loader = DataLoader(Numbers(num_samples), 4, drop_last=True, job=desk[0])
+    assert len(train(loader, desk[0])) == len(loader) == whole and desk.left == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
@@ -133,7 +112,7 @@ def test_two_live_iterators_are_two_epochs(options: dict[str, Any]) -> None:
 
     torch's persistent workers have one iterator per loader, which a second `iter()` would turn around.
     """
-    loader: DataLoader[Any] = DataLoader(Numbers(12), 3, True, job=FakeJob(), **options)
+    loader: DataLoader[Any] = DataLoader(Numbers(12), 3, True, job=alone(), **options)
     one, two = iter(loader), iter(loader)
     read: tuple[list[int], list[int]] = ([], [])
     for first, second in zip(one, two, strict=True):
@@ -146,7 +125,7 @@ def test_two_live_iterators_are_two_epochs(options: dict[str, Any]) -> None:
 
 def test_an_iterator_outlives_two_later_ones() -> None:
     """The second is read to its end; the third finds only the first, which must keep its processes."""
-    loader = DataLoader(Numbers(12), 3, True, num_workers=1, persistent_workers=True, job=FakeJob())
+    loader = DataLoader(Numbers(12), 3, True, num_workers=1, persistent_workers=True, job=alone())
     one, two = iter(loader), iter(loader)
     assert flat(lists(two)) == order(12, 0, 1, 0, 12).tolist()
     assert flat(lists(loader)) == order(12, 0, 2, 0, 12).tolist()
@@ -156,16 +135,16 @@ def test_an_iterator_outlives_two_later_ones() -> None:
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_data_processes_advance_by_one_epoch_each_time(persistent_workers: bool) -> None:
     """torch calls the batch sampler's `iter` twice for a first epoch, and reads ahead: no epoch is lost."""
-    job = FakeJob()
+    job = alone()
     loader = DataLoader(
         Numbers(30), 4, True, num_workers=2, prefetch_factor=3, persistent_workers=persistent_workers, job=job
     )
     for epoch in range(2):
-        assert flat(lists(loader)) == order(30, 0, epoch, 0, 30).tolist()
+        assert flat(train(loader, job)) == order(30, 0, epoch, 0, 30).tolist()
     for _ in loader:
         break
-    assert flat(lists(loader)) == order(30, 0, 3, 0, 30).tolist()
-    assert [told[1] for told in job.told if told[0] == "begin"] == [0, 1, 2, 3]
+    assert flat(train(loader, job)) == order(30, 0, 3, 0, 30).tolist()
+    assert job.samples.progress[0] == 3
 
 
 def test_persistent_workers_are_started_once() -> None:
@@ -176,7 +155,7 @@ def test_persistent_workers_are_started_once() -> None:
         assert info is not None
         return os.getpid()
 
-    loader = DataLoader(Numbers(4), 2, num_workers=1, persistent_workers=True, collate_fn=process, job=FakeJob())
+    loader = DataLoader(Numbers(4), 2, num_workers=1, persistent_workers=True, collate_fn=process, job=alone())
     seen = set(loader)
     for number in loader:
         seen.add(number)
@@ -189,33 +168,30 @@ def test_persistent_workers_are_started_once() -> None:
 
 def test_samples_count_when_the_script_takes_them_not_when_they_are_read_ahead() -> None:
     """A step's weight is what was handed out since the last step; a prefetched batch is not yet."""
-    job = FakeJob()
+    job = alone()
     batches = iter(DataLoader(Numbers(10), 4, num_workers=1, prefetch_factor=4, job=job))
-    assert job.told == [("begin", 0, 3)]
-    next(batches)
-    assert job.told == [("begin", 0, 3), ("took", 4)]
-    next(batches), next(batches)
-    assert job.told == [("begin", 0, 3), ("took", 4), ("took", 4), ("took", 2)]
+    for taken in (4, 8, 10):
+        next(batches)
+        assert (job.samples.taken, job.samples.uses.samples) == (taken, taken)
 
 
 def test_the_epoch_begins_at_iter_and_not_at_its_first_batch() -> None:
-    job = FakeJob()
+    job = alone()
     iter(DataLoader(Numbers(10), 4, job=job))
-    assert job.told == [("begin", 0, 3)]
+    assert job.samples.progress == (0, 0, 3)
+    assert job.desk.leasing.epoch("loader-0", 0) is not None
 
 
 def test_a_worker_rests_after_an_epoch_in_which_it_stepped() -> None:
-    job = FakeJob()
+    job = alone()
     train(DataLoader(Numbers(10), 4, job=job), job)
-    assert job.told[-1] == ("rest",)
-    assert job.told.count(("rest",)) == 1
+    assert job.num_rests == 1 and job.desk.left == 0 and job.desk.passed_over == 0
 
 
 def test_a_worker_without_any_batch_rests_at_once() -> None:
-    """One sample, two workers: rank 0 has nothing to push, and the round must not wait for it."""
-    job = FakeJob(0, 2)
-    train(DataLoader(Numbers(1), 4, job=job), job)
-    assert job.told == [("begin", 0, 0), ("rest",)]
+    job = alone()
+    assert train(DataLoader(Numbers(0), 4, job=job), job) == []
+    assert job.num_rests == 1
 
 
 @pytest.mark.parametrize(
@@ -225,79 +201,135 @@ def test_a_worker_without_any_batch_rests_at_once() -> None:
 )
 def test_an_evaluation_loop_never_rests(without_gradients: Any) -> None:
     """Not with gradients off, nor with them left on: it does not step."""
-    job = FakeJob()
+    job = alone()
     with without_gradients():
-        lists(DataLoader(Numbers(10), 4, job=job))
-    assert not job.rested
+        assert len(lists(DataLoader(Numbers(10), 4, job=job))) == 3
+    assert not job.num_rests and not job.samples.taken
+
+
+def test_a_loop_without_steps_passes_over_what_it_has_read() -> None:
+    """Its samples count as read, in no step: not in the one that another loop makes later."""
+    desk = Desk()
+    lists(DataLoader(Numbers(10), 4, job=desk[0]))
+    assert desk.passed_over == 10 and desk.left == 0
+    assert desk[0].samples.uses.take() == []
 
 
 @pytest.mark.parametrize("num_samples", [1, 10])
-def test_the_job_hears_nothing_of_an_evaluation(num_samples: int) -> None:
+def test_an_evaluation_is_by_rank_and_the_job_hears_nothing_of_it(num_samples: int) -> None:
     """In the middle of an epoch its samples would weigh on the next step, and spoil the progress shown."""
-    job = FakeJob(1, 2)
+    desk = Desk(2)
+    job = desk[1]
     training = iter(DataLoader(Numbers(20), 4, job=job))
     next(training)
-    told = list(job.told)
+    heard, taken, progress = list(desk.heard), job.samples.taken, job.samples.progress
+    held = job.samples.uses.held({1, 2})
+    read = []
     with torch.no_grad():
-        assert flat(lists(DataLoader(Numbers(num_samples), 4, job=job)))
-    assert job.told == told
+        for one in desk:
+            read += flat(lists(DataLoader(Numbers(num_samples), 4, job=one)))
+    assert sorted(read) == list(range(num_samples))
+    assert (desk.heard, job.samples.taken, job.samples.progress) == (heard, taken, progress)
+    assert job.samples.uses.held({1, 2}) == held
 
 
 def test_gradients_off_when_the_loop_began_is_what_counts() -> None:
     """The body of the loop may switch them, and step."""
-    job = FakeJob()
+    job = alone()
     with torch.no_grad():
         batches = iter(DataLoader(Numbers(10), 4, job=job))
     for _ in batches:
-        job.step += 1
-    assert job.told == []
+        job.step()
+    assert not job.desk.heard and not job.num_rests
 
 
-def test_an_evaluation_is_an_epoch_of_its_loader_too() -> None:
-    loader = DataLoader(Numbers(50), 50, True, job=FakeJob())
+def test_an_evaluation_is_no_epoch_of_the_job() -> None:
+    """It may come at another place in a script that starts again: epoch n stays epoch n."""
+    loader = DataLoader(Numbers(50), 50, True, job=alone())
     with torch.no_grad():
         lists(loader)
-    assert lists(loader) == [order(50, 0, 1, 0, 50).tolist()]
+    assert lists(loader) == [order(50, 0, 0, 0, 50).tolist()]
 
 
-def test_a_break_never_rests() -> None:
-    job = FakeJob()
-    for _ in DataLoader(Numbers(10), 4, job=job):
-        job.step += 1
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_leaving_the_loop_early_gives_back_what_the_script_has_not_got(num_workers: int) -> None:
+    desk = Desk(2, in_rounds=False)
+    for _ in DataLoader(Numbers(40), 4, num_workers=num_workers, job=desk[0]):
+        desk[0].step()
         break
-    assert not job.rested
+    assert not desk[0].num_rests
+    assert flat(train(DataLoader(Numbers(40), 4, job=desk[1]), desk[1])) == list(range(4, 40))
 
 
-def test_an_exception_in_the_dataset_reaches_the_script_and_does_not_rest() -> None:
-    class Broken(Numbers):
-        def __getitem__(self, index: int) -> int:
-            if index == 5:
-                raise KeyError("sample 5 is broken")
-            return index
-
-    job = FakeJob()
-    with pytest.raises(KeyError, match="sample 5"):
-        train(DataLoader(Broken(10), 4, job=job), job)
-    assert not job.rested
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 9:
+            raise KeyError("sample 9 is broken")
+        return index
 
 
-def test_rank_and_world_size_are_those_at_iter() -> None:
-    """A later generation has other ranks: the next epoch is split anew, the length follows."""
-    job = FakeJob(1, 2)
-    loader = DataLoader(Numbers(8), 2, job=job)
-    assert lists(loader) == [[2, 3], [6, 7]]
-    job.rank, job.world_size = 0, 1
-    assert len(loader) == 4
-    assert lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_cannot_be_read_ends_the_loop_and_stays_with_the_worker_that_failed(num_workers: int) -> None:
+    """If it dies of it, the job knows at which batch; the rest is others' at once."""
+    desk = Desk(2, in_rounds=False)
+    job = desk[0]
+    with pytest.raises(KeyError, match="sample 9"):
+        train(DataLoader(Broken(40), 4, num_workers=num_workers, job=job), job)
+    assert not job.num_rests
+    epoch = desk.leasing.epoch("loader-0", 0)
+    assert epoch is not None
+    assert [span.positions().tolist() for lease in epoch.of(job.owner) for span in lease.rest()] == [[8, 9, 10, 11]]
+    desk.leasing.out(job.owner, failed=True)
+    assert [(one.span.start, one.span.stop, one.workers) for one in epoch.suspects] == [(8, 12, ["worker-0"])]
+
+
+def test_a_script_that_goes_on_after_a_sample_that_cannot_be_read_keeps_it_from_nobody() -> None:
+    desk = Desk(2, in_rounds=False)
+    loader = DataLoader(Broken(20), 4, job=desk[0])
+    with pytest.raises(KeyError):
+        train(loader, desk[0])
+    iter(loader)
+    assert flat(train(DataLoader(Numbers(20), 4, job=desk[1]), desk[1])) == list(range(8, 20))
+
+
+def test_loaders_are_known_by_their_order_or_by_name() -> None:
+    job = alone()
+    loaders = [DataLoader(Numbers(4), 2, job=job, name=name) for name in ("", "labelled", "")]
+    for loader in loaders:
+        train(loader, job)
+    assert set(job.desk.leasing.state.loaders) == {"loader-0", "labelled", "loader-1"}
+    with pytest.raises(ConfigError, match="two loaders called 'labelled'; give each its own name="):
+        DataLoader(Numbers(4), 2, job=job, name="labelled")
+
+
+def test_data_of_different_length_is_refused_with_both_named() -> None:
+    desk = Desk(2)
+    iter(DataLoader(Numbers(8), 2, job=desk[0]))
+    with pytest.raises(ConfigError, match=r"worker-1 has 9 samples in batches of 2 .*others have 8 samples"):
+        iter(DataLoader(Numbers(9), 2, job=desk[1]))
+
+
+@pytest.mark.parametrize(("drop_last", "in_rounds", "expected"), [
+    (False, True, 3), (True, True, 2), (False, False, 8), (True, False, 7),
+])  # fmt: skip
+def test_total_steps_are_the_jobs(drop_last: bool, in_rounds: bool, expected: int) -> None:
+    desk = Desk(3, in_rounds=in_rounds)
+    assert DataLoader(Numbers(31), 4, drop_last=drop_last, job=desk[0]).total_steps == expected
 
 
 def test_the_current_job_is_taken_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for at iter() only: a loader may be made before init()."""
-    loader = DataLoader(Numbers(8), 2)
-    job = FakeJob(1, 2)
-    monkeypatch.setattr(syncline.torch.data, "current_job", lambda: job)
-    assert lists(loader) == [[2, 3], [6, 7]]
-    assert job.told[0] == ("begin", 0, 2)
+    """Asked for at iter() only: a loader may be made before init(), and read in one job after the other."""
+    loader = DataLoader(Numbers(8), 2, True)
+    for _ in range(2):
+        job = alone()
+        monkeypatch.setattr(syncline.torch.data, "current_job", lambda job=job: job)
+        assert flat(train(loader, job)) == order(8, 0, 0, 0, 8).tolist()
+
+
+def test_nothing_is_said_of_an_epoch_that_was_read_to_its_end() -> None:
+    job = alone()
+    train(DataLoader(Numbers(8), 2, job=job), job)
+    assert not [message for message in job.desk.heard if isinstance(message, LeaveEpoch)]
 
 
 def test_the_arguments_are_torchs_own_in_torchs_own_order() -> None:
@@ -307,6 +339,8 @@ def test_the_arguments_are_torchs_own_in_torchs_own_order() -> None:
     assert [(p.name, p.kind) for p in ours[len(torchs) :]] == [
         ("job", inspect.Parameter.KEYWORD_ONLY),
         ("seed", inspect.Parameter.KEYWORD_ONLY),
+        ("batch", inspect.Parameter.KEYWORD_ONLY),
+        ("name", inspect.Parameter.KEYWORD_ONLY),
     ]
 
 
@@ -317,7 +351,7 @@ def test_torchs_options_reach_torch() -> None:
     generator = torch.Generator()
     loader: DataLoader[Any] = DataLoader(
         Numbers(6), 4, collate_fn=collate, drop_last=True, timeout=7, num_workers=1, prefetch_factor=5,
-        generator=generator, job=FakeJob(),
+        generator=generator, job=alone(),
     )  # fmt: skip
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert (loader.batch_size, loader.drop_last, loader.timeout, loader.prefetch_factor) == (4, True, 7, 5)
@@ -329,7 +363,7 @@ def test_torchs_options_reach_torch() -> None:
 
 def test_tensors_are_collated_as_by_torch() -> None:
     images, labels = torch.arange(24.0).reshape(6, 4), torch.arange(6)
-    loader = DataLoader(TensorDataset(images, labels), 4, True, job=FakeJob(), seed=3)
+    loader = DataLoader(TensorDataset(images, labels), 4, True, job=alone(), seed=3)
     x, y = next(iter(loader))
     chosen = order(6, 3, 0, 0, 4).tolist()
     assert torch.equal(x, images[chosen]) and torch.equal(y, labels[chosen])
@@ -350,12 +384,13 @@ class Unsized(Dataset[int]):
     [
         (Numbers(3), {"sampler": [0, 1]}, "sampler cannot be given: .* use shuffle and seed .*Subset"),
         (Numbers(3), {"batch_sampler": [[0], [1]]}, "batch_sampler cannot be given: .* use shuffle and seed"),
-        (Stream(), {}, "IterableDataset .* give a dataset with __len__ and __getitem__"),
+        (Stream(), {}, "IterableDataset .* give it `shards`.* or give a dataset with __len__ and __getitem__"),
         (Unsized(), {}, "Unsized cannot be split over workers without a __len__; add one"),
         (Numbers(3), {"batch_size": None}, "batch_size = None: .* use batch_size=1"),
         (Numbers(3), {"batch_size": 0}, "batch_size = 0: must be an int of at least 1"),
         (Numbers(3), {"batch_size": 2.0}, "batch_size = 2.0: must be an int"),
         (Numbers(3), {"batch_size": True}, "batch_size = True: must be an int"),
+        (Numbers(3), {"batch": "automatic"}, 'there is "auto"; the size is batch_size'),
         (Numbers(3), {"in_order": False, "num_workers": 1}, "in_order=False cannot be given: .* leave"),
     ],
 )

@@ -97,8 +97,8 @@ class Exchange(Protocol):
     def overwrites(self, sink: ArraySink) -> None:
         """This sink lies in the caller's own arrays, whatever they have held so far."""
 
-    def rest(self) -> None:
-        """Takes part in no more rounds until the next commit."""
+    def rest(self, *, is_pause: bool = False) -> None:
+        """Takes part in no more rounds until the next commit. `is_pause`: in the middle of an epoch."""
 
     def step_aside(self) -> int:
         """No round waits for this worker until its next commit; the stretch it was in."""

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from syncline.client.pacing import Pacing
 from syncline.client.rosters import Rosters
 from syncline.core.control import AskCopies, Beat, GiveCopies, GivenCopies, Joined, Over, Retire, Roster
 from syncline.core.handing import AskUses, GaveBack, Recall, Use, Uses
 from syncline.core.members import Member
 from syncline.core.message import Done, Message
+from syncline.core.pacing import Pace
 from syncline.core.slices import Copy
 from syncline.errors import FencedError, JobFailed, ProtocolError, SynclineError
 from syncline.net.link import Link
@@ -47,6 +49,7 @@ class FromCoordinator:
         self.evicted: FencedError | None = None
         self.heard = threading.Event()  # how it ended
         self.is_retiring = self.has_retired = False
+        self.pacing = Pacing(self.check)
         self.on_failure: Callable[[], None] = lambda: None
         self.beat: Callable[[], Beat] = Beat
         self.copies: GivesCopies | None = None
@@ -91,6 +94,8 @@ class FromCoordinator:
         elif isinstance(message, Retire):
             self.is_retiring = True
             request.reply(Done())
+        elif isinstance(message, Pace):
+            self.pacing.hear(message)
         elif isinstance(message, Recall):
             request.reply(self.samples.give_back(message) if self.samples is not None else GaveBack([]))
         elif isinstance(message, AskUses):

@@ -16,6 +16,7 @@ from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
+from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
 from syncline.config import JobConfig
@@ -37,8 +38,8 @@ from syncline.core.control import (
 from syncline.core.handing import AskLease
 from syncline.core.members import Member
 from syncline.core.message import Message
+from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
-from syncline.core.rounds import by_name
 from syncline.errors import ConfigError, ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
@@ -48,12 +49,8 @@ REPORT_SECONDS = 0.5
 #: How long a broken connection waits for the coordinator's word on why.
 VERDICT_SECONDS = 4.0
 _WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch"}
-_FOR_OTHERS = (
-    Barrier,
-    Register,
-    Uploaded,
-    AskLease,
-)  # what may wait for other workers: who is to leave waits no longer
+#: What may wait for other workers: who is to leave waits no longer.
+_FOR_OTHERS = (Barrier, Register, Uploaded, AskLease)
 _current: Job | None = None
 _of_thread = threading.local()  # several workers in one process: each thread has its own
 
@@ -106,30 +103,23 @@ class Job:
         hearing.on_failure = self.exchange.break_off
         hearing.copies, hearing.beat = self.exchange, self._beat
         self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped, self.leave_if_asked)
-        self.step = 0  #: steps that this worker has made
+        self.step = self.own_step = 0
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self._ask, link)
-        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self.rest)
+        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self.pause)
         self._before_rest: list[Callable[[], None]] = []
-        self._before_settle: list[Callable[[], None]] = []
+        self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
         self._closed = threading.Event()
         self._device: str | None = None
         self._noticed: set[str] = set()
         self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
-        self.loaders_begun: set[object] = set()  # for DataLoader: what was iterated over from epoch 0 on
         if not embedded:
             threading.Thread(target=self._report_regularly, name="report", daemon=True).start()
 
     # -- who I am -----------------------------------------------------------------------------------------
 
     def _take_place(self, roster: Roster) -> None:
-        """Ranks are the places in the roster: who was there first comes first."""
-        workers = [member for member in (*roster.members, *roster.finished) if member.role == "worker"]
-        workers.sort(key=lambda member: (member.since, by_name(member.name)))
-        names = [member.name for member in workers]
-        if self.name in names:
-            local = [member.name for member in workers if member.host == self._me.host]
-            self._place = (names.index(self.name), len(names), local.index(self.name) if self.name in local else 0)
+        self._place = place_of(self._me, roster) or self._place
 
     @property
     def generation(self) -> int:
@@ -166,6 +156,11 @@ class Job:
         torch = sys.modules.get("torch")
         return torch.device(self._device) if torch is not None else self._device
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the policy has all workers step together."""
+        return policy_of(self.config).in_rounds
+
     def notice(self, text: str) -> None:
         """Tells the user something, once; in a job of several workers the chief speaks for all."""
         if self.is_chief and text not in self._noticed:
@@ -176,7 +171,9 @@ class Job:
 
     def stepped(self) -> None:
         """A step was made: by a push, or locally between two of them."""
+        self.own_step += 1
         self.step += 1
+        self._hearing.pacing.slow_down(self._leave_if_retiring)
 
     @property
     def samples_taken(self) -> int:
@@ -196,18 +193,30 @@ class Job:
         self._hearing.is_retiring = True
 
     def leave_if_asked(self) -> None:
-        """Between two steps, or in a wait: ends this worker's script, well, when it was asked to leave."""
+        """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
+        self._leave_if_retiring()
+        self._hearing.pacing.hold(self._leave_if_retiring, self.exchange.times)
+
+    def _leave_if_retiring(self) -> None:
         if self._hearing.is_retiring and not self._closed.is_set():
+            self._hearing.pacing.hear(Pace(self.name))
             self._hearing.is_retiring, self._hearing.has_retired = False, True  # what is sent now may come by here
             self.close()
             raise SystemExit(0)
 
     def rest(self) -> None:
-        """Takes part in no round until the next push: this worker has finished its part."""
+        """Takes part in no round until the next push: this worker has finished its part, here an epoch of it."""
+        self._rest(is_pause=False)
+
+    def pause(self) -> None:
+        """Takes part in no round until the next push: this worker waits in the middle of an epoch."""
+        self._rest(is_pause=True)
+
+    def _rest(self, *, is_pause: bool) -> None:
         self.leave_if_asked()
         for action in (*self._before_rest, *self._before_settle):
             action()
-        self.exchange.rest()
+        self.exchange.rest(is_pause=is_pause)
         self._report()
 
     # -- the others ---------------------------------------------------------------------------------------
@@ -226,7 +235,7 @@ class Job:
         what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
             with self.exchange.waits.of(what):
-                look = self.leave_if_asked if isinstance(message, _FOR_OTHERS) else None
+                look = self._leave_if_retiring if isinstance(message, _FOR_OTHERS) else None
                 return self._link.call(message, self.config.wait_seconds, look)
         except WaitTimeout:
             seconds, why = self.config.wait_seconds, self._why()
@@ -354,6 +363,7 @@ class Job:
         """Lets go of everything without a word: the job will take it for a death."""
         global _current
         self._closed.set()
+        self.samples.is_over = True
         if _current is self:
             _current = None
         self._link.close()

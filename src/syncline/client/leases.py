@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from syncline.core.handing import AskLease, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
+from syncline.client.times import StepClock
+from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
 from syncline.core.leasing import Loader
 from syncline.core.message import Message
 from syncline.core.places import Places, merged
 from syncline.core.spans import Span
 from syncline.errors import SynclineError
-from syncline.net.rpc import Call
 
-#: More is asked for when no more than this part of the last lease is left.
-_ASK_AT = 0.5
 #: An answer that did not come: the coordinator is away, and asked again so soon.
 _AGAIN_SECONDS, _ANSWER_SECONDS = 0.25, 5.0
 
@@ -30,8 +28,18 @@ class Asks(Protocol):
     def ask(self, message: Message) -> Message:
         """Waits for the answer, as long as it takes."""
 
-    def try_ask(self, message: Message) -> Call:
+    def try_ask(self, message: Message) -> Asked:
         """One attempt, not waited for."""
+
+
+class Asked(Protocol):
+    """A question under way."""
+
+    def arrives(self, seconds: float) -> bool:
+        """Whether the answer is here, or comes so soon."""
+
+    def wait(self, timeout_seconds: float) -> Message:
+        """The answer, or what keeps it from coming."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,19 +128,20 @@ class Reading:
         epoch: int,
         data: Loader,
         *,
-        rest: Callable[[], None],
-        work_seconds: Callable[[], float],
+        times: StepClock,
+        pause: Callable[[], None],
     ) -> None:
-        """`rest` is called before a wait for others, `work_seconds` says how long this worker has worked so far."""
+        """`pause` is called before a wait for others; `times`: how long this worker has worked so far."""
         self.loader, self.epoch = loader, epoch
         self._asks, self._uses, self._data = asks, uses, data
-        self._rest, self._work_seconds = rest, work_seconds
+        self._times, self._pause = times, pause
         self._lock = threading.Lock()
         self._own: collections.deque[_Own] = collections.deque()
         self._numbers: set[int] = set()  # of all leases of this loop
         self._size = 0  # of the last lease
-        self._asked: Call | None = None
-        self._asked_at = 0.0
+        self._newest = 0  # of them
+        self._asked: Asked | None = None
+        self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = (0, 0.0)  # samples and seconds of work, as last said
         answer = asks.ask(OpenEpoch(loader, epoch, data))
         assert isinstance(answer, Opened)
@@ -145,7 +154,10 @@ class Reading:
             piece = self._cut()
             if piece is not None or self._is_finished or not may_wait:
                 return piece
-            self._take(self._wait())
+            self._times.lap("compute")
+            answer = self._wait()
+            self._times.lap("wait")
+            self._take(answer)
 
     @property
     def is_finished(self) -> bool:
@@ -172,24 +184,26 @@ class Reading:
     # -- asking -------------------------------------------------------------------------------------------
 
     def _question(self, *, waits: bool) -> AskLease:
-        samples, seconds = self._uses.samples, self._work_seconds()
+        samples, seconds = self._uses.samples, self._times.work_seconds
         before, self._told = self._told, (samples, seconds)
-        held, left = self._uses.held(self._numbers), self.num_left
-        return AskLease(self.loader, self.epoch, held, left, samples - before[0], seconds - before[1], waits)
+        return AskLease(
+            self.loader, self.epoch, self._uses.held(self._numbers), self.num_left,
+            samples - before[0], seconds - before[1], waits, self._newest,
+        )  # fmt: skip
 
     def _ask_ahead(self) -> None:
-        """While there is still something to read, so that a coordinator that is away stops nobody."""
-        if self._asked is not None and self._asked.arrives(0):
-            asked, self._asked = self._asked, None
-            with contextlib.suppress(SynclineError):
-                self._take(asked.wait(0))
+        """While a whole lease is still to be read, so that a coordinator that is away stops nobody."""
         now = time.monotonic()
-        if self._is_finished or self._asked is not None or now - self._asked_at < _AGAIN_SECONDS:
-            return
-        if self.num_left <= _ASK_AT * self._size:
-            self._asked_at = now
-            with contextlib.suppress(SynclineError):
+        try:
+            if self._asked is not None and self._asked.arrives(0):
+                asked, self._asked = self._asked, None
+                self._take(asked.wait(0))
+            if self._is_finished or self._asked is not None or now < self._not_before:
+                return
+            if self.num_left <= self._size:
                 self._asked = self._asks.try_ask(self._question(waits=False))
+        except SynclineError:
+            self._not_before = now + _AGAIN_SECONDS
 
     def _wait(self) -> Message:
         """Nothing is left here. When others have all the rest, no round is to wait for this worker meanwhile."""
@@ -202,7 +216,7 @@ class Reading:
         answer = self._asks.ask(self._question(waits=False))
         if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
             return answer
-        self._rest()
+        self._pause()
         return self._asks.ask(self._question(waits=True))
 
     def _take(self, answer: Message) -> None:
@@ -213,26 +227,43 @@ class Reading:
         elif answer.lease:
             with self._lock:
                 self._numbers.add(answer.lease)
+                self._newest = answer.lease
                 self._size = len(answer.span)
                 self._own.append(_Own(answer.lease, answer.span, 0, self._size))
+        else:
+            self._not_before = time.monotonic() + _AGAIN_SECONDS
+
+    def end_shard(self, piece: Piece, num_read: int) -> Piece | None:
+        """Of this batch only so much was there: the shard ends with it. What of the batch there is, if anything."""
+        end = piece.begin + num_read
+        with self._lock:
+            for own in self._own:
+                if own.number == piece.lease:
+                    own.begin = own.end = end
+        self._asks.ask(EndShard(self.loader, self.epoch, piece.span.start + end))
+        return dataclasses.replace(piece, end=end) if num_read else None
 
     # -- giving back --------------------------------------------------------------------------------------
 
     def give_back(self) -> list[tuple[int, int]]:
         """What is not cut into batches yet is others'; in the thread that hears the coordinator."""
+        return self._give_back(keeps_begun=self._data.num_shards > 0)
+
+    def _give_back(self, *, keeps_begun: bool) -> list[tuple[int, int]]:
+        """`keeps_begun`: not of what is begun; whoever goes on with a shard must read it from its first sample."""
         with self._lock:
-            given = [(own.number, own.begin) for own in self._own if own.begin < own.end]
-            for own in self._own:
+            given = [own for own in self._own if own.begin < own.end and not (keeps_begun and own.begin)]
+            for own in given:
                 own.end = own.begin
-        return given
+        return [(own.number, own.begin) for own in given]
 
     def leave(self, unread: list[Piece], *, passes_over: bool) -> None:
         """The loop is left: what was not given to the script goes back, what it made no step with is passed over."""
-        given = dict(self.give_back())
+        given = dict(self._give_back(keeps_begun=False))
         for piece in unread:
             given[piece.lease] = min(piece.begin, given.get(piece.lease, piece.begin))
         dropped = self._uses.drop(self._numbers) if passes_over else []
         if given or dropped or not self._is_finished:
-            self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped))
+            self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped, self._newest))
         self._is_finished = True
         self._uses.forget(self._numbers)

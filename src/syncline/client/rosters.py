@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 
 from syncline.core.control import Roster
+from syncline.core.members import Member
+from syncline.core.rounds import by_name
 
 
 class Rosters:
@@ -35,3 +37,14 @@ class Rosters:
         """Until there is a roster of a later generation than this, or this long; whether there is."""
         with self._change:
             return self._change.wait_for(lambda: self.newest.generation > generation, max(0.0, seconds))
+
+
+def place_of(me: Member, roster: Roster) -> tuple[int, int, int] | None:
+    """Rank, number of workers, rank on this host; None: not there. Who was there first comes first."""
+    workers = [member for member in (*roster.members, *roster.finished) if member.role == "worker"]
+    workers.sort(key=lambda member: (member.since, by_name(member.name)))
+    names = [member.name for member in workers]
+    if me.name not in names:
+        return None
+    local = [member.name for member in workers if member.host == me.host]
+    return names.index(me.name), len(names), local.index(me.name) if me.name in local else 0

@@ -25,14 +25,17 @@ class CoordinatorAsks:
 class Samples:
     """All that a job's loaders have in common."""
 
-    def __init__(self, asks: Asks, uses: Uses, times: StepClock, rest: Callable[[], None]) -> None:
-        self._asks, self.uses, self._times, self._rest = asks, uses, times, rest
+    def __init__(self, asks: Asks, uses: Uses, times: StepClock, pause: Callable[[], None]) -> None:
+        """`pause` is called before a wait for others."""
+        self._asks, self.uses, self._times, self._pause = asks, uses, times, pause
+        self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
         self.progress = (0, 0, 0)  #: epoch, batches of it so far, and in all
         self._first_at = 0.0
         self._lock = threading.Lock()
         self._readings: dict[tuple[str, int], Reading] = {}
+        self._failed: list[tuple[Reading, Piece]] = []  # batches that could not be read
         self._names: set[str] = set()
 
     def name_loader(self, name: str) -> str:
@@ -46,18 +49,30 @@ class Samples:
 
     def open(self, loader: str, epoch: int, data: Loader) -> Reading:
         """This worker begins its loop over an epoch."""
-        reading = Reading(
-            self._asks, self.uses, loader, epoch, data, rest=self._rest, work_seconds=lambda: self.work_seconds
-        )
+        self.let_go()
+        reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, pause=self._pause)
         with self._lock:
             self._readings[loader, epoch] = reading
         return reading
 
-    def close(self, reading: Reading, unread: list[Piece], *, passes_over: bool) -> None:
-        """The loop over an epoch is left."""
+    def close(self, reading: Reading, unread: list[Piece], *, passes_over: bool, failed: bool = False) -> None:
+        """The loop over an epoch is left. `failed`: the first of what is unread could not be read.
+
+        Then that batch is kept for now: should this worker end by it, the job knows at which batch.
+        """
         with self._lock:
             self._readings.pop((reading.loader, reading.epoch), None)
-        reading.leave(unread, passes_over=passes_over)
+        if self.is_over:
+            return
+        if failed and unread:
+            self._failed.append((reading, unread[0]))
+        reading.leave(unread[1:] if failed else unread, passes_over=passes_over)
+
+    def let_go(self) -> None:
+        """This worker goes on: what it could not read is for others to try."""
+        while self._failed:
+            reading, piece = self._failed.pop()
+            reading.leave([piece], passes_over=False)
 
     def give_back(self, recall: Recall) -> GaveBack:
         """In the thread that hears the coordinator: what is not begun is others'."""
@@ -72,8 +87,7 @@ class Samples:
     @property
     def work_seconds(self) -> float:
         """Time spent on steps, waits for others left out."""
-        times = self._times.times()
-        return times.compute + times.stage + times.pull
+        return self._times.work_seconds
 
     # -- counting -----------------------------------------------------------------------------------------
 

@@ -366,10 +366,10 @@ class ServersExchange:
 
     # -- comings and goings -------------------------------------------------------------------------------
 
-    def rest(self) -> None:
+    def rest(self, *, is_pause: bool = False) -> None:
         self.settle()
         self.times.pause()
-        self._part.rest()
+        self._part.pause() if is_pause else self._part.rest()
         self.times.resume()
 
     def step_aside(self) -> int:

@@ -10,6 +10,10 @@ from syncline.core.traffic import AskPlace, GivenPlace, Rest
 from syncline.errors import FencedError
 from syncline.net.link import Link
 
+#: Stretches that are kept for one loop over an epoch: a wait in the middle of it begins a new one, and behind its end
+#: all workers are in the same one, however often each has waited.
+_LOOP = 1 << 8
+
 
 class TakingPart:
     """What a worker says to the servers of itself. Said again to all of them when they change."""
@@ -54,9 +58,17 @@ class TakingPart:
             answers = self.redo.again(lambda: self._placement.ask_all(AskPlace()), self._wait_seconds)
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """In no more rounds of this stretch."""
-        self._stretch, self._rested, self._is_active = self.stretch, True, False
+        if not self._rested:
+            self._rest_from(self.stretch)
+
+    def rest(self) -> None:
+        """In no more rounds of this loop."""
+        self._rest_from(self.stretch // _LOOP * _LOOP + _LOOP - 1)
+
+    def _rest_from(self, stretch: int) -> None:
+        self._stretch, self._rested, self._is_active = stretch, True, False
         self._tell_anew()
 
     def step_aside(self) -> int:

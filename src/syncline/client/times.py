@@ -35,5 +35,10 @@ class StepClock:
         """A step begins here: behind a rest, a barrier, a registration."""
         self._last = time.perf_counter()
 
+    @property
+    def work_seconds(self) -> float:
+        """Time spent on steps, waits for others left out."""
+        return sum(seconds for phase, seconds in self._seconds.items() if phase != "wait")
+
     def times(self) -> StepTimes:
         return StepTimes(num_steps=self.num_steps, **self._seconds)

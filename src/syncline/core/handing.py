@@ -31,7 +31,8 @@ class AskLease(Message, frozen=True):
 
     `held`: what it has read and not committed. `left`: what it has still to read. With how many samples it has spent
     how much time of work since it asked last. `waits`: it takes part in no round, and is answered when there is more,
-    or the epoch is finished; else also when all that is left is in others' hands.
+    or the epoch is finished; else also when all that is left is in others' hands. `newest`: the last lease that it
+    has heard of; one that it was given after that got lost on the way, and is given once more.
     """
 
     loader: str
@@ -41,6 +42,7 @@ class AskLease(Message, frozen=True):
     samples: int = 0
     seconds: float = 0.0
     waits: bool = False
+    newest: int = 0
 
 
 class GivenLease(Message, frozen=True):
@@ -65,12 +67,16 @@ class GaveBack(Message, frozen=True):
 
 
 class LeaveEpoch(Message, frozen=True):
-    """A worker has left its loop over an epoch: what it gives back, and what it has read and made no step with."""
+    """A worker has left its loop over an epoch: what it gives back, and what it has read and made no step with.
+
+    Leases after the `newest` it has heard of go back whole.
+    """
 
     loader: str
     epoch: int
     leases: list[tuple[int, int]]
     passed_over: list[Use]
+    newest: int = 0
 
 
 class EndShard(Message, frozen=True):

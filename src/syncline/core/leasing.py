@@ -119,13 +119,15 @@ class Leasing:
         held: Iterable[tuple[int, int, int]] = (),
         *,
         is_idle: bool = True,
+        newest: int | None = None,
     ) -> Answer:
         """A worker wants more. `held`: what it has read and not committed, by lease and places. `is_idle`: it has
-        nothing left to read."""
+        nothing left to read. `newest`: the last lease it knows of; others that it was told of got lost on the way."""
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
         if epoch is None or self._is_through(name, number, epoch):
             return Answer(is_finished=True)
+        self._lost_on_the_way(epoch, owner, newest)
         lease = self._untold(epoch, owner) or self._hand_out(owner, name, number, epoch, taking_part)
         if lease is not None:
             lease.is_told = True
@@ -151,6 +153,12 @@ class Leasing:
     @staticmethod
     def _untold(epoch: Epoch, owner: Identity) -> Lease | None:
         return min((one for one in epoch.of(owner) if not one.is_told), key=lambda one: one.number, default=None)
+
+    @staticmethod
+    def _lost_on_the_way(epoch: Epoch, owner: Identity, newest: int | None) -> None:
+        if newest is not None:
+            for lease in epoch.of(owner):
+                lease.is_told = lease.is_told and lease.number <= newest
 
     def _hand_out(
         self, owner: Identity, name: str, number: int, epoch: Epoch, taking_part: Sequence[Identity]
@@ -219,9 +227,13 @@ class Leasing:
         mine = {lease.number for lease in epoch.of(owner)}
         return sum(epoch.give_back(lease, begin) for lease, begin in [*leases, *untold] if lease in mine)
 
-    def leave(self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]]) -> int:
+    def leave(
+        self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]], newest: int | None = None
+    ) -> int:
         """A worker has left the loop over this epoch: it gives all back, and is dealt nothing more."""
         self._gone.add((owner, name, number))
+        if (epoch := self.epoch(name, number)) is not None:
+            self._lost_on_the_way(epoch, owner, newest)
         return self.gave_back(owner, name, number, leases)
 
     def reclaim(self, name: str, number: int) -> int:

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.utils.data
 
-from syncline.client.job import Job, current_job
-from syncline.client.leases import Piece, Reading
-from syncline.client.samples import Samples
-from syncline.core.leasing import Loader
-from syncline.core.order import Order
-from syncline.core.policy import policy_of
+from syncline.client.job import current_job, has_current_job
+from syncline.client.loop import Loop, TakesSamples
 from syncline.core.splits import Share
-from syncline.errors import ConfigError, SynclineError
+from syncline.errors import ConfigError
+from syncline.torch.batches import Aim, Rows, data_of
 
 _T_co = TypeVar("_T_co", covariant=True)
-# How many samples the order is evaluated for at once: enough that numpy's cost per call vanishes, little
-# enough that the first batch does not wait (a block takes 1 ms).
-_BLOCK_SAMPLES = 4096
-
-
-class TakesSamples(Protocol):
-    """What a loader asks of a job."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def samples(self) -> Samples: ...
-    def rest(self) -> None: ...
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -86,20 +63,28 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         batch: str = "",
         name: str = "",
     ) -> None:
-        _check(dataset, batch_size, sampler, batch_sampler, num_workers, in_order)
+        _check(batch_size, sampler, batch_sampler, num_workers, in_order)
         if batch not in ("", "auto"):
             raise ConfigError(f'DataLoader: batch = {batch!r}: there is "auto"; the size is batch_size')
         self._job, self._seed, self._shuffle = job, seed, bool(shuffle)
         self._is_auto = batch == "auto"
-        self._name = self._current_job().samples.name_loader(name)
+        self._data = data_of(dataset)
+        if self._data.num_samples is None and num_workers > 0:
+            raise ConfigError(
+                "DataLoader: num_workers must be 0 for shards: data processes read ahead, and how far a shard was "
+                "read could not be told; start more workers, or give a data set with __getitem__"
+            )
+        self._given_name = name
+        self._named_in: weakref.ref[TakesSamples] | None = None
         self._next_epoch = self._num_evaluations = 0
-        self._batches = _Batches()
+        self._aim = Aim()
         self._reader: weakref.ref[Generator[_T_co]] | None = None  # who reads from the persistent workers
+        is_rows = isinstance(self._data.dataset, Rows)  # which come as arrays of a whole batch
         super().__init__(
-            dataset,
-            batch_sampler=self._batches,
+            self._data.dataset,
+            batch_sampler=self._aim,
             num_workers=num_workers,
-            collate_fn=collate_fn,
+            collate_fn=collate_fn or (torch.utils.data.default_convert if is_rows else None),
             pin_memory=pin_memory,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
@@ -109,40 +94,46 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
+        if job is not None or has_current_job():
+            self._name_in(self._current_job())  # else when it is first used: it may be made before init()
         # With a batch sampler torch blanks these two, then guards them; scripts read them, so put them back.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
 
     def __len__(self) -> int:
-        return self._share(self._current_job()).num_batches
+        return self._share(self._current_job(), self._num_samples).num_batches
 
     @property
     def total_steps(self) -> int:
         """Steps of the job in one epoch: rounds in `sync`, else the steps of all workers together."""
-        job, size = self._current_job(), len(cast(Sized, self.dataset))
+        job, size = self._current_job(), self._num_samples
         assert self.batch_size is not None
-        in_rounds = isinstance(job, Job) and policy_of(job.config).in_rounds
-        wide = self.batch_size * (job.world_size if in_rounds else 1)
+        wide = self.batch_size * (job.world_size if job.in_rounds else 1)
         return size // wide if self.drop_last else -(-size // wide)
+
+    @property
+    def _num_samples(self) -> int:
+        if self._data.num_samples is None:
+            raise TypeError("DataLoader: how many samples there are in shards shows when they are read")
+        return self._data.num_samples
 
     def __iter__(self) -> Iterator[_T_co]:  # type: ignore[override]  # torch promises its private class
         job = self._current_job()
-        share = self._share(job)
         # With persistent workers torch has one iterator and turns it to the new epoch, even while the old one
         # is still read from it: then the new epoch gets processes of its own.
         alone = not self._is_being_read()
         if not torch.is_grad_enabled():
-            order = Order(share.num_samples, self._seed, self._num_evaluations, self._shuffle)
+            share, number = self._share(job, self._data.num_samples or 0), self._num_evaluations
             self._num_evaluations += 1
-            self._batches.aim(_shared(share, order))
+            self._aim.at(self._data.by_rank(share, self._seed, number, self._shuffle))
             batches = self._new_iterator(alone)
             return self._read_by(alone, (batch for batch in batches))
+        name = self._name_in(job)
         epoch = self._next_epoch
         self._next_epoch += 1
-        job.samples.begin_epoch(epoch, share.num_batches)
-        data = Loader(share.num_samples, share.batch_size, self.drop_last, self._is_auto)
-        reading = job.samples.open(self._name, epoch, data)
-        order = Order(share.num_samples, self._seed, epoch, self._shuffle)
-        return self._read_by(alone, self._train(job, reading, order, alone))
+        assert self.batch_size is not None
+        loop = Loop(job, name, epoch, self._data.loader(self.batch_size, self.drop_last, self._is_auto))
+        job.samples.begin_epoch(epoch, self._share(job, self._data.num_samples or 0).num_batches)
+        return self._read_by(alone, self._train(loop, epoch, alone))
 
     def _new_iterator(self, alone: bool) -> Iterator[_T_co]:
         return super().__iter__() if alone else self._get_iterator()
@@ -152,27 +143,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._reader = weakref.ref(batches)
         return batches
 
-    def _train(self, job: TakesSamples, reading: Reading, order: Order, alone: bool) -> Generator[_T_co]:
+    def _train(self, loop: Loop, epoch: int, alone: bool) -> Generator[_T_co]:
         """The batches of this worker's leases, until the epoch is finished for all."""
-        first_step, taken = job.step, 0
-        cut: collections.deque[Piece] = collections.deque()  # torch has their samples, the script not yet
-        try:
-            while not reading.is_finished:
-                self._batches.aim(_Leased(reading, order, cut))
+        with loop:
+            leased = self._data.leased(loop, self._seed, epoch, self._shuffle)
+            # The first of them is waited for here: data processes are not started for nothing.
+            for first in leased:
+                self._aim.at(_After(first, leased))
                 for batch in self._new_iterator(alone):
-                    piece = cut.popleft()
-                    taken += len(piece)
-                    job.samples.read(piece)
+                    loop.hand_out()
                     yield batch
-        finally:
-            without_a_step = job.step == first_step
-            if taken and without_a_step:
-                job.samples.took(-taken)  # it was an evaluation: its samples are in no step's weight
-            with contextlib.suppress(SynclineError):  # the job may be over by now
-                job.samples.close(reading, list(cut), passes_over=without_a_step)
-        # A worker without a batch could not step: nobody must wait for it.
-        if not (taken and without_a_step):
-            job.rest()
 
     def _is_being_read(self) -> bool:
         reader = self._reader() if self._reader is not None else None
@@ -181,10 +161,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _current_job(self) -> TakesSamples:
         return current_job() if self._job is None else self._job
 
-    def _share(self, job: TakesSamples) -> Share:
-        """By the rank and the number of workers that hold now: for an epoch, when it begins."""
+    def _name_in(self, job: TakesSamples) -> str:
+        """Its name in this job, and its first epoch there: a process may have one job after the other."""
+        if self._named_in is None or self._named_in() is not job:
+            self._named_in, self._next_epoch = weakref.ref(job), 0
+            self._name = job.samples.name_loader(self._given_name)
+        return self._name
+
+    def _share(self, job: TakesSamples, num_samples: int) -> Share:
+        """By the rank and the number of workers that hold now: for an evaluation, when it begins."""
         assert self.batch_size is not None
-        return Share(len(cast(Sized, self.dataset)), self.batch_size, *_place(job), self.drop_last)
+        return Share(num_samples, self.batch_size, *_place(job), self.drop_last)
 
 
 def _place(job: TakesSamples) -> tuple[int, int]:
@@ -195,63 +182,22 @@ def _place(job: TakesSamples) -> tuple[int, int]:
             return rank, count
 
 
-def _shared(share: Share, order: Order) -> Iterator[list[int]]:
-    """A worker's own part of an evaluation, by its rank: the samples of each batch."""
-    num_at_once = max(1, _BLOCK_SAMPLES // share.batch_size)
-    for first in range(0, share.num_batches, num_at_once):
-        numbers = range(first, min(first + num_at_once, share.num_batches))
-        spans = [np.arange(*share.batch(number), dtype=np.int64) for number in numbers]
-        samples = order.at(np.concatenate(spans)).tolist()
-        taken = 0
-        for span in spans:
-            yield samples[taken : taken + span.size]
-            taken += span.size
+class _After:
+    """One batch, and then the others. Not a generator: the others may end, and go on later."""
 
+    def __init__(self, first: list[Any], others: Iterator[list[Any]]) -> None:
+        self._first: list[Any] | None = first
+        self._others = others
 
-class _Leased:
-    """What a worker has leased: the samples of each batch. Not a generator: after an end there may be more later.
-
-    `cut` has the pieces whose samples torch reads, and the script has not got yet.
-    """
-
-    def __init__(self, reading: Reading, order: Order, cut: collections.deque[Piece]) -> None:
-        self._reading, self._order, self._cut = reading, order, cut
-        self._lease = self._begin = 0
-        self._samples: list[int] = []  # of that lease, from there on
-
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         return self
 
-    def __next__(self) -> list[int]:
-        # Others may wait for what is on its way to the script: then nobody may wait here.
-        piece = self._reading.next(may_wait=not self._cut)
-        if piece is None:
-            raise StopIteration
-        self._cut.append(piece)
-        at = piece.begin - self._begin
-        if piece.lease != self._lease or at + len(piece) > len(self._samples):
-            self._lease, self._begin, at = piece.lease, piece.begin, 0
-            upto = min(len(piece.span), max(piece.end, piece.begin + _BLOCK_SAMPLES))
-            self._samples = self._order.at(piece.span.positions(piece.begin, upto)).tolist()
-        return self._samples[at : at + len(piece)]
-
-
-class _Batches(torch.utils.data.Sampler[list[int]]):
-    """The batch sampler behind a loader: the samples of this worker's batches in the epoch it is aimed at."""
-
-    def __init__(self) -> None:
-        self.aim(iter(()))
-
-    def aim(self, batches: Iterator[list[int]]) -> None:
-        """What the next `iter()` gives; iterators that are already there keep what they were made for."""
-        self._aim = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._aim
+    def __next__(self) -> list[Any]:
+        first, self._first = self._first, None
+        return next(self._others) if first is None else first
 
 
 def _check(
-    dataset: object,
     batch_size: object,
     sampler: object,
     batch_sampler: object,
@@ -259,16 +205,6 @@ def _check(
     in_order: bool,
 ) -> None:
     """Refuses what cannot be split over workers, and says what to do instead."""
-    if isinstance(dataset, torch.utils.data.IterableDataset):
-        raise ConfigError(
-            "DataLoader: an IterableDataset has no positions that could be split over workers; give a "
-            "dataset with __len__ and __getitem__, or use torch's own DataLoader and split the stream by "
-            "job.rank and job.world_size"
-        )
-    if not isinstance(dataset, Sized):
-        raise ConfigError(
-            f"DataLoader: {type(dataset).__name__} cannot be split over workers without a __len__; add one"
-        )
     for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         if value is not None:
             raise ConfigError(

@@ -108,7 +108,7 @@ class Handing:
             for use in message.passed_over if epoch is not None else ():
                 assert epoch is not None
                 epoch.pass_over(*use)
-            self.leasing.leave(owner, message.loader, message.epoch, message.leases)
+            self.leasing.leave(owner, message.loader, message.epoch, message.leases, message.newest)
         request.reply(Done())
         self.answer()
 
@@ -225,8 +225,10 @@ class Handing:
 
     def _decide(self, request: Request, message: AskLease) -> GivenLease | None:
         owner, taking_part = _owner(request), self._taking_part()
-        is_idle = not message.left
-        answer = self.leasing.ask(owner, message.loader, message.epoch, taking_part, message.held, is_idle=is_idle)
+        answer = self.leasing.ask(
+            owner, message.loader, message.epoch, taking_part, message.held,
+            is_idle=not message.left, newest=message.newest,
+        )  # fmt: skip
         for other in answer.recall:
             self._recall(other, Recall(message.loader, message.epoch))
         if answer.lease is not None:

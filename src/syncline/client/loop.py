@@ -1,0 +1,78 @@
+"""A worker's loop over an epoch: what the script has got of its leases, and what becomes of the rest at the end."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from types import TracebackType
+from typing import Protocol
+
+from syncline.client.leases import Piece, Reading
+from syncline.client.samples import Samples
+from syncline.core.leasing import Loader
+from syncline.errors import SynclineError
+
+
+class TakesSamples(Protocol):
+    """What a loader asks of a job."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def own_step(self) -> int: ...
+    @property
+    def in_rounds(self) -> bool: ...
+    @property
+    def samples(self) -> Samples: ...
+    def rest(self) -> None: ...
+
+
+class Loop:
+    """Opened with the epoch, used with `with` around the loop, which ends when `next` has nothing more.
+
+    Leaving it early gives back what the script has not got. After an epoch in which it stepped, or could not, the
+    worker rests. A loop without a step was an evaluation: its samples are passed over, and in no step's weight.
+    """
+
+    def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader) -> None:
+        self._job = job
+        self.reading: Reading = job.samples.open(loader, epoch, data)
+        self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
+        self._taken, self._first_step = 0, job.own_step
+
+    def next(self) -> Piece | None:
+        """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
+        piece = self.reading.next(may_wait=not self._cut)
+        if piece is not None:
+            self._cut.append(piece)
+        return piece
+
+    def ends_shard(self, num_read: int) -> bool:
+        """Of what came last only so much was there. Whether that is anything."""
+        piece = self.reading.end_shard(self._cut.pop(), num_read)
+        if piece is not None:
+            self._cut.append(piece)
+        return piece is not None
+
+    def hand_out(self) -> None:
+        """The script gets the oldest of what was read."""
+        piece = self._cut.popleft()
+        self._taken += len(piece)
+        self._job.samples.read(piece)
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        without_a_step = self._job.own_step == self._first_step
+        if self._taken and without_a_step:
+            self._job.samples.took(-self._taken)
+        failed = kind is not None and issubclass(kind, Exception)
+        with contextlib.suppress(SynclineError):  # the job may be over by now
+            self._job.samples.close(self.reading, list(self._cut), passes_over=without_a_step, failed=failed)
+        if kind is None and not (self._taken and without_a_step):
+            self._job.rest()  # also one without any batch, which could not step: nobody must wait for it

@@ -1,0 +1,205 @@
+"""What torch's loader is aimed at: the samples of a worker's batches, leased, or by rank in an evaluation."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch.utils.data
+
+from syncline.client.loop import Loop
+from syncline.client.shards import LeasedShards, OpenShard
+from syncline.core.leasing import Loader
+from syncline.core.order import ChunkedOrder, Order
+from syncline.core.splits import Share
+from syncline.data.batching import order_of
+from syncline.data.source import Batch, ShardSource, Source
+from syncline.errors import ConfigError
+
+#: How many samples the order is evaluated for at once: enough that numpy's cost per call vanishes, little
+#: enough that the first batch does not wait (a block takes 1 ms).
+BLOCK_SAMPLES = 4096
+
+
+class Aim(torch.utils.data.Sampler[list[Any]]):
+    """The batch sampler behind a loader: the samples of this worker's batches in the epoch it is aimed at."""
+
+    def __init__(self) -> None:
+        self.at(iter(()))
+
+    def at(self, batches: Iterator[list[Any]]) -> None:
+        """What the next `iter()` gives; iterators that are already there keep what they were made for."""
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._batches
+
+
+class Data(Protocol):
+    """A data set, as a loader reads it."""
+
+    dataset: Any  #: what torch gets: indexed with what the batches below hold
+
+    @property
+    def num_samples(self) -> int | None:
+        """None: it shows when they are read."""
+
+    def loader(self, batch_size: int, drop_last: bool, is_auto: bool) -> Loader: ...
+    def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]: ...
+    def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]: ...
+
+
+class Numbered:
+    """Samples by number: a map-style data set, or a source, which is read in whole batches."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._source = dataset if isinstance(dataset, Source) else None
+        self.dataset = dataset if self._source is None else Rows(self._source)
+        self._num_samples = len(dataset)
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    def loader(self, batch_size: int, drop_last: bool, is_auto: bool) -> Loader:
+        return Loader(self.num_samples, batch_size, drop_last, is_auto)
+
+    def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
+        return _LeasedNumbers(loop, self._order(seed, epoch, shuffle))
+
+    def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
+        order = self._order(seed, epoch, shuffle)
+        num_at_once = max(1, BLOCK_SAMPLES // share.batch_size)
+        for first in range(0, share.num_batches, num_at_once):
+            numbers = range(first, min(first + num_at_once, share.num_batches))
+            spans = [np.arange(*share.batch(number), dtype=np.int64) for number in numbers]
+            samples = iter(order.at(np.concatenate(spans)).tolist())
+            for span in spans:
+                yield list(itertools.islice(samples, span.size))
+
+    def _order(self, seed: int, epoch: int, shuffle: bool) -> Order | ChunkedOrder:
+        if self._source is not None:
+            return order_of(self._source, shuffle=shuffle, seed=seed, epoch=epoch)
+        return Order(self.num_samples, seed, epoch, shuffle)
+
+
+class _LeasedNumbers:
+    """Not a generator: after an end there may be more later, and torch asks again after every batch."""
+
+    def __init__(self, loop: Loop, order: Order | ChunkedOrder) -> None:
+        self._loop, self._order = loop, order
+        self._lease = self._begin = 0
+        self._samples: list[int] = []  # of that lease, from there on
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        piece = self._loop.next()
+        if piece is None:
+            raise StopIteration
+        at = piece.begin - self._begin
+        if piece.lease != self._lease or at + len(piece) > len(self._samples):
+            self._lease, self._begin, at = piece.lease, piece.begin, 0
+            upto = min(len(piece.span), max(piece.end, piece.begin + BLOCK_SAMPLES))
+            self._samples = self._order.at(piece.span.positions(piece.begin, upto)).tolist()
+        return self._samples[at : at + len(piece)]
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """A source, as torch reads it: a batch at a time."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.source.read(np.array([index], dtype=np.int64))
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return self.source.read(np.array(indices, dtype=np.int64))
+
+
+class Sharded:
+    """Shards, each read from its first sample on: a shard source, or an IterableDataset that has `shards`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = AsRead(dataset)
+        self._num_shards = len(dataset.shards)
+        if not self._num_shards:
+            raise ConfigError("DataLoader: the data set has no shards; check the path that they come from")
+        is_source = isinstance(dataset, ShardSource)
+        self._open: OpenShard[Any] = dataset.iter_shard if is_source else _opening(dataset, list(dataset.shards))
+
+    @property
+    def num_samples(self) -> None:
+        return None
+
+    def loader(self, batch_size: int, drop_last: bool, is_auto: bool) -> Loader:
+        return Loader(0, batch_size, drop_last, is_auto, self._num_shards)
+
+    def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
+        order = self._order(seed, epoch, shuffle)
+        shards = LeasedShards(loop, lambda turn, skip: self._open(order[turn], skip))
+        return iter(shards.next, None)
+
+    def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
+        for shard in self._order(seed, epoch, shuffle)[share.rank :: share.world_size]:
+            samples = self._open(shard, 0)
+            while batch := list(itertools.islice(samples, share.batch_size)):
+                yield batch
+
+    def _order(self, seed: int, epoch: int, shuffle: bool) -> list[int]:
+        found: list[int] = Order(self._num_shards, seed, epoch, shuffle).at(np.arange(self._num_shards)).tolist()
+        return found
+
+
+class AsRead(torch.utils.data.Dataset[Any]):
+    """Samples of shards come as they were read."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __getitem__(self, sample: Any) -> Any:
+        return sample
+
+
+def _opening(dataset: Any, shards: Sequence[Any]) -> Callable[[int, int], Iterator[Any]]:
+    """A shard of an IterableDataset, through a copy of it that has only this one."""
+
+    def open_shard(index: int, skip: int) -> Iterator[Any]:
+        one = copy.copy(dataset)
+        try:
+            one.shards = [shards[index]]
+        except AttributeError:
+            raise ConfigError(
+                f"DataLoader: {type(dataset).__name__}.shards cannot be set: each worker reads through a copy whose "
+                "`shards` is the one that it has leased; make it a plain attribute that __iter__ reads"
+            ) from None
+        return itertools.islice(iter(one), skip, None)
+
+    return open_shard
+
+
+def data_of(dataset: Any) -> Data:
+    """How a data set is read; one that cannot be split over workers is refused."""
+    if isinstance(dataset, ShardSource) or (
+        isinstance(dataset, torch.utils.data.IterableDataset) and hasattr(dataset, "shards")
+    ):
+        return Sharded(dataset)
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        raise ConfigError(
+            "DataLoader: an IterableDataset has no positions that could be split over workers; give it `shards`, a "
+            "list of files (or whatever names a part) that __iter__ reads in turn; or give a dataset with __len__ "
+            "and __getitem__"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"DataLoader: {type(dataset).__name__} cannot be split over workers without a __len__; add one"
+        )
+    return Numbered(dataset)

@@ -1,0 +1,230 @@
+"""Several workers read one epoch: each sample once, in whatever way they come, go and wait for each other."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+from tests.leased import Desk, FakeJob
+
+from syncline.core.handing import LeaveEpoch
+from syncline.core.order import order
+from syncline.torch.data import DataLoader
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """Sample i is i."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def epoch_of(desk: Desk, num_samples: int, batch_size: int = 4, *, seconds: Any = None, **options: Any) -> list[Any]:
+    """Everybody's batches of the first epoch; a step takes `seconds` by rank."""
+
+    def work(job: FakeJob) -> list[list[int]]:
+        found = []
+        for batch in DataLoader(Numbers(num_samples), batch_size, job=job, **options):
+            if seconds is not None:
+                time.sleep(seconds[job.rank])
+            found.append(batch.tolist())
+            job.step()
+        return found
+
+    return desk.run(work)
+
+
+def flat(world: list[list[list[int]]]) -> list[int]:
+    return list(itertools.chain.from_iterable(itertools.chain.from_iterable(world)))
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+@pytest.mark.parametrize("num_samples", [0, 1, 2, 3, 20, 23, 307])
+def test_every_sample_goes_to_exactly_one_worker(num_samples: int, in_rounds: bool) -> None:
+    desk = Desk(3, in_rounds=in_rounds)
+    world = epoch_of(desk, num_samples, shuffle=True, seed=5)
+    assert sorted(flat(world)) == list(range(num_samples))
+    assert desk.left == 0 and desk.passed_over == 0
+    assert [job.num_rests for job in desk] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_also_when_data_processes_read_ahead(num_workers: int, in_rounds: bool) -> None:
+    """What a process has read ahead may be what the others wait for: nobody waits with a batch in hand."""
+    desk = Desk(2, in_rounds=in_rounds)
+    world = epoch_of(desk, 101, num_workers=num_workers, persistent_workers=num_workers == 2)
+    assert sorted(flat(world)) == list(range(101)) and desk.left == 0
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "num_workers"), [(20, 4, 2), (200, 4, 3), (96, 8, 4), (7, 4, 2)]
+)
+def test_rounds_are_the_global_batches_of_the_order(num_samples: int, batch_size: int, num_workers: int) -> None:
+    """Round k is exactly the next num_workers × batch_size positions, each worker's part in the order of ranks."""
+    world = epoch_of(Desk(num_workers), num_samples, batch_size, shuffle=True, seed=9)
+    rounds = [list(itertools.chain(*parts)) for parts in itertools.zip_longest(*world, fillvalue=[])]
+    expected, wide = order(num_samples, 9, 0, 0, num_samples).tolist(), num_workers * batch_size
+    assert rounds[: num_samples // wide] == [expected[k * wide : (k + 1) * wide] for k in range(num_samples // wide)]
+    assert sorted(itertools.chain(*rounds)) == list(range(num_samples))
+
+
+def test_rounds_are_the_same_whoever_is_slow() -> None:
+    worlds = [epoch_of(Desk(2), 64, seconds=seconds) for seconds in ([0, 0.003], [0.003, 0])]
+    assert worlds[0] == worlds[1]
+
+
+def test_drop_last_leaves_out_the_partial_global_batch() -> None:
+    desk = Desk(3)
+    world = epoch_of(desk, 47, drop_last=True)
+    assert [len(parts) for parts in world] == [3, 3, 3] and desk.left == 0
+    assert sorted(flat(world)) == list(range(36))
+
+
+def test_the_fast_take_more_where_nobody_steps_together() -> None:
+    world = epoch_of(Desk(2, in_rounds=False), 400, seconds=[0.001, 0.01])
+    assert sorted(flat(world)) == list(range(400))
+    assert len(world[0]) > 2 * len(world[1])
+
+
+def test_parts_of_a_global_batch_follow_the_speeds() -> None:
+    """batch="auto": the speeds are known, so the first parts are already wide and narrow; rounds stay whole."""
+    desk = Desk(2)
+    desk.leasing.measured("worker-0", 300, 1.0)
+    desk.leasing.measured("worker-1", 100, 1.0)
+    world = epoch_of(desk, 160, 16, batch="auto")
+    assert sorted(flat(world)) == list(range(160))
+    assert [(len(one), len(two)) for one, two in zip(*world, strict=True)] == [(24, 8)] * 5
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_recall_in_the_middle_takes_what_is_not_begun_and_nothing_else(num_workers: int) -> None:
+    """A data process has batches in hand: they stay with this worker, and the rest is given out once."""
+    desk = Desk(2, in_rounds=False)
+    for job in desk:
+        desk.leasing.measured(job.owner[0], 10_000, 1.0)  # so that leases are long
+    slow = iter(DataLoader(Numbers(400), 4, num_workers=num_workers, job=desk[0]))
+    mine = [next(slow).tolist(), next(slow).tolist()]
+    desk[0].step()
+    before = desk.leasing.shares("loader-0")["worker-0"]
+    desk.recall(desk[0].owner, "loader-0", 0)
+    assert desk.leasing.shares("loader-0").get("worker-0", 0) < before
+
+    def work(job: FakeJob) -> list[list[int]]:
+        found = []
+        for batch in slow if job.rank == 0 else DataLoader(Numbers(400), 4, job=job):
+            found.append(batch.tolist())
+            job.step()
+        return found
+
+    assert sorted(flat([mine, *desk.run(work)])) == list(range(400))
+
+
+def test_a_coordinator_that_is_away_stops_nobody_who_has_leases() -> None:
+    """Leases are asked for ahead: with the coordinator gone the worker reads on, and more when it is back."""
+    desk = Desk(in_rounds=False)
+    job = desk[0]
+    desk.leasing.measured("worker-0", 1000, 1.0)
+    batches = iter(DataLoader(Numbers(2000), 10, job=job))
+    read = [next(batches).tolist()]
+    job.step()
+    leased = desk.leasing.shares("loader-0")["worker-0"]
+    assert leased >= 1000, "half of all, and more that was asked for ahead"
+    desk.is_away = True
+    began = time.monotonic()
+    while len(read) < leased // 10:
+        read.append(next(batches).tolist())
+        job.step()
+    assert time.monotonic() - began < 5.0
+    comes_back(desk)
+    for batch in batches:
+        read.append(batch.tolist())
+        job.step()
+    assert sorted(itertools.chain(*read)) == list(range(2000)) and desk.left == 0
+
+
+def comes_back(desk: Desk) -> None:
+    with desk.change:
+        desk.is_away = False
+        desk.change.notify_all()
+
+
+def test_a_lease_whose_word_got_lost_is_given_once_more() -> None:
+    """The coordinator gave it and died, or the connection broke: the worker has never heard of it."""
+    desk = Desk(in_rounds=False)
+    job = desk[0]
+    batches = iter(DataLoader(Numbers(200), 4, job=job))
+    read = [next(batches).tolist()]
+    desk.loses_answers = True
+    read += [next(batches).tolist() for _ in range(3)]
+    desk.loses_answers = False
+    for batch in batches:
+        read.append(batch.tolist())
+        job.step()
+    assert sorted(itertools.chain(*read)) == list(range(200)) and desk.left == 0
+
+
+def test_a_lease_on_its_way_goes_back_with_the_loop_that_is_left() -> None:
+    desk = Desk(2, in_rounds=False)
+    batches = iter(DataLoader(Numbers(200), 4, job=desk[0]))
+    next(batches)
+    desk[0].step()
+    desk.loses_answers = True
+    next(batches)
+    desk.loses_answers = False
+    desk[0].step()
+    del batches
+    assert any(isinstance(message, LeaveEpoch) for message in desk.heard)
+
+    def work(job: FakeJob) -> list[int]:
+        found: list[int] = []
+        for batch in DataLoader(Numbers(200), 4, job=job) if job.rank == 1 else ():
+            found += batch.tolist()
+            job.step()
+        return found
+
+    assert desk.run(work)[1] == list(range(8, 200))
+
+
+def test_who_is_through_waits_for_the_end_and_takes_part_in_no_round_meanwhile() -> None:
+    """One sample, two workers: the one without a batch pauses, and the other's round is whole without it."""
+    desk = Desk(2)
+    world = epoch_of(desk, 1, seconds=[0.05, 0.05])
+    assert sorted(map(len, world)) == [0, 1]
+    assert sum(job.num_pauses for job in desk) >= 1 and desk.num_rounds == 1
+
+
+def test_samples_that_wait_for_a_commit_hold_nobody_up() -> None:
+    """Gradients of two batches are accumulated: the odd one counts with the first step of the next epoch."""
+    desk = Desk(2, in_rounds=False)
+
+    def work(job: FakeJob) -> int:
+        loader, count = DataLoader(Numbers(52), 4, job=job), 0
+        for _ in range(2):
+            for batch in loader:
+                count += len(batch)
+                if count % 8 == 0:
+                    job.step()
+        job.step()
+        return count
+
+    assert sum(desk.run(work)) == 104
+    assert desk.left == 0 and desk.passed_over == 0
+
+
+def test_waits_for_others_are_no_time_of_work() -> None:
+    """Who waits for the end of an epoch is not slow by it."""
+    desk = Desk(2)
+    epoch_of(desk, 1, seconds=[0.3, 0.3])
+    waited = next(job for job in desk if not job.own_step)
+    assert waited.times.work_seconds < 0.1
