@@ -186,3 +186,24 @@ def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str], monkeypat
             main()
         assert ended.value.code == 0
         assert f"syncline {command}" in capsys.readouterr().out.partition("Example:")[2], command
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["demo", "worker-1"], "say one of --delay TIME, --pause and --resume"),
+        (["demo", "worker-1", "--pause", "--resume"], "say one of --delay TIME, --pause and --resume"),
+        (["demo", "worker-1", "--delay", "soon"], "--delay 'soon': give a duration, e.g. 200ms, 1.5s; --resume ends"),
+        (["demo", "worker-1", "--delay", "-1s"], "--delay '-1s': give a duration"),
+        (["demo", "worker-1", "--delay", "nan"], "--delay 'nan': give a duration"),
+        (["demo", "worker-1", "--delay", ""], "--delay '': give a duration"),
+    ],
+)
+def test_pace(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+) -> None:
+    assert message in refused(capsys, monkeypatch, tmp_path, "pace", *words)

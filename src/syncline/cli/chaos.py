@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from syncline.cli.durations import duration
 from syncline.cli.killing import SIGNALS, Killing, Rate
 from syncline.cli.reckoning import Figures, Times, reckon
 from syncline.cli.run import prepare
@@ -53,11 +54,11 @@ def chaos(
     Example:  syncline chaos --every 5s --for 1m -- -w 4 -s 2 --replicas 2 --policy async train.py
     """
     rate = Rate(
-        every_seconds=_duration("--every", every),
-        for_seconds=_duration("--for", lasting) if lasting else math.inf,
+        every_seconds=duration("--every", every),
+        for_seconds=duration("--for", lasting) if lasting else math.inf,
         roles=_chosen(roles),
         signal=_signal(by),
-        stop_seconds=_duration("--stop-for", stop),
+        stop_seconds=duration("--stop-for", stop),
         seed=seed,
     )
     # Who is killed all the time is not to blame for it, unless the user wants to see just that.
@@ -85,17 +86,6 @@ def _run_parameters(context: typer.Context, words: list[str]) -> dict[str, Any]:
 
 def _said(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if value is not None}
-
-
-def _duration(flag: str, text: str) -> float:
-    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
-    try:
-        seconds = float(number) * {"s": 1.0, "m": 60.0, "h": 3600.0}[unit]
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < 1e9:
-        raise ConfigError(f"{flag} {text!r}: give a duration, e.g. 10s, 1.5m, 1h")
-    return seconds
 
 
 def _chosen(text: str) -> list[str]:

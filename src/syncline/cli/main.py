@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from syncline.cli import bench, chaos, doctor, roles, run, status
+from syncline.cli import bench, chaos, doctor, pace, roles, run, status
 from syncline.errors import SynclineError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("worker", context_settings=_SCRIPT)(roles.worker)
 app.command("status")(status.status)
 app.command("why")(status.why)
 app.command("scale")(status.scale)
+app.command("pace")(pace.pace)
 app.command("chaos", context_settings=_SCRIPT)(chaos.chaos)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)

@@ -22,7 +22,8 @@ JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Name of a job u
 RunsOption = Annotated[str | None, typer.Option(metavar="DIR", help="Folder with jobs' folders. [default: runs]")]
 
 
-def _find(job: str, runs: str | None) -> JobFile:
+def find(job: str, runs: str | None) -> JobFile:
+    """The job that is meant; one that is not there is a ConfigError that says so."""
     return find_job(job, pathlib.Path(runs or configuration.resolve(configuration.read_toml_here()).runs))
 
 
@@ -38,7 +39,7 @@ def status(
 
     Example:  syncline status train-20250101-120000
     """
-    given = ask(_find(job, runs), AskStatus(), GivenStatus).status
+    given = ask(find(job, runs), AskStatus(), GivenStatus).status
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(given), indent=2).decode()
     else:
@@ -51,7 +52,7 @@ def why(job: JobArgument, runs: RunsOption = None) -> None:
 
     Example:  syncline why train-20250101-120000
     """
-    sys.stdout.write(ask(_find(job, runs), AskWhy(), GivenWhy).reason + "\n")
+    sys.stdout.write(ask(find(job, runs), AskWhy(), GivenWhy).reason + "\n")
 
 
 def scale(
@@ -69,6 +70,6 @@ def scale(
     """
     if workers is None and servers is None:
         raise ConfigError("say how many: -w WORKERS, -s SERVERS, or both")
-    ask(_find(job, runs), Scale(workers, servers), Done)
+    ask(find(job, runs), Scale(workers, servers), Done)
     words = [f"{count} {role}s" for role, count in (("worker", workers), ("server", servers)) if count is not None]
     sys.stdout.write(f"{job}: {' and '.join(words)} from now on; see syncline status {job}\n")

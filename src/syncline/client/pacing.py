@@ -29,7 +29,7 @@ class Pacing:
             self._change.notify_all()
 
     def slow_down(self, look: Callable[[], None]) -> None:
-        """A step was made: the pause that is to come before the next one. A new pace ends it. `look` may end it too."""
+        """A step was made: the pause that is to come before the next one. A new pace ends it, and `look` may."""
         pace = self._pace
         if pace.delay_seconds:
             self._wait(lambda: self._pace is not pace, time.monotonic() + pace.delay_seconds, look)

@@ -10,6 +10,7 @@ import msgspec
 from syncline.config import JobConfig
 from syncline.core.leasing import LeaseState
 from syncline.core.members import Address, Member
+from syncline.core.pacing import Paced
 from syncline.core.rounds import after_barrier, apart, by_name
 from syncline.core.seats import Seat, without
 from syncline.errors import ConfigError
@@ -44,6 +45,7 @@ class JobState(msgspec.Struct, kw_only=True):
     stretch: int = 0
     passed: dict[str, int] = {}  # barriers: the last turn of each name that all have passed
     awaited: dict[str, str] = {}  # dead, and being started again: name, role
+    paces: dict[str, Paced] = {}  # workers that are slowed or held by hand
     num_revoked: int = 0  # acknowledged updates that were lost with a server
     leases: LeaseState = msgspec.field(default_factory=LeaseState)  # of data, and what of it is done
     is_changing: bool = False  # the change to this generation may not be installed everywhere

@@ -58,6 +58,7 @@ from syncline.core.handing import (
     Uses,
 )
 from syncline.core.message import Done, Message, Refused
+from syncline.core.pacing import Pace
 from syncline.core.traffic import (
     AskClip,
     AskHosted,
@@ -101,6 +102,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Restore, Lend, Seed, Replicate, Replicated, Stage, CommitStaged, Committed, AskClip, GiveClip, Prefer,
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
+    Pace,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -116,9 +118,9 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, Install, SeedTo, AskCopies, GiveCopies,
-        Recall, AskUses, Confirm,
+        Recall, AskUses, Confirm, Pace,
     }),
     "launcher": frozenset({
-        Watch, Died, Scale, AskStatus, AskWhy,
+        Watch, Died, Scale, AskStatus, AskWhy, Pace,
     }),
 }  # fmt: skip

@@ -35,6 +35,7 @@ from syncline.core.layout import Segment
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.message import Done, Message
+from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
 from syncline.errors import ConfigError, FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
@@ -44,6 +45,7 @@ from syncline.roles.coordinator.ending import Ending
 from syncline.roles.coordinator.handing import Handing
 from syncline.roles.coordinator.joining import Joining
 from syncline.roles.coordinator.meeting import Meeting
+from syncline.roles.coordinator.pacing import Pacing
 from syncline.roles.coordinator.registering import Registering
 from syncline.roles.coordinator.reporting import Reporting
 from syncline.roles.coordinator.sizing import WorkerSizing
@@ -115,6 +117,7 @@ class Coordinator:
         self.reporting = Reporting(self)
         self.changing = Changing(self)
         self.handing = Handing(self)
+        self.pacing = Pacing(self)
         self.sizing = WorkerSizing(self)
         self.watching = Watching(self) if watches else None
         self._handlers = self._all_handlers()
@@ -196,6 +199,7 @@ class Coordinator:
             Leave: self._leave,
             Died: self._died,
             Scale: self._scale,
+            Pace: self.pacing.handle,
             OpenEpoch: self.handing.open,
             AskLease: self.handing.ask,
             LeaveEpoch: self.handing.leave,
@@ -296,6 +300,7 @@ class Coordinator:
             if member is not None and member.incarnation == request.peer.incarnation:
                 self.membership.leave(name, message.retired)
                 self.changing.member_has_left(name)
+                self.pacing.left(name)
                 self.liveness.forget(name)
                 self.retiring.discard(name)
                 self.endpoints.pop(name, None)

@@ -66,6 +66,7 @@ class Joining:
         self._c.event(f"{member.name} (incarnation {member.incarnation}) has joined")
         request.reply(answer)
         self._c.changing.member_is_in(member)
+        self._c.pacing.tell()
 
     def _make_way(self, message: Join) -> None:
         """Whoever starts a process under the name of one whose connection is gone knows that it is dead."""
@@ -133,6 +134,7 @@ class Joining:
         if is_server:
             self._c.registering.try_again()
         self._c.remind_to_retire(message.name)
+        self._c.pacing.tell()
 
     def roster(self) -> Roster:
         with self._c.lock:

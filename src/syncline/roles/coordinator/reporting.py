@@ -24,7 +24,7 @@ from syncline.core.control import (
 from syncline.core.message import Done, Message
 from syncline.core.rounds import by_name
 from syncline.core.seats import protection
-from syncline.core.why import Known, causes, why
+from syncline.core.why import FRESH_SECONDS, Known, causes, why
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request
 from syncline.stats import JobStatus, MemberStatus, Wait
@@ -146,6 +146,7 @@ class Reporting:
                 heard_seconds=now - heard if heard is not None else 0.0,
                 left_seconds=self._c.liveness.deadline(name) - now if heard is not None else 0.0,
                 step=step,
+                state=self._c.pacing.told(name) if now - (heard or now) < FRESH_SECONDS else "",
             )
         for name, (_, reason) in state.fencing.items():
             found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; is being fenced")
@@ -168,6 +169,7 @@ class Reporting:
                 step=message.step,
                 stuck_seconds=self._c.config.stuck_seconds,
             )
+            text = self._c.pacing.add_to(text)
         request.reply(GivenWhy(text))
 
     # -- how the job stands -------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class Reporting:
             seconds=self.seconds(),
             members=[self._member_status(name) for name in [*membership.servers(), *membership.workers()]],
             waits=waits,
-            why=why(waits, self.known(), stuck_seconds=config.stuck_seconds),
+            why=self._c.pacing.add_to(why(waits, self.known(), stuck_seconds=config.stuck_seconds)),
             events=list(self._c.events),
             num_revoked=membership.state.num_revoked,
             verdict=outcome.reason if outcome else "",
@@ -237,4 +239,4 @@ class Reporting:
             return "quarantined"
         if state.members[name].role == "worker" and name not in state.entered:
             return "joining"
-        return "working"
+        return self._c.pacing.state_of(name) or "working"

@@ -52,6 +52,7 @@ class Watching:
                 for name, reason in self._c.liveness.dead(now):
                     self._c.evict(name, reason)
                 self._look_for_stuck(now)
+                self._c.pacing.tell()
                 self._look_for_deaf()
                 self._look_for_quarantine()
                 self._c.meeting.release()  # what a full disk may have held up
@@ -77,7 +78,7 @@ class Watching:
         for wait in self._c.reporting.waits():
             for name in wait.for_whom if wait.seconds >= limit and wait.what != "server" else ():
                 still = now - self._c.advanced.get(name, now)
-                if still >= limit:
+                if still >= limit + self._c.pacing.patience(name):
                     self._c.evict(name, f"has not advanced for {still:.0f} s while others waited for it")
 
     def _look_for_deaf(self) -> None:
