@@ -31,7 +31,7 @@ class Desk:
         self.jobs = [FakeJob(self, rank, num_workers) for rank in range(num_workers)]
         self._stepping: set[FakeJob] = set(self.jobs)
         self._arrived: set[FakeJob] = set()
-        self.num_rounds = 0
+        self.num_rounds = self.num_lost = 0
 
     def __iter__(self) -> Iterator[FakeJob]:
         return iter(self.jobs)
@@ -101,6 +101,8 @@ class Desk:
         )  # fmt: skip
         for other in answer.recall:
             self.recall(other, message.loader, message.epoch)
+        if answer.recall:
+            return self._lease(job, message)
         if answer.lease is not None:
             return GivenLease(answer.lease.number, answer.lease.span)
         if answer.is_finished or not (message.waits or answer.is_coming):
@@ -164,6 +166,7 @@ class Answered:
         try:
             self._answer = desk.answer(job, message, once=True)
             if desk.loses_answers:
+                desk.num_lost += 1
                 raise ConnectionLost("away")
         except SynclineError as error:
             self._error = error

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from syncline.core.places import Places, merged
+from syncline.core.places import Places, merged, without
 from syncline.core.slices import Identity
 from syncline.core.spans import Span, comb, count, joined
 
@@ -153,6 +153,21 @@ class Epoch(msgspec.Struct):
         self.num_passed_over += fresh
         return fresh
 
+    def late(self, number: int, begin: int, end: int) -> int:
+        """A commit with these places was late: nothing of it counts, they are to do again. How many that are."""
+        lease = self.leases.get(number)
+        if lease is None:
+            return 0
+        places = [(max(0, begin), min(end, lease.end))]
+        for done in lease.done:
+            places = without(places, done)
+        back = [span for first, last in places if first < last for span in lease.span.cut(first, last)]
+        lease.mark(begin, end)
+        self._put_back(back)
+        if not lease.num_left:
+            del self.leases[number]
+        return count(back)
+
     def give_back(self, number: int, begin: int) -> int:
         """The worker reads none of this lease from this place on: it is to do again."""
         lease = self.leases.get(number)
@@ -207,10 +222,10 @@ class Epoch(msgspec.Struct):
     def shorten(self, position: int, stop: int) -> None:
         """A shard has ended at this position: what was kept free for it up to `stop` is nothing."""
         for lease in list(self.leases.values()):
-            if lease.span.start <= position < lease.span.stop <= stop:
-                lease.span = Span(lease.span.start, position)
+            if lease.span.start < stop and lease.span.stop > position:
+                lease.span = Span(lease.span.start, max(lease.span.start, position))
                 lease.end = min(lease.end, len(lease.span))
                 if not lease.num_left:
                     del self.leases[lease.number]
-        kept = [Span(s.start, min(s.stop, position)) if s.start < position < s.stop <= stop else s for s in self.todo]
-        self.todo = [s for s in kept if not position <= s.start < stop]
+        ranges = [(s, position - s.start, stop - s.start) for s in self.todo]
+        self.todo = [piece for s, begin, end in ranges for piece in s.cut(0, begin) + s.cut(end, len(s))]

@@ -1,0 +1,209 @@
+"""Shards and sources in the DataLoader: read in sequence, or a batch at a time, and each sample once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from tests.leased import Desk, FakeJob, alone
+
+from syncline.core.order import ChunkedOrder
+from syncline.data import ArraySource, IterableSource
+from syncline.data.source import Batch
+from syncline.errors import ConfigError
+from syncline.torch.data import DataLoader
+
+LENGTHS = [10, 0, 23, 1, 8, 4]
+
+
+class Files(torch.utils.data.IterableDataset[int]):
+    """Shard k has its first sample at 100 · k; `opened` is written down by all copies."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.shards = list(enumerate(lengths))
+        self.opened: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for number, length in self.shards:
+            self.opened.append(number)
+            yield from range(100 * number, 100 * number + length)
+
+
+def source(lengths: list[int]) -> IterableSource:
+    """The same as a shard source."""
+
+    def shard(number: int, length: int) -> Callable[[], Iterator[dict[str, Any]]]:
+        return lambda: ({"number": 100 * number + k} for k in range(length))
+
+    return IterableSource({f"part-{number}": shard(number, length) for number, length in enumerate(lengths)})
+
+
+ALL = [100 * number + k for number, length in enumerate(LENGTHS) for k in range(length)]
+
+
+def numbers(batch: Any) -> list[int]:
+    found: list[int] = (batch["number"] if isinstance(batch, dict) else batch).tolist()
+    return found
+
+
+def train(loader: DataLoader[Any], job: FakeJob) -> list[list[int]]:
+    found = []
+    for batch in loader:
+        found.append(numbers(batch))
+        job.step()
+    return found
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+@pytest.mark.parametrize("make", [Files, source])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_every_sample_of_every_shard_is_read_once(make: Any, num_workers: int, in_rounds: bool) -> None:
+    desk = Desk(num_workers, in_rounds=in_rounds)
+    world = desk.run(lambda job: train(DataLoader(make(LENGTHS), 4, True, job=job), job))
+    batches = list(itertools.chain(*world))
+    assert sorted(itertools.chain(*batches)) == ALL
+    assert all(len({number // 100 for number in batch}) == 1 for batch in batches), "no batch crosses shards"
+    assert desk.left == 0 and desk.passed_over == 0
+
+
+def test_shards_are_mixed_by_seed_and_epoch() -> None:
+    job = alone()
+    loader = DataLoader(Files([4] * 8), 4, True, job=job, seed=3)
+    first, second = train(loader, job), train(loader, job)
+    assert first != second and sorted(first) == sorted(second) == [[100 * k + i for i in range(4)] for k in range(8)]
+    assert train(DataLoader(Files([4] * 8), 4, True, job=alone(), seed=3), job) == first
+
+
+def test_whoever_goes_on_with_a_shard_skips_what_is_done() -> None:
+    desk = Desk(2, in_rounds=False)
+    for number, _ in enumerate(DataLoader(Files([20, 5]), 4, job=desk[0])):
+        desk[0].step()
+        if number == 1:
+            break
+    rest = train(DataLoader(Files([20, 5]), 4, job=desk[1]), desk[1])
+    assert sorted(itertools.chain(*rest)) == [*range(8, 20), *range(100, 105)] and desk.left == 0
+
+
+def test_a_shard_that_is_begun_stays_with_its_reader() -> None:
+    """The other would have to read it from its first sample: it takes shards that are not begun, or waits."""
+    desk = Desk(2, in_rounds=False)
+    dataset = Files([12, 12, 12])
+    mine = iter(DataLoader(dataset, 4, job=desk[0]))
+    next(mine)
+    desk[0].step()
+    desk.recall(desk[0].owner, "loader-0", 0)
+
+    def work(job: FakeJob) -> list[int]:
+        batches = mine if job.rank == 0 else DataLoader(dataset, 4, job=job)
+        found: list[int] = []
+        for batch in batches:
+            found += numbers(batch)
+            job.step()
+        return found
+
+    one, two = desk.run(work)
+    assert set(range(4, 12)) <= set(one)
+    assert sorted([*one, *two]) == sorted({*range(4, 12), *range(100, 112), *range(200, 212)})
+    assert sorted(dataset.opened) == [0, 1, 2]
+
+
+def test_a_lease_behind_the_end_of_a_shard_is_nothing() -> None:
+    """A worker died at the last samples of a shard: what follows them is leased apart, and there is nothing."""
+    desk = Desk(2, in_rounds=False)
+    with pytest.raises(KeyError):
+        for _ in DataLoader(Broken([6]), 4, job=desk[0]):
+            desk[0].step()
+    desk.leasing.out(desk[0].owner, failed=True)
+    epoch = desk.leasing.epoch("loader-0", 0)
+    assert epoch is not None and [one.span.stop - one.span.start for one in epoch.suspects] == [4]
+    desk.jobs.pop(0)
+    assert train(DataLoader(Files([6]), 4, job=desk[0]), desk[0]) == [[4, 5]] and desk.left == 0
+
+
+class Broken(Files):
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if number == 5:
+                raise KeyError("sample 5")
+            yield number
+
+
+def test_an_evaluation_reads_shards_by_rank() -> None:
+    desk, read = Desk(2), []
+    with torch.no_grad():
+        for job in desk:
+            read += [numbers(batch) for batch in DataLoader(Files(LENGTHS), 4, job=job)]
+    assert sorted(itertools.chain(*read)) == ALL and not desk.heard
+
+
+def test_what_shards_cannot_do_is_said() -> None:
+    class Fixed(torch.utils.data.IterableDataset[int]):
+        @property
+        def shards(self) -> list[str]:
+            return ["a"]
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ConfigError, match="num_workers must be 0 for shards"):
+        DataLoader(Files([3]), num_workers=1, job=alone())
+    with pytest.raises(ConfigError, match="no shards; check the path"):
+        DataLoader(Files([]), job=alone())
+    with pytest.raises(ConfigError, match=r"Fixed\.shards cannot be set.*plain attribute"):
+        next(iter(DataLoader(Fixed(), job=alone())))
+    with pytest.raises(TypeError, match="shows when they are read"):
+        len(DataLoader(Files([3]), job=alone()))
+
+
+class Chunks:
+    """A source of three chunks, which writes down what is read at once."""
+
+    chunk_sizes = (8, 8, 8)
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+
+    def describe(self) -> str:
+        return "24 numbers"
+
+    def __len__(self) -> int:
+        return 24
+
+    def read(self, samples: Any) -> Batch:
+        self.reads.append(len(samples))
+        return {"number": np.asarray(samples), "name": np.array([str(s) for s in samples], dtype=object)}
+
+    def where(self, sample: int) -> str:
+        return str(sample)
+
+
+def test_a_source_is_read_in_whole_batches_in_its_own_order() -> None:
+    job, chunks = alone(), Chunks()
+    loader: DataLoader[Any] = DataLoader(chunks, 6, True, job=job, seed=2)  # type: ignore[arg-type]
+    batches = list(loader)
+    assert chunks.reads == [6, 6, 6, 6]
+    assert isinstance(batches[0]["number"], torch.Tensor) and isinstance(batches[0]["name"], np.ndarray)
+    expected = ChunkedOrder((8, 8, 8), 2, 0).at(np.arange(24)).tolist()
+    assert list(itertools.chain(*(numbers(batch) for batch in batches))) == expected
+    assert len(loader) == 4 and len(loader.dataset) == 24  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_arrays_come_as_tensors(num_workers: int) -> None:
+    desk = Desk(2, in_rounds=False)
+    arrays = ArraySource((np.arange(30.0).reshape(15, 2), np.arange(15)))
+
+    def work(job: FakeJob) -> list[int]:
+        found: list[int] = []
+        for x, y in DataLoader(arrays, 4, True, job=job, num_workers=num_workers):  # type: ignore[arg-type]
+            assert torch.equal(x[:, 0], 2.0 * y)
+            found += y.tolist()
+            job.step()
+        return found
+
+    assert sorted(itertools.chain(*desk.run(work))) == list(range(15)) and desk.left == 0
