@@ -15,7 +15,7 @@ import torch.utils.data
 from tests.leased import Desk, FakeJob, alone
 from torch.utils.data import Dataset, TensorDataset
 
-import syncline.torch.batches
+import syncline.client.numbers
 import syncline.torch.data
 from syncline.core.handing import LeaveEpoch
 from syncline.core.order import order
@@ -62,7 +62,7 @@ def test_each_iter_is_the_next_epoch_in_another_order() -> None:
 def test_the_order_is_the_same_whatever_the_block_in_which_it_is_evaluated(
     block_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syncline.torch.batches, "BLOCK_SAMPLES", block_samples)
+    monkeypatch.setattr(syncline.client.numbers, "BLOCK_SAMPLES", block_samples)
     loader = DataLoader(Numbers(100), 7, True, job=alone())
     assert flat(lists(loader)) == order(100, 0, 0, 0, 100).tolist()
     with torch.no_grad():

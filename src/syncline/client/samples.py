@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,13 @@ class CoordinatorAsks:
         self.ask, self.try_ask = ask, link.try_call
 
 
+@dataclasses.dataclass
+class _Passes:
+    source: object  # which lives as long as its id is in use
+    name: str
+    num_begun: int = 0
+
+
 class Samples:
     """All that a job's loaders have in common."""
 
@@ -37,6 +45,7 @@ class Samples:
         self._readings: dict[tuple[str, int], Reading] = {}
         self._failed: list[tuple[Reading, Piece]] = []  # batches that could not be read
         self._names: set[str] = set()
+        self._passes: dict[int, _Passes] = {}  # by the id of what is read
 
     def name_loader(self, name: str) -> str:
         """The name that a loader has in all workers: its own, or its number in the order in which they are made."""
@@ -46,6 +55,15 @@ class Samples:
             raise ConfigError(f"there are two loaders called {name!r}; give each its own name=")
         self._names.add(name)
         return name
+
+    def next_pass(self, source: object, name: str, epoch: int | None) -> tuple[str, int]:
+        """The name of what reads a source by itself, without a loader, and which pass of it this is."""
+        known = self._passes.get(id(source))
+        if known is None or (name and name != known.name):
+            known = self._passes[id(source)] = _Passes(source, self.name_loader(name))
+        number = known.num_begun if epoch is None else epoch
+        known.num_begun = number + 1
+        return known.name, number
 
     def open(self, loader: str, epoch: int, data: Loader) -> Reading:
         """This worker begins its loop over an epoch."""

@@ -6,7 +6,8 @@ arrays, arrow, tar         what is read: arrays and .npy; Parquet and Arrow; tar
 iterables                  whatever can be iterated over, as shards
 table, columns             rows of several files, chunk by chunk; Arrow's columns as arrays
 files, extra               paths on this machine and elsewhere; packages that may be missing
-batching, stacking         batches by position; samples put together
+batching, leased           batches by position; inside a job, what this worker leases of them
+stacking                   samples put together
 transform                  a function applied to each sample
 datasets, idx, iris        data sets with a name
 """

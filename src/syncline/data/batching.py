@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from syncline.client.job import current_job, has_current_job
 from syncline.core.order import ChunkedOrder, Order
+from syncline.data.leased import leased_numbers, leased_shards
 from syncline.data.source import Batch, ShardSource, Source
 from syncline.data.stacking import stacked
 from syncline.errors import ConfigError
@@ -61,16 +63,46 @@ def order_of(source: Source, *, shuffle: bool, seed: int = 0, epoch: int = 0) ->
 
 
 def batches(
-    source: Source | ShardSource, batch_size: int, *, shuffle: bool = False, seed: int = 0, epoch: int = 0
+    source: Source | ShardSource,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    epoch: int | None = None,
+    drop_last: bool = False,
+    name: str = "",
+    alone: bool = False,
 ) -> Iterator[Batch]:
-    """One pass over a source without a job; the last batch may be smaller. Of shards, `shuffle` mixes the order."""
+    """One pass over a source; the last batch may be smaller. Of shards, `shuffle` mixes the order.
+
+    Inside a job its workers share the pass: each sample goes to one of them, and counts with its next push, whoever
+    dies, joins or is slow. The n-th call with a source is epoch n of the job, or `epoch` says which: one that the job
+    has finished yields nothing, one that is under way what is left. Sources are told apart by the order in which they
+    are first read, or by `name`. `alone`: this worker reads all of it by itself, for an evaluation; so does a process
+    without a job.
+    """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; a batch has at least one sample")
+    if alone or not has_current_job():
+        return _all(source, batch_size, shuffle=shuffle, seed=seed, epoch=epoch or 0, drop_last=drop_last)
+    job = current_job()
+    name, number = job.samples.next_pass(source, name, epoch)
+    if isinstance(source, Source):
+        order = order_of(source, shuffle=shuffle, seed=seed, epoch=number)
+        return leased_numbers(job, source, order, batch_size, name=name, epoch=number, drop_last=drop_last)
+    shards = Order(len(source.shards), seed, number, shuffle)
+    return leased_shards(job, source, shards, batch_size, name=name, epoch=number)
+
+
+def _all(
+    source: Source | ShardSource, batch_size: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool
+) -> Iterator[Batch]:
     if isinstance(source, Source):
         order = order_of(source, shuffle=shuffle, seed=seed, epoch=epoch)
         step = -(-_STRETCH // batch_size) * batch_size
-        starts = range(0, len(source), step)
-        stretches = (np.arange(start, min(start + step, len(source)), dtype=np.int64) for start in starts)
+        stop = len(source) - (len(source) % batch_size if drop_last else 0)
+        starts = range(0, stop, step)
+        stretches = (np.arange(start, min(start + step, stop), dtype=np.int64) for start in starts)
         return read_batches(source, stretches, order, batch_size)
     shards = Order(len(source.shards), seed, epoch, shuffle).at(np.arange(len(source.shards))).tolist()
     samples = itertools.chain.from_iterable(source.iter_shard(shard, 0) for shard in shards)

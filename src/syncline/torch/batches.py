@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch.utils.data
 
+from syncline.client import numbers
 from syncline.client.loop import Loop
+from syncline.client.numbers import LeasedNumbers
 from syncline.client.shards import LeasedShards, OpenShard
 from syncline.core.leasing import Loader
 from syncline.core.order import ChunkedOrder, Order
@@ -18,10 +20,6 @@ from syncline.core.splits import Share
 from syncline.data.batching import order_of
 from syncline.data.source import Batch, ShardSource, Source
 from syncline.errors import ConfigError
-
-#: How many samples the order is evaluated for at once: enough that numpy's cost per call vanishes, little
-#: enough that the first batch does not wait (a block takes 1 ms).
-BLOCK_SAMPLES = 4096
 
 
 class Aim(torch.utils.data.Sampler[list[Any]]):
@@ -68,14 +66,14 @@ class Numbered:
         return Loader(self.num_samples, batch_size, drop_last, is_auto)
 
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
-        return _LeasedNumbers(loop, self._order(seed, epoch, shuffle))
+        return _Lists(LeasedNumbers(loop, self._order(seed, epoch, shuffle)))
 
     def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
         order = self._order(seed, epoch, shuffle)
-        num_at_once = max(1, BLOCK_SAMPLES // share.batch_size)
+        num_at_once = max(1, numbers.BLOCK_SAMPLES // share.batch_size)
         for first in range(0, share.num_batches, num_at_once):
-            numbers = range(first, min(first + num_at_once, share.num_batches))
-            spans = [np.arange(*share.batch(number), dtype=np.int64) for number in numbers]
+            some = range(first, min(first + num_at_once, share.num_batches))
+            spans = [np.arange(*share.batch(number), dtype=np.int64) for number in some]
             samples = iter(order.at(np.concatenate(spans)).tolist())
             for span in spans:
                 yield list(itertools.islice(samples, span.size))
@@ -86,27 +84,21 @@ class Numbered:
         return Order(self.num_samples, seed, epoch, shuffle)
 
 
-class _LeasedNumbers:
+class _Lists:
     """Not a generator: after an end there may be more later, and torch asks again after every batch."""
 
-    def __init__(self, loop: Loop, order: Order | ChunkedOrder) -> None:
-        self._loop, self._order = loop, order
-        self._lease = self._begin = 0
-        self._samples: list[int] = []  # of that lease, from there on
+    def __init__(self, numbers: LeasedNumbers) -> None:
+        self._numbers = numbers
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
 
     def __next__(self) -> list[int]:
-        piece = self._loop.next()
-        if piece is None:
+        samples = self._numbers.next()
+        if samples is None:
             raise StopIteration
-        at = piece.begin - self._begin
-        if piece.lease != self._lease or at + len(piece) > len(self._samples):
-            self._lease, self._begin, at = piece.lease, piece.begin, 0
-            upto = min(len(piece.span), max(piece.end, piece.begin + BLOCK_SAMPLES))
-            self._samples = self._order.at(piece.span.positions(piece.begin, upto)).tolist()
-        return self._samples[at : at + len(piece)]
+        found: list[int] = samples.tolist()
+        return found
 
 
 class Rows(torch.utils.data.Dataset[Any]):

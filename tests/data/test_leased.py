@@ -1,0 +1,105 @@
+"""`batches` inside a job: workers share a pass, without torch."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.leased import Desk, FakeJob, alone
+
+from syncline.core.order import order
+from syncline.data import ArraySource, IterableSource, batches
+from syncline.data import batching as module
+
+of_thread = threading.local()
+
+
+@pytest.fixture(autouse=True)
+def in_a_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The job of a thread, where it has one."""
+    monkeypatch.setattr(module, "current_job", lambda: of_thread.job)
+    monkeypatch.setattr(module, "has_current_job", lambda: getattr(of_thread, "job", None) is not None)
+    yield
+    of_thread.job = None
+
+
+def train(job: FakeJob, source: Any, **options: Any) -> list[list[int]]:
+    of_thread.job = job
+    found = []
+    for batch in batches(source, 4, **options):
+        found.append((batch["n"] if isinstance(batch, dict) else batch[0]).tolist())
+        job.step()
+    return found
+
+
+def numbers(count: int) -> ArraySource:
+    return ArraySource({"n": np.arange(count)})
+
+
+def shards() -> IterableSource:
+    def shard(number: int) -> Any:
+        return lambda: ({"n": 100 * number + k} for k in range(6))
+
+    return IterableSource({str(number): shard(number) for number in range(4)})
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_every_sample_goes_to_one_worker(in_rounds: bool) -> None:
+    desk, source = Desk(3, in_rounds=in_rounds), numbers(101)
+    world = desk.run(lambda job: train(job, source, shuffle=True))
+    assert sorted(itertools.chain(*itertools.chain(*world))) == list(range(101)) and desk.left == 0
+
+
+def test_shards_too() -> None:
+    desk, source = Desk(2, in_rounds=False), shards()
+    world = desk.run(lambda job: train(job, source, shuffle=True))
+    assert sorted(itertools.chain(*itertools.chain(*world))) == [100 * s + k for s in range(4) for k in range(6)]
+    assert desk.left == 0
+
+
+def test_each_call_with_a_source_is_its_next_epoch() -> None:
+    job, one, two = alone(), numbers(20), numbers(20)
+    epochs = [list(itertools.chain(*train(job, source, shuffle=True))) for source in (one, two, one)]
+    assert epochs == [order(20, 0, epoch, 0, 20).tolist() for epoch in (0, 0, 1)]
+    assert train(job, one, epoch=1) == [], "the job has finished it"
+    assert list(itertools.chain(*train(job, one, shuffle=True, epoch=7))) == order(20, 0, 7, 0, 20).tolist()
+    assert set(job.desk.leasing.state.loaders) == {"loader-0", "loader-1"}
+
+
+def test_the_last_batch_may_be_left_out() -> None:
+    desk = Desk(2)
+    source = numbers(21)
+    world = desk.run(lambda job: train(job, source, drop_last=True))
+    assert sorted(map(len, itertools.chain(*world))) == [4] * 4 and desk.left == 0
+    assert len(list(batches(numbers(21), 4, drop_last=True))) == 5
+
+
+def test_a_loop_that_is_left_gives_back() -> None:
+    desk, source = Desk(2, in_rounds=False), numbers(40)
+    of_thread.job = desk[0]
+    for _ in batches(source, 4):
+        desk[0].step()
+        break
+    assert list(itertools.chain(*train(desk[1], source))) == list(range(4, 40))
+
+
+def test_an_evaluation_reads_all_of_it_and_the_job_hears_nothing() -> None:
+    job = of_thread.job = alone()
+    assert [len(batch["n"]) for batch in batches(numbers(10), 4, alone=True)] == [4, 4, 2]  # type: ignore[call-overload]
+    assert not job.desk.heard
+
+
+def test_a_worker_without_torch() -> None:
+    code = """
+import sys, numpy as np, syncline, syncline.data as data
+assert "torch" not in sys.modules
+assert len(list(data.batches(data.ArraySource(np.arange(10)), 4))) == 3
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
