@@ -191,6 +191,7 @@ class FakeJob:
         self.desk, self.rank, self.world_size = desk, rank, world_size
         self.owner = (f"worker-{rank}", rank + 1)
         self.own_step = self.num_rests = self.num_pauses = 0
+        self.noticed: list[str] = []
         self.times = StepClock()
         self.samples = Samples(self, Uses(), self.times, self.pause)
 
@@ -214,6 +215,9 @@ class FakeJob:
     def rest(self) -> None:
         self.num_rests += 1
         self.desk.rest(self)
+
+    def notice(self, text: str) -> None:
+        self.noticed.append(text)
 
     def pause(self) -> None:
         self.num_pauses += 1

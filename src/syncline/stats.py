@@ -67,6 +67,8 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_backup: int = 0
     num_restarts: int = 0
     cores: str = ""  #: of its own, e.g. 0-3
+    samples_per_second: float = 0.0
+    share: float = 0.0  #: its part of the samples that the workers have read
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +88,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     events: list[str]  #: what happened lately
     num_revoked: int = 0  #: acknowledged updates that were lost with a server
+    epochs: list[EpochProgress] = []  #: that are under way
     verdict: str = ""
 
 
@@ -97,6 +100,7 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     parameter_bytes: int = 0
     num_updates: int = 0  #: applied to slices, counted per slice
     num_commits: int = 0
+    num_late: int = 0  #: commits that came when their round was closed: nothing of them counts
     apply_seconds: float = 0.0  #: of all threads, in rules on slices
     num_rounds: int = 0  #: applied: in sync whole rounds, otherwise commits
     round_seconds: float = 0.0  #: from a round that is whole to its last slice, added up over rounds
@@ -110,19 +114,39 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     wire: WireStats = WireStats()
 
 
+class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the job is in an epoch of a loader."""
+
+    loader: str
+    epoch: int  #: from 0 on
+    num_samples: int  #: 0: of shards it shows when they are read
+    num_done: int  #: in steps that count
+    num_passed_over: int = 0  #: read, and in no step
+    num_aside: int = 0  #: set aside: three different workers have failed at them
+    leased: dict[str, int] = {}  #: worker -> samples that it has still to do
+
+    @property
+    def num_left(self) -> int:
+        return max(0, self.num_samples - self.num_done - self.num_passed_over - self.num_aside)
+
+
 class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     """What `job.stats()` returns: this worker's own counts, and the job's as a whole."""
 
     name: str
-    step: int
+    step: int  #: of the job
+    own_step: int
     seconds: float  #: since the job was formed
     samples: int  #: handed out to all workers
     samples_per_second: float  #: of all workers, while samples were handed out
     own_samples: int
+    shares: dict[str, float]  #: worker -> its part of these samples
+    epochs: tuple[EpochProgress, ...]  #: that are under way
     staleness_mean: float
     staleness_max: int
     damping_mean: float  #: what a gradient counted in the mean; 1 where the policy does not damp stale ones
     lag_max: int
+    num_late: int  #: commits of the job that came when their round was closed
     num_refused: int  #: pushes of this worker that were not finite
     is_quarantined: bool  #: whether this worker only pulls
     replicas: int  #: servers that have each slice
@@ -133,8 +157,10 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     wire: WireStats  #: of this worker
 
     @property
-    def staleness_told(self) -> str:
-        """What it cost that nobody waited for everybody, in words."""
+    def cost_told(self) -> str:
+        """What it cost that not everybody was waited for, in words."""
+        if not self.staleness_max and self.num_late:
+            return f"{self.num_late} commits were late, and counted for nothing"
         damped = f"; gradients counted {self.damping_mean:.2f} in the mean" if self.damping_mean < 1 else ""
         return f"staleness {self.staleness_mean:.2f} updates in the mean, {self.staleness_max} at most{damped}"
 

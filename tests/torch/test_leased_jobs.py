@@ -65,6 +65,20 @@ def test_uneven_ends_leave_the_next_epoch_in_whole_rounds(tmp_path: pathlib.Path
         assert set(few) <= set(many), "each of its steps was in a round with the other's"
 
 
+def test_a_loop_without_steps_leaves_the_next_epoch_in_whole_rounds(tmp_path: pathlib.Path) -> None:
+    """An evaluation with gradients on: some wait for its end and some do not. Behind it all are level."""
+
+    def work(job: Job) -> list[tuple[int, int]]:
+        list(DataLoader(Numbers(7), 3, job=job))
+        found = count_samples(job, 12, 1)
+        list(DataLoader(Numbers(7), 3, job=job))
+        return found
+
+    with local_job(workers=2, folder=str(tmp_path)) as jobs:
+        one, two = jobs.run(work)
+        assert one == two == [(0, 1), (0, 2), (0, 3)]
+
+
 def test_the_end_of_an_epoch_is_no_long_wait(tmp_path: pathlib.Path) -> None:
     """What was used is asked for when somebody waits: nobody waits for the next beat of a server."""
     with local_job(workers=2, folder=str(tmp_path)) as jobs:

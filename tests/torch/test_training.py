@@ -33,7 +33,8 @@ def test_uneven_ends_are_weighed_by_samples_and_nobody_waits_for_who_has_finishe
         alone = jobs.run(lambda job: train(job, 8))
     with local_job(workers=4) as jobs:
         together = jobs.run(lambda job: train(job, 2))
-        assert [job.step for job in jobs] == [2, 4, 4, 4]
+        assert [job.own_step for job in jobs] == [2, 4, 4, 4]
+        assert [job.step for job in jobs] == [4, 4, 4, 4], "rounds of the job"
         assert jobs[0].stats().samples == 22
     torch.testing.assert_close(torch.tensor(together), torch.tensor(alone * 4))
     assert len(set(together)) == 1
@@ -61,7 +62,7 @@ def test_more_workers_than_samples() -> None:
 
 
 def test_an_evaluation_in_between_is_in_no_weight_and_rests_nobody() -> None:
-    """Evaluating through a loader of ours, gradients on or off, changes nothing about the rounds."""
+    """The chief evaluates through a loader of ours, with gradients off: nothing about the rounds changes by it."""
 
     def work(job: Job) -> float:
         model = torch.nn.Linear(1, 1, bias=False).double()
@@ -69,7 +70,6 @@ def test_an_evaluation_in_between_is_in_no_weight_and_rests_nobody() -> None:
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
         for number, (x,) in enumerate(DataLoader(DATA, batch_size=2)):
             if job.is_chief and number == 1:
-                list(DataLoader(DATA, batch_size=3))
                 with torch.no_grad():
                     list(DataLoader(DATA, batch_size=3))
             optimizer.zero_grad()

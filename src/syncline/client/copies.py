@@ -52,6 +52,7 @@ class Copies:
         self._arrays: dict[int, tuple[Landed, KeptArrays]] = {}  # by slice
         self.told: dict[str, tuple[Sequence[Slice], Told]] = {}  # by server: the last that it said
         self._known: dict[int, int] = {}  # the highest version of a slice, before that
+        self._most_updates = 0  # of any slice
 
     def landed_in(self, sink: Sink) -> None:
         """Slices come into this sink from now on."""
@@ -83,8 +84,20 @@ class Copies:
                 if other is not sink:
                     other.kept[part.id] = None
 
+    def pulled(self, versions: Sequence[int]) -> None:
+        """Slices were read, outside of a commit."""
+        self._most_updates = max(self._most_updates, *versions, 0)
+
+    @property
+    def most_updates(self) -> int:
+        """That any slice has had, by all that servers have answered so far."""
+        for hosted, said in list(self.told.values()):
+            self._most_updates = max(self._most_updates, *_versions(hosted, said).values(), 0)
+        return self._most_updates
+
     def begin_anew(self) -> None:
         """Servers change: what was said by server is kept by slice."""
+        self._most_updates = self.most_updates
         for hosted, said in self.told.values():
             for number, version in _versions(hosted, said).items():
                 self._known[number] = max(version, self._known.get(number, 0))

@@ -97,6 +97,10 @@ class Exchange(Protocol):
     def overwrites(self, sink: ArraySink) -> None:
         """This sink lies in the caller's own arrays, whatever they have held so far."""
 
+    @property
+    def num_updates(self) -> int:
+        """That parameters have had, by what this worker knows, and with its own that are under way."""
+
     def rest(self, *, is_pause: bool = False) -> None:
         """Takes part in no more rounds until the next commit. `is_pause`: in the middle of an epoch."""
 

@@ -6,11 +6,9 @@ import contextlib
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
-
-import msgspec
 
 from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
@@ -19,6 +17,7 @@ from syncline.client.kv import KeyValue
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
+from syncline.client.stating import job_stats
 from syncline.config import JobConfig
 from syncline.core.control import (
     AskStats,
@@ -43,7 +42,7 @@ from syncline.core.policy import policy_of
 from syncline.errors import ConfigError, ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
-from syncline.stats import JobStats, ServerStats, StepTimes, apply_seconds
+from syncline.stats import JobStats
 
 REPORT_SECONDS = 0.5
 #: How long a broken connection waits for the coordinator's word on why.
@@ -103,7 +102,7 @@ class Job:
         hearing.on_failure = self.exchange.break_off
         hearing.copies, hearing.beat = self.exchange, self._beat
         self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped, self.leave_if_asked)
-        self.step = self.own_step = 0
+        self.own_step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self._ask, link)
         self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self.pause)
@@ -172,8 +171,17 @@ class Job:
     def stepped(self) -> None:
         """A step was made: by a push, or locally between two of them."""
         self.own_step += 1
-        self.step += 1
         self._hearing.pacing.slow_down(self._leave_if_retiring)
+
+    @property
+    def step(self) -> int:
+        """The job's steps so far, as this worker knows them: what a schedule goes by.
+
+        In `sync` these are rounds, the same number in all workers that were in the last one; otherwise pushes of all
+        workers. A worker that joins later, or starts again, goes on where the job is. What counts is the parameter
+        that was updated most often. With `sync_every`, where most steps are made locally: this worker's own.
+        """
+        return self.own_step if self.config.sync_every > 1 else self.exchange.num_updates
 
     @property
     def samples_taken(self) -> int:
@@ -271,47 +279,20 @@ class Job:
         self._report()
         answer = self._ask(AskStats())
         assert isinstance(answer, GivenStats)
-        servers = tuple(answer.servers)
-        pushes = sum(server.staleness_count for server in servers)
-        stale = sum(server.staleness_sum for server in servers)
-        busy = answer.sample_seconds
-        return JobStats(
-            name=self.name,
-            step=self.step,
-            seconds=answer.seconds,
-            samples=answer.samples,
-            samples_per_second=answer.samples / busy if busy else 0.0,
-            own_samples=self.samples_taken,
-            staleness_mean=stale / pushes if pushes else 0.0,
-            staleness_max=max((server.staleness_max for server in servers), default=0),
-            damping_mean=sum(server.damping_sum for server in servers) / pushes if pushes else 1.0,
-            lag_max=max((server.lag_max for server in servers), default=0),
-            num_refused=self.exchange.finite.num_refused,
-            is_quarantined=self.exchange.finite.is_quarantined,
-            replicas=max(1, self.config.replicas),
-            ack="replicated" if self.config.replicas > 1 else "memory",
-            num_revoked=answer.num_revoked,
-            times=self._times(servers),
-            servers=servers,
-            wire=self.exchange.stats() + self._link.stats(),
-        )
-
-    def _times(self, servers: Sequence[ServerStats]) -> StepTimes:
-        own = self.exchange.times.times()
-        return msgspec.structs.replace(own, apply=apply_seconds(servers) * own.num_steps)
+        return job_stats(self, answer, self._link.stats())
 
     def _report(self) -> None:
         epoch, step, steps = self.samples.progress
         with contextlib.suppress(SynclineError):
             times, taken, seconds = self.exchange.times.times(), self.samples.taken, self.samples.seconds
-            self._link.tell(Report(self.step, taken, seconds, epoch, step, steps, times))
+            self._link.tell(Report(self.own_step, taken, seconds, epoch, step, steps, times))
 
     def _report_regularly(self) -> None:
         last = -1
         while not self._closed.wait(REPORT_SECONDS):
             self.exchange.waits.look()
-            if self.step != last and self._link.is_open:
-                last = self.step
+            if self.own_step != last and self._link.is_open:
+                last = self.own_step
                 self._report()
 
     # -- how it ends --------------------------------------------------------------------------------------
@@ -356,8 +337,8 @@ class Job:
 
     def _tell_staleness(self) -> None:
         """What the policy has cost so far, at the chief's end of a job in which nobody waits for everybody."""
-        if self.is_chief and self.step and not policy_of(self.config).in_rounds:
-            self._say(f"{self.config.policy}: {self.stats().staleness_told}")
+        if self.is_chief and self.own_step and not policy_of(self.config).stands_still:
+            self._say(f"{self.config.policy}: {self.stats().cost_told}")
 
     def abandon(self) -> None:
         """Lets go of everything without a word: the job will take it for a death."""

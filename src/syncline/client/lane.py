@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from syncline.client.commit import CommitFlow
 from syncline.client.landing import Landing
 from syncline.core.message import Message
 from syncline.core.traffic import CommitStaged, Committed, GiveClip, Stage
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer
+
+_LOOK_SECONDS = 0.05
 
 
 class ServerLane:
@@ -56,6 +59,17 @@ class ServerLane:
         return self._endpoint.call(
             message, buffers=buffers, payload_bytes=size, into=landing.buffers, on_part=landing.arrived
         )
+
+    def await_more(self, flow: CommitFlow, numbers: set[int], seconds: float) -> None:
+        """Something more of this lane, or of the flow that it belongs to."""
+        if self.is_read_by_waiter:
+            if self.call is not None and not self.call.is_done:
+                self.call.read(seconds)
+            else:
+                flow.go_on(seconds)
+        elif not flow.done():  # looks at the lanes that nobody else reads
+            assert self.landing is not None
+            self.landing.wait_for(numbers, min(seconds, _LOOK_SECONDS))
 
     def finish(self) -> None:
         """The commit is answered everywhere: new parameters land."""

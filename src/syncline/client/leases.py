@@ -7,14 +7,14 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
 from syncline.core.leasing import Loader
 from syncline.core.message import Message
-from syncline.core.places import Places, merged
+from syncline.core.places import Places, merged, without
 from syncline.core.spans import Span
 from syncline.errors import SynclineError
 
@@ -87,6 +87,12 @@ class Uses:
             for lease, begin, end in taken:
                 self._committed[lease] = merged([*self._committed.get(lease, ()), (begin, end)])
         return taken
+
+    def was_late(self, uses: Iterable[Use]) -> None:
+        """A commit that took these along counts for nothing: they are not used, and others' from now on."""
+        with self._lock:
+            for lease, begin, end in uses:
+                self._committed[lease] = without(self._committed.get(lease, ()), (begin, end))
 
     def committed(self) -> list[Use]:
         """What commits have taken along, of leases that are not through."""

@@ -27,13 +27,14 @@ class TakesSamples(Protocol):
     @property
     def samples(self) -> Samples: ...
     def rest(self) -> None: ...
+    def notice(self, text: str) -> None: ...
 
 
 class Loop:
     """Opened with the epoch, used with `with` around the loop, which ends when `next` has nothing more.
 
-    Leaving it early gives back what the script has not got. After an epoch in which it stepped, or could not, the
-    worker rests. A loop without a step was an evaluation: its samples are passed over, and in no step's weight.
+    Leaving it early gives back what the script has not got; at its end the worker rests. A loop without a step was an
+    evaluation: its samples are passed over, and in no step's weight.
     """
 
     def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader) -> None:
@@ -74,5 +75,5 @@ class Loop:
         failed = kind is not None and issubclass(kind, Exception)
         with contextlib.suppress(SynclineError):  # the job may be over by now
             self._job.samples.close(self.reading, list(self._cut), passes_over=without_a_step, failed=failed)
-        if kind is None and not (self._taken and without_a_step):
-            self._job.rest()  # also one without any batch, which could not step: nobody must wait for it
+        if kind is None:
+            self._job.rest()  # also one that made no step: behind the loop all workers are level

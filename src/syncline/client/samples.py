@@ -45,6 +45,7 @@ class Samples:
         self._readings: dict[tuple[str, int], Reading] = {}
         self._failed: list[tuple[Reading, Piece]] = []  # batches that could not be read
         self._names: set[str] = set()
+        self._begun: set[object] = set()
         self._passes: dict[int, _Passes] = {}  # by the id of what is read
 
     def name_loader(self, name: str) -> str:
@@ -55,6 +56,12 @@ class Samples:
             raise ConfigError(f"there are two loaders called {name!r}; give each its own name=")
         self._names.add(name)
         return name
+
+    def has_begun(self, kind: object) -> bool:
+        """Whether a loader over such data has begun its first epoch before."""
+        known = kind in self._begun
+        self._begun.add(kind)
+        return known
 
     def next_pass(self, source: object, name: str, epoch: int | None) -> tuple[str, int]:
         """The name of what reads a source by itself, without a loader, and which pass of it this is."""

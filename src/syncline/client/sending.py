@@ -24,10 +24,10 @@ class Sending:
     """Puts tickets on their way, the first time and again. Bytes that were sent early need not go twice."""
 
     def __init__(
-        self, placement: Placement, copies: Copies, stamp: Stamp, *, in_rounds: bool, has_window: bool
+        self, placement: Placement, copies: Copies, stamp: Stamp, *, stands_still: bool, has_window: bool
     ) -> None:
         self._placement, self._copies, self._stamp = placement, copies, stamp
-        self._in_rounds, self._has_window = in_rounds, has_window
+        self._stands_still, self._has_window = stands_still, has_window
         self._early: dict[str, list[Call]] = {}
         self._sent: set[int] = set()
         self._unshared: dict[tuple[str, Ranges, int], list[Slice]] = {}
@@ -106,7 +106,7 @@ class Sending:
         wanted = sink.wanted.get(server)
         if wanted is None or wanted.hosted is not hosted:
             wanted = self._want(server, hosted, sink, reader.maps)
-        return Landing(reader, wanted, sink, settled=self._in_rounds, slot=slot if self._has_window else None)
+        return Landing(reader, wanted, sink, settled=self._stands_still, slot=slot if self._has_window else None)
 
     def _want(self, server: str, hosted: Sequence[Slice], sink: Sink, maps: Callable[[Slice], bool]) -> Wanted:
         before = sink.wanted.get(server)

@@ -14,8 +14,6 @@ from syncline.client.copies import Copies, KeptArrays
 from syncline.client.exchange import Push
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
-from syncline.client.landing import Landing
-from syncline.client.lane import ServerLane
 from syncline.client.leases import Uses
 from syncline.client.placement import Placement
 from syncline.client.redo import Redo
@@ -42,7 +40,7 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import WireStats
 
 T = TypeVar("T")
-_LOOK_SECONDS, _LONG_LOOK_SECONDS = 0.05, 0.25
+_LONG_LOOK_SECONDS = 0.25
 _WHY_SECONDS = 2.0
 _NOTHING = Push(pushed=())
 
@@ -68,13 +66,14 @@ class ServersExchange:
         self._num_slots = config.window + 1
         self.clock = 0
         self.num_landed = 0  # commits that are acknowledged, and have landed
+        self.num_late = 0  # of them: those that came when their round was closed
         self._placement = Placement(config, dial, self._num_slots, say)
         self.layout: Layout = self._placement.layout
         # The one before the last as well: of the last, not all may have come yet.
         num_kept = config.window + 2 if config.replicas < 2 else 0
         self._copies = Copies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
         self._sending = Sending(
-            self._placement, self._copies, stamp, in_rounds=policy.in_rounds, has_window=config.window > 0
+            self._placement, self._copies, stamp, stands_still=policy.stands_still, has_window=config.window > 0
         )
         self._part = TakingPart(
             self._placement, link,
@@ -266,6 +265,9 @@ class ServersExchange:
             assert lane.answer is not None
             parts = lane.landing.versions if lane.landing is not None else None
             told[lane.server] = (hosted[lane.server], parts or lane.answer)
+        if any(lane.answer.late for lane in ticket.lanes if lane.answer is not None):
+            self.num_late += 1
+            self.uses.was_late(ticket.uses)
         self._open.remove(ticket)
         if faults.armed is not None:
             faults.reach("commit.landed")
@@ -294,21 +296,11 @@ class ServersExchange:
                 left = began + self._wait_seconds - time.monotonic()
                 if left < 0:
                     raise self._has_waited(ticket, began)
-                self._await_lane(flow, *missing, min(left, LOUD_SECONDS))
+                lane, _, numbers = missing
+                lane.await_more(flow, numbers, min(left, LOUD_SECONDS))
         finally:
             self.times.lap("wait")
         return False
-
-    @staticmethod
-    def _await_lane(flow: CommitFlow, lane: ServerLane, landing: Landing, numbers: set[int], seconds: float) -> None:
-        """Something more of this lane, or of the flow that it belongs to."""
-        if lane.is_read_by_waiter:
-            if lane.call is not None and not lane.call.is_done:
-                lane.call.read(seconds)
-            else:
-                flow.go_on(seconds)
-        elif not flow.done():  # looks at the lanes that nobody else reads
-            landing.wait_for(numbers, min(seconds, _LOOK_SECONDS))
 
     def _has_waited(self, ticket: ServersTicket, began: float) -> WaitTimeout:
         return WaitTimeout(f"step {ticket.clock} has waited {time.monotonic() - began:.1f} s: {self.why()}")
@@ -335,7 +327,9 @@ class ServersExchange:
         self._copies.landed_in(sink)
         try:
             with self.waits.of("pull", servers=lambda: self._placement.names):
-                return self._again(lambda: pull(self._placement, slices, sink, min_version))
+                found = self._again(lambda: pull(self._placement, slices, sink, min_version))
+                self._copies.pulled(found)
+                return found
         except WaitTimeout:
             raise WaitTimeout(f"a pull has waited {self._wait_seconds:g} s for version {min_version}") from None
 
@@ -363,6 +357,10 @@ class ServersExchange:
     def give_copies(self, copies: list[Copy], target: Member) -> None:
         """From any thread."""
         self._copies.give(copies, target, self._dial)
+
+    @property
+    def num_updates(self) -> int:
+        return self._copies.most_updates + len(self._open)
 
     # -- comings and goings -------------------------------------------------------------------------------
 

@@ -6,13 +6,10 @@ from syncline import faults
 from syncline.client.placement import Placement
 from syncline.client.redo import Redo
 from syncline.core.control import Enter, Entered, Leave
+from syncline.core.rounds import LOOP
 from syncline.core.traffic import AskPlace, GivenPlace, Rest
 from syncline.errors import FencedError
 from syncline.net.link import Link
-
-#: Stretches that are kept for one loop over an epoch: a wait in the middle of it begins a new one, and behind its end
-#: all workers are in the same one, however often each has waited.
-_LOOP = 1 << 8
 
 
 class TakingPart:
@@ -59,13 +56,14 @@ class TakingPart:
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
     def pause(self) -> None:
-        """In no more rounds of this stretch."""
-        if not self._rested:
+        """In no more rounds of this stretch; said once, until there is a commit in the next."""
+        has_paused = self._rested and self.stretch % LOOP > 0
+        if not has_paused:
             self._rest_from(self.stretch)
 
     def rest(self) -> None:
         """In no more rounds of this loop."""
-        self._rest_from(self.stretch // _LOOP * _LOOP + _LOOP - 1)
+        self._rest_from(self.stretch // LOOP * LOOP + LOOP - 1)
 
     def _rest_from(self, stretch: int) -> None:
         self._stretch, self._rested, self._is_active = stretch, True, False

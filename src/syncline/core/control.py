@@ -13,7 +13,7 @@ from syncline.core.rounds import Standing
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy
-from syncline.stats import JobStatus, ServerStats, StepTimes, Wait
+from syncline.stats import EpochProgress, JobStatus, ServerStats, StepTimes, Wait
 
 
 class Join(Message, frozen=True):
@@ -72,6 +72,7 @@ class Beat(Message, frozen=True):
     num_refused: int = 0  # worker: pushes that were not finite
     is_quarantined: bool = False
     uses: list[Use] = []  # server: of slice 0, that were not confirmed yet
+    late: list[Use] = []  # server: likewise, of commits that were late
     samples: int = 0  # worker: handed to its script so far
     work_seconds: float = 0.0  # worker: spent on them, waits left out
 
@@ -170,6 +171,8 @@ class GivenStats(Message, frozen=True):
     sample_seconds: float
     servers: list[ServerStats]
     num_revoked: int = 0  # acknowledged updates that were lost with a server
+    shares: dict[str, float] = {}  # of the samples, by worker
+    epochs: list[EpochProgress] = []
 
 
 class Leave(Message, frozen=True):
@@ -197,6 +200,7 @@ class Standings(Message, frozen=True):
     wanted: dict[str, int]  # role: how many there are to be
     retiring: list[str]
     num_scalings: int = 0  # how often `wanted` was said
+    epochs: list[EpochProgress] = []
 
 
 class Died(Message, frozen=True):

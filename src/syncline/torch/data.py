@@ -35,7 +35,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     A worker that has finished an epoch rests, so that nobody waits for it; one that left the loop early does not. A
     loop that begins with gradients off (`torch.no_grad()`) is an evaluation: each worker reads its own part of the
-    data, which counts for no step, and the job hears nothing of it.
+    data, which counts for no step, and the job hears nothing of it. One with gradients on is an epoch of the job, which
+    its workers share: what was read without a step in the whole loop is passed over.
+
+    The data may be a map-style data set; a source of `syncline.data` (its arrays come as tensors, a `collate_fn` gets
+    the arrays of the batch); or shards: a shard source, or an IterableDataset with a list `shards` that `__iter__`
+    reads. A shard is read by one worker at a time, through a copy of the data set that has only this one.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             raise ConfigError(f'DataLoader: batch = {batch!r}: there is "auto"; the size is batch_size')
         self._job, self._seed, self._shuffle = job, seed, bool(shuffle)
         self._is_auto = batch == "auto"
-        self._data = data_of(dataset)
+        self._given_data, self._data = dataset, data_of(dataset)
         if self._data.num_samples is None and num_workers > 0:
             raise ConfigError(
                 "DataLoader: num_workers must be 0 for shards: data processes read ahead, and how far a shard was "
@@ -132,6 +137,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._next_epoch += 1
         assert self.batch_size is not None
         loop = Loop(job, name, epoch, self._data.loader(self.batch_size, self.drop_last, self._is_auto))
+        self._mind_the_order(job, epoch)
         job.samples.begin_epoch(epoch, self._share(job, self._data.num_samples or 0).num_batches)
         return self._read_by(alone, self._train(loop, epoch, alone))
 
@@ -153,6 +159,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 for batch in self._new_iterator(alone):
                     loop.hand_out()
                     yield batch
+
+    def _mind_the_order(self, job: TakesSamples, epoch: int) -> None:
+        """A loader made anew for every epoch begins with the order of epoch 0 every time: told once."""
+        if epoch or not self._shuffle:
+            return
+        if job.samples.has_begun((id(self._given_data), self.batch_size, self._seed)):
+            job.notice(
+                "a new DataLoader over the same data begins with the same order again: make it once, before the "
+                "loop over the epochs, and every pass has an order of its own"
+            )
 
     def _is_being_read(self) -> bool:
         reader = self._reader() if self._reader is not None else None

@@ -22,6 +22,7 @@ from syncline.core.control import (
     Watch,
 )
 from syncline.core.message import Done, Message
+from syncline.core.progress import progress, shares
 from syncline.core.rounds import by_name
 from syncline.core.seats import protection
 from syncline.core.why import FRESH_SECONDS, Known, causes, why
@@ -84,9 +85,13 @@ class Reporting:
                 samples = sum(report.samples for report in self._c.reports.values())
                 busy = max((report.seconds for report in self._c.reports.values()), default=0.0)
                 revoked = self._c.membership.state.num_revoked
-            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked))
+                by_worker, epochs = self._shares(), progress(self._c.membership.state.leases)
+            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked, by_worker, epochs))
 
         self.ask_servers(AskServerStats(), gathered)
+
+    def _shares(self) -> dict[str, float]:
+        return shares({name: report.samples for name, report in self._c.reports.items()})
 
     def seconds(self) -> float:
         if self._c.formed_at is None:
@@ -113,6 +118,7 @@ class Reporting:
                 wanted=dict(state.wanted),
                 num_scalings=state.num_scalings,
                 retiring=sorted(self._c.retiring, key=by_name),
+                epochs=progress(state.leases),
             )
         request.reply(standings)
 
@@ -197,6 +203,7 @@ class Reporting:
             why=self._c.pacing.add_to(why(waits, self.known(), stuck_seconds=config.stuck_seconds)),
             events=list(self._c.events),
             num_revoked=membership.state.num_revoked,
+            epochs=progress(membership.state.leases),
             verdict=outcome.reason if outcome else "",
         )
 
@@ -212,6 +219,7 @@ class Reporting:
         heard = self._c.liveness.last_heard(name)
         steps = [known.step for other, (known, _) in self._c.beats.items() if other in state.entered]
         step = beat[0].step if beat else 0
+        report = self._c.reports.get(name)
         return MemberStatus(
             name=name,
             role=member.role,
@@ -227,6 +235,8 @@ class Reporting:
             num_primary=sum(seat.primary == name for seat in state.seats.values()),
             num_backup=sum(seat.backup == name for seat in state.seats.values()),
             cores=member.cores,
+            samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,
+            share=self._shares().get(name, 0.0),
         )
 
     def _state_of(self, name: str) -> str:
