@@ -83,7 +83,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     stuck_seconds: float = 600.0  #: others wait for a member that lives and does not advance, then it is evicted
     coordinator_seconds: float = 60.0  #: for a coordinator that is gone to come back
     leave_seconds: float = 60.0  #: for a server that leaves to hand over its slices
-    policy: str = "sync"  #: when updates are applied: sync, bounded:K, async
+    policy: str = "sync"  #: when updates are applied: sync, sync:spare=N, bounded:K, async; these two also ,damped
     exchange: str = "servers"  #: how gradients become new parameters
     sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
     window: int = 0  #: commits of its own that a worker may leave unanswered (bounded, async)

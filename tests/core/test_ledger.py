@@ -77,6 +77,20 @@ def test_places_that_were_used_are_not_given_back() -> None:
     assert not one.leases and one.todo == [Span(12, 20)]
 
 
+def test_what_was_committed_late_is_to_do_again() -> None:
+    one = epoch(16, 4)
+    one.deal(1, [(A, 4), (B, 4)], 10)
+    one.used(1, 0, 4)
+    assert one.late(1, 4, 8) == 4 and one.todo == [Span(8, 12)] and 1 not in one.leases
+    assert one.late(1, 4, 8) == 0, "the lease is through: said again it means nothing"
+    assert one.late(2, 0, 4) == 4 and one.late(2, 0, 6) == 2, "what of it was late before is to do already"
+    one.used(2, 6, 8)
+    assert one.num_done == 6 and sorted(p for span in one.todo for p in span.positions().tolist()) == [
+        4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
+    ]  # fmt: skip
+    assert one.late(9, 0, 4) == 0
+
+
 def test_a_batch_at_which_three_workers_fail_is_set_aside() -> None:
     one = epoch(24, 4)
     for number, owner in enumerate([A, B, B, C]):
@@ -177,6 +191,17 @@ class Epochs(RuleBasedStateMachine):
         assert not fresh & self.done
         assert self.one.used(lease.number, begin, end) == len(fresh)
         self.done |= fresh
+
+    @rule(data=st.data(), size=st.integers(1, 9))
+    def commit_late(self, data: st.DataObject, size: int) -> None:
+        """Said twice, as servers do until it is confirmed."""
+        if not self.one.leases:
+            return
+        lease = self.one.leases[data.draw(st.sampled_from(sorted(self.one.leases)))]
+        begin = self.cursors.get(lease.number, 0)
+        end = self.cursors[lease.number] = min(begin + size, lease.end)
+        assert self.one.late(lease.number, begin, end) == end - begin
+        assert self.one.late(lease.number, begin, end) == 0
 
     @rule(data=st.data(), ahead=st.integers(0, 9))
     def give_back(self, data: st.DataObject, ahead: int) -> None:

@@ -22,7 +22,9 @@ def _options(
         str | None,
         typer.Option(help="A push is acknowledged when its server has it (memory) or two have it (replicated)."),
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="sync, bounded:K or async. [default: sync]")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="sync, sync:spare=N, bounded:K[,damped] or async[,damped]. [default: sync]")
+    ] = None,
     sync_every: Annotated[
         int | None, typer.Option(metavar="H", help="Step locally H times, then average (sync only).")
     ] = None,

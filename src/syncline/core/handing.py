@@ -95,9 +95,11 @@ class Uses(Message, frozen=True):
     """What commits have used, by the word of the server of slice 0."""
 
     uses: list[Use]
+    late: list[Use] = []  # of commits that were late: to do again
 
 
 class Confirm(Message, frozen=True):
-    """The coordinator has kept that these were used: servers may forget them."""
+    """The coordinator has kept that these were used, or late: servers may forget them."""
 
     uses: list[Use]
+    late: list[Use] = []

@@ -128,7 +128,10 @@ class Leasing:
         if epoch is None or self._is_through(name, number, epoch):
             return Answer(is_finished=True)
         self._lost_on_the_way(epoch, owner, newest)
-        lease = self._untold(epoch, owner) or self._hand_out(owner, name, number, epoch, taking_part)
+        lease, left = self._untold(epoch, owner), epoch.num_todo + 1
+        while lease is None and epoch.num_todo < left:  # of what is dealt out, odd pieces may all be others'
+            left = epoch.num_todo
+            lease = self._hand_out(owner, name, number, epoch, taking_part)
         if lease is not None:
             lease.is_told = True
             self._dry.discard((owner, name, number))
@@ -168,7 +171,7 @@ class Leasing:
         first = self.state.next_lease
         if self.state.loaders[name].num_shards:
             self.state.next_lease += 1
-            return epoch.lease(first, owner, SHARD_POSITIONS)
+            return epoch.lease(first, owner, SHARD_POSITIONS - epoch.todo[0].start % SHARD_POSITIONS)
         names = [one for one, _ in taking_part] or [owner[0]]
         if not self._in_rounds:
             self.state.next_lease += 1
@@ -263,6 +266,21 @@ class Leasing:
             n: epoch for epochs in self.state.epochs.values() for epoch in epochs.values() for n in epoch.leases
         }
         return sum(by_lease[lease].used(lease, begin, end) for lease, begin, end in uses if lease in by_lease)
+
+    def late(self, uses: Iterable[tuple[int, int, int]]) -> int:
+        """Commits that count for nothing have used these: samples that are to do again by it.
+
+        When the epoch is finished for all but what was read and held, nobody reads it any more: they are passed over.
+        """
+        found = 0
+        for lease, begin, end in uses:
+            for name, epochs in self.state.epochs.items():
+                for number, epoch in epochs.items():
+                    if lease in epoch.leases and self._has_finished(name, number):
+                        epoch.pass_over(lease, begin, end)
+                    elif lease in epoch.leases:
+                        found += epoch.late(lease, begin, end)
+        return found
 
     def out(self, owner: Identity, *, failed: bool) -> int:
         """A life of a worker is over, and all that counts of it is known: what it had is to do again."""

@@ -6,6 +6,9 @@ that stretch; its next push opens the next one, which waits for those who are st
 content of a round does not depend on timing, and equal runs are equal. Who waits at a barrier is away, and no round
 waits for it; behind the barrier all stand level again, in the first stretch of a new era.
 
+With spare workers (`sync:spare=N`) a round is closed when all but N have committed. Who commits a round that is
+closed is *late*: its clock advances, nothing of it counts, and it stands where the last closed round is.
+
 In `bounded:K` and `async` a commit is applied on arrival. For `bounded`, its reply waits until no active worker
 is more than K behind. A worker that comes back from a rest is set level with the slowest; with several servers
 all must set it to the same place (`back_at`), or two of them could make two workers wait for each other.
@@ -13,6 +16,7 @@ all must set it to the same place (`back_at`), or two of them could make two wor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -24,6 +28,9 @@ from syncline.errors import FencedError, ProtocolError
 T = TypeVar("T")
 #: Stretches are numbered on through a job; those of one era, from barrier to barrier, share the upper bits.
 ERA = 1 << 32
+#: Stretches that are kept for one loop over an epoch: a wait in the middle of it begins a new one, and behind its end
+#: all workers are in the same one, however often each has waited.
+LOOP = 1 << 8
 #: Within an era, stretches of workers that go on by themselves: so many in turn, each for so many rests.
 _LANES, _LANE = 1 << 10, 1 << 8
 
@@ -52,6 +59,7 @@ class Standing(msgspec.Struct, array_like=True):
     away: bool = False  # at a barrier: no round waits for it until its next push, or the next era
     left: bool = False
     position: int = 0  # its clock for the sake of lag: a worker that comes back from a rest is not behind
+    late: int = 0  # its last commit that was late
     fenced: bool = False  # evicted: nothing more is taken from it, and rounds wait until that is settled everywhere
 
     @property
@@ -74,7 +82,7 @@ class Commit(NamedTuple, Generic[T]):
 class Verdict(NamedTuple, Generic[T]):
     """What follows from an event: the rounds to apply now, in order, and why (not)."""
 
-    kind: Literal["new", "open", "already applied"]
+    kind: Literal["new", "open", "already applied", "late"]
     apply: tuple[tuple[Commit[T], ...], ...]
     why: Callable[[], str]
 
@@ -92,6 +100,7 @@ class Rounds(Generic[T]):
         self.standings = {name: Standing(name, incarnation) for name, incarnation in workers}
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
         self._era = 0  # its first stretch
+        self._closed = (-ERA, 0)  # with spare workers: the last round that was closed
 
     def standing(self, worker: str, incarnation: int) -> Standing:
         """The standing of a known worker; an older incarnation is fenced."""
@@ -116,16 +125,22 @@ class Rounds(Generic[T]):
         if clock <= standing.clock:
             if self._again(standing, clock, item):
                 return Verdict("open", (), self.waiting_reason)
+            if 0 < clock == standing.late:
+                return Verdict("late", (), lambda: f"{worker} was late with clock {clock}")
             return Verdict("already applied", (), lambda: f"{worker} is at clock {standing.clock} already")
         if clock != standing.clock + 1:
             raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
         self._enter_era(stretch)
-        self._enter_stretch(standing, stretch, back_at)
+        self._enter_stretch(standing, self._not_behind(standing, stretch), back_at)
         standing.clock = clock
         standing.position += 1
         commit = Commit(worker, clock, item)
         if not self.policy.in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
+        if self.policy.spare and standing.turn() <= self._closed:
+            standing.late = clock
+            standing.stretch, standing.stretch_began = self._closed[0], clock - self._closed[1]
+            return Verdict("late", ((commit,),), lambda: f"{self.policy}: the round was closed without {worker}")
         self._open.setdefault(standing.turn(), {})[worker] = commit
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
@@ -160,8 +175,14 @@ class Rounds(Generic[T]):
             standing.position = level
             standing.resting = standing.away = False
 
+    def _not_behind(self, standing: Standing, stretch: int) -> int:
+        """With spare workers: one that was late may stand in a later stretch of this era than it has counted to."""
+        is_moved = self.policy.spare and stretch // ERA == standing.stretch // ERA
+        return max(stretch, standing.stretch) if is_moved else stretch
+
     def _enter_stretch(self, standing: Standing, stretch: int, back_at: int | None) -> None:
-        if stretch < standing.stretch or (stretch == standing.stretch and standing.resting):
+        rested = standing.resting and not self.policy.spare
+        if stretch < standing.stretch or (stretch == standing.stretch and rested):
             raise ProtocolError(f"{standing.name} commits in stretch {stretch}, which it has rested from")
         if not standing.active:
             standing.position = max(standing.position, self.slowest() if back_at is None else back_at)
@@ -176,6 +197,7 @@ class Rounds(Generic[T]):
         """
         standing = self.standing(worker, incarnation)
         self._enter_era(stretch)
+        stretch = self._not_behind(standing, stretch)
         if away:
             # One that comes late, when others are behind the barrier already, is not from this era.
             standing.away = standing.away or stretch >= standing.stretch
@@ -246,6 +268,7 @@ class Rounds(Generic[T]):
             standing.position -= standing.clock - clock
             standing.clock = clock
             standing.stretch_began = min(standing.stretch_began, clock)
+            standing.late = standing.late if standing.late <= clock else 0  # it is decided anew
         self._era = max((s.stretch // ERA * ERA for s in self.standings.values()), default=self._era)
         return dropped
 
@@ -261,9 +284,10 @@ class Rounds(Generic[T]):
         whole = []
         while self._open:
             turn = min(self._open)
-            if next(self._missing(turn), None) is not None:
+            if next(itertools.islice(self._missing(turn), self.policy.spare, None), None) is not None:
                 break
             commits = self._open.pop(turn)
+            self._closed = max(self._closed, turn)
             # The order of names makes sums bit-equal from run to run.
             names = sorted(commits, key=by_name) if len(commits) > 1 else commits
             whole.append(tuple([commits[name] for name in names]))
@@ -275,8 +299,18 @@ class Rounds(Generic[T]):
         for standing in self.standings.values():
             if standing.name in here or standing.left or standing.away:
                 continue
-            if standing.turn() < turn and not (standing.stretch == turn[0] and standing.resting):
+            if standing.turn() < turn and not self._has_rested(standing, turn[0]):
                 yield standing.name
+
+    def _has_rested(self, standing: Standing, stretch: int) -> bool:
+        """Whether it takes part in no round of this stretch.
+
+        With spare workers some are in a later one than they have counted to: who waits in the middle of an epoch,
+        maybe for them, is waited for in no stretch of it.
+        """
+        if self.policy.spare:
+            return standing.resting and standing.stretch // LOOP == stretch // LOOP
+        return standing.resting and standing.stretch == stretch
 
     def missing(self) -> list[str]:
         """For whom the oldest open round waits."""
@@ -287,7 +321,8 @@ class Rounds(Generic[T]):
         if not self._open:
             return "no round is open"
         names = self.missing()
-        return f"the round waits for {', '.join(names)}" if names else "the round is whole"
+        but = f", all but {self.policy.spare} of them" if self.policy.spare else ""
+        return f"the round waits for {', '.join(names)}{but}" if names else "the round is whole"
 
     def lag(self, worker: str, clock: int) -> int:
         """How far a worker was with this commit ahead of where the slowest active one is now."""

@@ -39,6 +39,7 @@ class SliceState:
     pins: int = 0
     writing: bool = False
     uses: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: of leases, not confirmed yet
+    late: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # likewise, of commits that were late
 
     def admit(self, worker: Identity, clock: int) -> Literal["new", "already applied"]:
         """Whether a commit is still to be applied here; a gap is an error of ours, never skipped over."""
@@ -58,23 +59,26 @@ class SliceState:
         if changed:
             self.version += 1
 
-    def used(self, uses: Iterable[tuple[int, int, int]]) -> None:
-        """What the commits that are in it have used of leases."""
-        for lease, begin, end in uses:
-            self.uses[lease] = merged([*self.uses.get(lease, ()), (begin, end)])
+    def used(self, uses: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
+        """What the commits that are in it have used of leases; and those that were late, of which nothing is."""
+        for known, fresh in ((self.uses, uses), (self.late, late)):
+            for lease, begin, end in fresh:
+                known[lease] = merged([*known.get(lease, ()), (begin, end)])
 
-    def confirmed(self, uses: Iterable[tuple[int, int, int]]) -> None:
+    def confirmed(self, uses: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
         """The coordinator has kept these: they are forgotten here."""
-        for lease, begin, end in uses:
-            left = without(self.uses.get(lease, ()), (begin, end))
-            if left:
-                self.uses[lease] = left
-            else:
-                self.uses.pop(lease, None)
+        for known, kept in ((self.uses, uses), (self.late, late)):
+            for lease, begin, end in kept:
+                known[lease] = without(known.get(lease, ()), (begin, end))
+                if not known[lease]:
+                    del known[lease]
 
     def use_entries(self) -> list[tuple[int, int, int]]:
         """The uses, for the wire."""
         return [(lease, begin, end) for lease, places in self.uses.items() for begin, end in places]
+
+    def late_entries(self) -> list[tuple[int, int, int]]:
+        return [(lease, begin, end) for lease, places in self.late.items() for begin, end in places]
 
     def fence(self, worker: Identity) -> None:
         """Nothing more of this incarnation, or an earlier one of its name; earlier ones are forgotten."""
@@ -102,7 +106,7 @@ class SliceState:
         uses: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         """Becomes the state that another server had."""
-        self.uses = {}
+        self.uses, self.late = {}, {}
         self.used(uses)
         self.version = version
         self.clocks = {(name, incarnation): clock for name, incarnation, clock in clocks}

@@ -164,6 +164,7 @@ class Committed(Message, frozen=True):
     versions: list[int]
     slices: list[int] = []
     clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+    late: bool = False  # its round was closed before: nothing of it is applied
 
 
 class AskClip(Message, frozen=True):

@@ -57,7 +57,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(opt.param_groups, opt.defaults)
         self._share_state()
         self._job = job or current_job()
-        self._in_rounds = policy_of(self._job.config).in_rounds
+        policy = policy_of(self._job.config)
+        self._in_rounds, self._chief_is_in_all = policy.in_rounds, policy.stands_still
         self._taken = self._job.samples_taken  # at the last step
         self._prefix = free_prefix(self._job.names_taken, list(name_parameters(self.param_groups, model)))
         self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model, self._prefix))
@@ -239,8 +240,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return torch.clamp(clip / (norm + 1e-6), max=1.0) * factor
 
     def _overrides(self) -> Sequence[tuple[int, int, dict[str, Option]]]:
-        """Hyperparameters that differ from the registered ones: in sync only the chief's count."""
-        if self._in_rounds and not self._job.is_chief:
+        """Hyperparameters that differ from the registered ones: in a round with the chief only its own count."""
+        if self._chief_is_in_all and not self._job.is_chief:
             return ()
         found = []
         for segment, group, index, options in self._watched:

@@ -36,6 +36,7 @@ from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.message import Done, Message
 from syncline.core.pacing import Pace
+from syncline.core.policy import policy_of
 from syncline.core.registry import Registry
 from syncline.errors import ConfigError, FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
@@ -345,6 +346,7 @@ class Coordinator:
         config = self.config
         if count < 1:
             raise ConfigError(f"{count} {role}s: there must be at least one")
+        policy_of(msgspec.structs.replace(config, servers=count if role == "server" else config.servers))
         if role == "server" and count < max(1, config.replicas):
             raise ConfigError(f"{count} servers cannot have {config.replicas} replicas of each slice")
         if role == "worker" and config.most_workers and count > config.most_workers:

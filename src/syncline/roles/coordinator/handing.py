@@ -51,6 +51,7 @@ class Handing:
         self._leasing: Leasing | None = None  # once the policy is known
         self._asking: dict[str, tuple[Request, AskLease, float]] = {}
         self._used: list[Use] = []  # known here, not kept yet
+        self._late: list[Use] = []  # likewise, of commits that were late
         self._kept_at = 0.0
         self._measured: dict[str, tuple[int, float]] = {}  # samples and seconds of work, as last said
         self.num_samples = 0  # that workers were handed, all together
@@ -95,9 +96,9 @@ class Handing:
     def _were_used(self, call: Call) -> None:
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
-            if isinstance(answer, Uses) and answer.uses:
+            if isinstance(answer, Uses) and (answer.uses or answer.late):
                 with self._c.lock:
-                    self._use(answer.uses)
+                    self._use(answer.uses, answer.late)
                 self.answer()
 
     def leave(self, request: Request, message: LeaveEpoch) -> None:
@@ -136,17 +137,19 @@ class Handing:
 
     def beat(self, name: str, beat: Beat) -> None:
         """Under the lock: a server says what was used, a worker how fast it is."""
-        if beat.uses:
-            self._use(beat.uses)
+        if beat.uses or beat.late:
+            self._use(beat.uses, beat.late)
         if beat.samples:
             samples, seconds = self._measured.get(name, (0, 0.0))
             self._measured[name] = (beat.samples, beat.work_seconds)
             self.num_samples += max(0, beat.samples - samples)
             self.leasing.measured(name, beat.samples - samples, beat.work_seconds - seconds)
 
-    def _use(self, uses: Iterable[Use]) -> None:
+    def _use(self, uses: Iterable[Use], late: Iterable[Use] = ()) -> None:
         self._used += (fresh := list(uses))
         self.leasing.used(fresh)
+        self._late += (back := list(late))
+        self.leasing.late(back)
 
     def look(self, now: float) -> None:
         """Now and then: keeps what was used and confirms it, cuts parts anew, sees to those who wait in vain."""
@@ -169,7 +172,7 @@ class Handing:
         self.answer()
         if somebody_waits:
             self._ask_uses()
-        if self._used and now - self._kept_at > KEEP_SECONDS:
+        if (self._used or self._late) and now - self._kept_at > KEEP_SECONDS:
             self._confirm(now)
 
     def _reclaim(self, request: Request, message: AskLease) -> None:
@@ -181,18 +184,19 @@ class Handing:
     def _confirm(self, now: float) -> None:
         with self._c.lock:
             used, self._used, self._kept_at = self._used, [], now
+            late, self._late = self._late, []
             self._tell_finished()
             try:
                 self._c.keep()
             except StoreError as error:
-                self._used = used + self._used
+                self._used, self._late = used + self._used, late + self._late
                 self._c.say_trouble(error)
                 return
             seat = self._c.membership.state.seats.get(0)
             names = (seat.primary, seat.backup) if seat is not None else ()
             endpoints = [self._c.endpoints[name] for name in names if name in self._c.endpoints]
         for endpoint in endpoints:
-            endpoint.mention(Confirm(sorted(set(used))))
+            endpoint.mention(Confirm(sorted(set(used)), sorted(set(late))))
 
     def _tell_finished(self) -> None:
         for name, number, epoch in self.leasing.forget_finished():
@@ -214,8 +218,9 @@ class Handing:
         with self._c.lock:
             answers = []
             for name, (request, message, since) in list(self._asking.items()):
-                given = self._decide(request, message)
-                if given is not None:
+                given = self._decide(request, message) if name in self._asking else None
+                # Whom it has asked to give back may have done so at once, and this one be answered by that.
+                if given is not None and self._asking.get(name, (None,))[0] is request:
                     answers.append((name, request, message, since, given))
                     del self._asking[name]
             if any(given.lease for *_, given in answers) and not self._keep_leases(answers):
@@ -310,7 +315,7 @@ class Handing:
         with self._c.lock:
             for answer in answers:
                 if isinstance(answer, Uses):
-                    self._use(answer.uses)
+                    self._use(answer.uses, answer.late)
             for owner, failed in gone.items():
                 self._asking.pop(owner[0], None)
                 self.leasing.out(owner, failed=failed)

@@ -57,6 +57,7 @@ class PartialAnswer:
         self._sending = False
         self._lock = threading.Lock()
         self.clocks: dict[str, int] = {}  # that the versions contain; the end says so
+        self.is_late = False  # so does it this
 
     @property
     def copies(self) -> bool:
@@ -158,8 +159,8 @@ class PartialAnswer:
 
     def _send_end(self) -> None:
         answer, buffers, num_bytes = self._message(self._ready)
-        if self.clocks:
-            answer = Committed(answer.clock, answer.versions, answer.slices, self.clocks)
+        if self.clocks or self.is_late:
+            answer = Committed(answer.clock, answer.versions, answer.slices, self.clocks, self.is_late)
         try:
             self._request.reply(answer, buffers, num_bytes)
         finally:

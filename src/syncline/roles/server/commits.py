@@ -21,11 +21,11 @@ from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
 from syncline.roles.server.departures import Departures, Staged
-from syncline.roles.server.flow import Flow, key_of, respond
+from syncline.roles.server.flow import Flow, key_of
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pulls import Pulls
 from syncline.roles.server.staging import Staging
-from syncline.roles.server.work import Contribution, Key, RoundWork
+from syncline.roles.server.work import Contribution, Key, RoundWork, respond
 
 #: A request that waits until a generation is installed, and what is to be done about it then.
 Held = tuple[Request, Callable[[], None]]
@@ -47,7 +47,7 @@ class Commits:
     ) -> None:
         self.rounds, self._slices, self.flow, self._pulls, self.staging = rounds, slices, flow, pulls, staging
         self._segments, self._find = segments, find
-        self._in_rounds = rounds.policy.in_rounds
+        self._stands_still = rounds.policy.stands_still
         self.order = pulls.order = flow.order
         pulls.check = self.check_generation
         self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
@@ -57,7 +57,7 @@ class Commits:
         self._is_held = False  # while a generation changes
         self._held: collections.deque[Held] | None = None  # what came meanwhile, until all of it is decided upon
         self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
-        self.num_commits = 0
+        self.num_commits = self.num_late = 0
 
     # -- staging ------------------------------------------------------------------------------------------
 
@@ -161,8 +161,10 @@ class Commits:
             )
             contribution.since = time.monotonic()
             self.num_commits += verdict.kind == "new"
-            again = verdict.kind == "already applied"
+            self.num_late += verdict.kind == "late" and bool(verdict.apply)
+            again = verdict.kind in ("already applied", "late") and not verdict.apply
             if again:
+                contribution.is_late = verdict.kind == "late"
                 contribution.clocks = self.flow.clocks_now()
             if again and (self._is_asked_again(key, request) or self.flow.answer_later(key, contribution)):
                 return
@@ -220,9 +222,9 @@ class Commits:
         contribution.request, contribution.answer = request, None
         if not (message.pull or message.parts):
             return
-        # In rounds nobody may write before this worker's next commit; otherwise what is sent is a copy.
+        # Where nobody may write before this worker's next commit it goes out as it lies; otherwise it is a copy.
         worker = (request.peer.name, request.peer.incarnation)
-        make = None if self._in_rounds else functools.partial(self.staging.buffer, worker, contribution.slot)
+        make = None if self._stands_still else functools.partial(self.staging.buffer, worker, contribution.slot)
         contribution.answer = self._pulls.answer_in_parts(request, message.clock, message.pull, make)
 
     def give_clip(self, request: Request, message: GiveClip, *, was_held: bool = False) -> None:

@@ -13,7 +13,6 @@ from syncline.core.rounds import Commit, Rounds, Verdict
 from syncline.core.slices import Identity, life_of
 from syncline.core.traffic import AskClip
 from syncline.errors import RuleError, SynclineError
-from syncline.net.rpc import Request
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.pulls import Pulls
@@ -36,7 +35,7 @@ class Flow:
         self, rounds: Rounds[Contribution], slices: dict[int, HostedSlice], pool: Pool, pulls: Pulls, num_servers: int
     ) -> None:
         self._rounds, self._slices, self._pool, self._pulls = rounds, slices, pool, pulls
-        self._in_rounds = rounds.policy.in_rounds
+        self._stands_still = rounds.policy.stands_still
         self.num_servers = num_servers
         pulls.clocks = self.clocks_now
         self.chief = ""
@@ -84,6 +83,8 @@ class Flow:
         """Under `order`: every slice gets its rounds in the order in which they became whole."""
         works = []
         for commits in verdict.apply:
+            if verdict.kind == "late":
+                commits[0].item.void()
             slots = self._slots_in_order()
             work = RoundWork(commits, slots, self.chief, self._rounds.policy, self._finished)
             works.append(work)
@@ -191,7 +192,7 @@ class Flow:
         if not self._parked:
             return
         with self.order:
-            if self._in_rounds:  # whoever is in a round that was applied is level with the rest of it
+            if self._stands_still:  # whoever is in a round that was applied is level with the rest of it
                 ready, self._parked = self._parked, []
             else:
                 ready = [c for c in self._parked if self._rounds.may_answer(c.worker, c.clock)[0]]
@@ -207,11 +208,11 @@ class Flow:
             request, answer = item.request, item.answer
             assert request is not None
             if answer is None:
-                self._pulls.committed(request, commit.clock, commit.item.clocks)
+                self._pulls.committed(request, commit.clock, commit.item.clocks, commit.item.is_late)
                 continue
             for slot in list(self._slices.values()):
                 answer.applied(slot)  # those that it has not heard of yet
-            answer.clocks = commit.item.clocks
+            answer.clocks, answer.is_late = commit.item.clocks, commit.item.is_late
             answer.finish()
         if faults.armed is not None:
             faults.reach("commit.answered")
@@ -390,11 +391,3 @@ class Flow:
                 if commit.item.is_fenced:
                     self._clipping.pop(key_of(commit), None)
         return lost
-
-
-def respond(request: Request, action: Callable[[], None]) -> None:
-    """Does what was put off; an error is the answer, as it would have been then."""
-    try:
-        action()
-    except SynclineError as error:
-        request.refuse(error)

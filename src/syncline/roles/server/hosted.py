@@ -19,7 +19,7 @@ from syncline.net.transport import buffer_of
 from syncline.roles.server.homes import Home
 from syncline.roles.server.replication import Replica, Update
 from syncline.roles.server.rules import SliceRules, Source
-from syncline.roles.server.work import Contribution, Progress, Work, uses_of
+from syncline.roles.server.work import Contribution, Progress, Work, late_of, uses_of
 
 Bytes = npt.NDArray[np.uint8]
 #: Memory of snapshots that a slice keeps for the next ones.
@@ -204,7 +204,7 @@ class HostedSlice:
                 state.writing = False
         state.applied([((c.worker, c.item.incarnation), c.clock) for c in commits], False)
         if self.part.id == 0:
-            state.used(uses_of(commits))
+            state.used(uses_of(commits), late_of(commits))
         for worker in work.fences:
             state.fence(worker)
         self.num_updates += changed

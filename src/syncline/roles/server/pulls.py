@@ -67,14 +67,14 @@ class Pulls:
         """There are other slices now."""
         self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
 
-    def committed(self, request: Request, clock: int, clocks: dict[str, int]) -> None:
+    def committed(self, request: Request, clock: int, clocks: dict[str, int], is_late: bool = False) -> None:
         """Answers a commit of a worker that reads shared memory: with versions."""
         versions = []
         worker = request.peer.name
         for slot in self._by_id:
             version = slot.state.seen[worker] = slot.state.version
             versions.append(version)
-        request.reply(Committed(clock, versions, [], clocks))
+        request.reply(Committed(clock, versions, [], clocks, is_late))
 
     def answer_in_parts(
         self, request: Request, clock: int, pull: list[int], make: MakeBuffer | None

@@ -55,6 +55,7 @@ from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, 
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Memory, Peer
 from syncline.roles.server.commits import Commits
+from syncline.roles.server.counts import stats_of
 from syncline.roles.server.flow import Flow
 from syncline.roles.server.generations import HOLD_SECONDS, Generations
 from syncline.roles.server.homes import Home
@@ -364,26 +365,7 @@ class Server:
             wire = self._wire
             for endpoint in self._endpoints:
                 wire += endpoint.stats()
-        slots = list(self._slices.values())
-        commits, flow = self._commits, self._flow
-        return ServerStats(
-            name=self.name,
-            num_slices=len(slots),
-            parameter_bytes=sum(slot.part.num_bytes for slot in slots),
-            num_updates=sum(slot.num_updates for slot in slots),
-            num_commits=commits.num_commits if commits else 0,
-            apply_seconds=sum(slot.apply_seconds for slot in slots),
-            num_rounds=flow.num_rounds if flow else 0,
-            round_seconds=flow.round_seconds if flow else 0.0,
-            bytes_copied=self._pulls.bytes_copied,
-            staleness_sum=float(sum(slot.staleness_sum for slot in slots)),
-            staleness_count=sum(slot.staleness_count for slot in slots),
-            staleness_max=max((slot.staleness_max for slot in slots), default=0),
-            lag_max=flow.lag_max if flow else 0,
-            damping_sum=sum(slot.damping_sum for slot in slots),
-            num_pins=self._pulls.num_pins,
-            wire=wire,
-        )
+        return stats_of(self.name, list(self._slices.values()), self._commits, self._pulls, wire)
 
     def close(self) -> None:
         with self._lock:

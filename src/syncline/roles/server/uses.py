@@ -25,6 +25,15 @@ def uses_here(commits: Commits, slots: Iterable[HostedSlice]) -> list[Use]:
     return uses + uses_of(commit for commit in commits.flow.unfinished() if commit.item.is_fenced)
 
 
+def late_here(slots: Iterable[HostedSlice]) -> list[Use]:
+    """Likewise, of commits that were late."""
+    first = next((slot for slot in slots if slot.part.id == 0), None)
+    if first is None:
+        return []
+    with first.lock:
+        return first.state.late_entries()
+
+
 def uses_handlers(
     commits: Callable[[], Commits], slices: Mapping[int, HostedSlice], backups: Backups
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
@@ -33,14 +42,14 @@ def uses_handlers(
     def tell(request: Request, message: AskUses) -> None:
         known = commits()
         with known.order:
-            uses = uses_here(known, list(slices.values()))
-        request.reply(Uses(uses))
+            uses, late = uses_here(known, list(slices.values())), late_here(list(slices.values()))
+        request.reply(Uses(uses, late))
 
     def confirm(request: Request, message: Confirm) -> None:
         for slot in (*slices.values(), *backups.slots()):
             if slot.part.id == 0:
                 with slot.lock:
-                    slot.state.confirmed(message.uses)
+                    slot.state.confirmed(message.uses, message.late)
         if request.number:
             request.reply(Done())
 

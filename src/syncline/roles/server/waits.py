@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from syncline.core.control import Beat
 from syncline.roles.server.commits import Commits
 from syncline.roles.server.hosted import HostedSlice
-from syncline.roles.server.uses import uses_here
+from syncline.roles.server.uses import late_here, uses_here
 from syncline.stats import Wait
 
 #: A backup has so long before anybody is said to wait for it.
@@ -21,8 +21,8 @@ def beat_of(commits: Commits, slots: Iterable[HostedSlice]) -> Beat:
     with commits.order:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
         waits = [*_rounds(commits, now), *_lags(commits, now)]
-        uses = uses_here(commits, slots)
-    return Beat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses)
+        uses, late = uses_here(commits, slots), late_here(slots)
+    return Beat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late)
 
 
 def _rounds(commits: Commits, now: float) -> list[Wait]:

@@ -15,7 +15,7 @@ from syncline.core.policy import Policy
 from syncline.core.rounds import Commit
 from syncline.core.rule import Option
 from syncline.core.slices import Identity
-from syncline.errors import RuleError
+from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Progress(Protocol):
     """Hears of slices as they are applied, and how it ended."""
 
     clocks: dict[str, int]  # what goes with the end of the answer
+    is_late: bool  # likewise
 
     def count(self, num_bytes: int) -> None:
         """So much was copied for it, and for others."""
@@ -48,8 +49,8 @@ class Contribution:
     """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
 
     __slots__ = (
-        "again", "answer", "arrays", "back_at", "clip_norm", "clocks", "incarnation", "is_fenced", "is_told",
-        "overrides", "pushed", "request", "since", "skip", "slot", "stretch", "uses", "weight",
+        "again", "answer", "arrays", "back_at", "clip_norm", "clocks", "incarnation", "is_fenced", "is_late",
+        "is_told", "overrides", "pushed", "request", "since", "skip", "slot", "stretch", "uses", "weight",
     )  # fmt: skip
 
     def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
@@ -68,6 +69,12 @@ class Contribution:
         self.since = 0.0  # when it was committed
         self.is_told = False  # what it says is known, not only bytes that went ahead
         self.is_fenced = False  # its worker is out, and it counts all the same
+        self.is_late = False  # its round was closed before
+
+    def void(self) -> None:
+        """It was late: nothing of it counts, but its clock advances."""
+        self.is_late, self.skip = True, True
+        self.pushed, self.clip_norm, self.overrides = (), None, []
 
     def sayings(self) -> list[Contribution]:
         """Those who are to be answered: the first, and who said it again."""
@@ -86,7 +93,12 @@ Round = tuple[Commit[Contribution], ...]
 
 def uses_of(commits: Iterable[Commit[Contribution]]) -> list[Use]:
     """What these commits have used of leases."""
-    return [use for commit in commits for use in commit.item.uses]
+    return [use for commit in commits if not commit.item.is_late for use in commit.item.uses]
+
+
+def late_of(commits: Iterable[Commit[Contribution]]) -> list[Use]:
+    """What those of these commits that were late have used of leases, and nobody has read by that."""
+    return [use for commit in commits if commit.item.is_late for use in commit.item.uses]
 
 
 class Work:
@@ -181,3 +193,11 @@ class RoundWork(Work):
         with self._lock:
             self.squared_norms[slice_id] = squared_norm
             return len(self.squared_norms) == len(self.slots)
+
+
+def respond(request: Request, action: Callable[[], None]) -> None:
+    """Does what was put off; an error is the answer, as it would have been then."""
+    try:
+        action()
+    except SynclineError as error:
+        request.refuse(error)
