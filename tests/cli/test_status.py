@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from syncline.cli.standing import COLUMNS, show_status
-from syncline.stats import JobStatus, MemberStatus, Wait
+from syncline.stats import EpochProgress, JobStatus, MemberStatus, Wait
 
 
 def member(name: str, **values: Any) -> MemberStatus:
@@ -46,6 +46,18 @@ def test_a_quiet_job() -> None:
         "",
         "waits: nobody for anybody",
     ]
+
+
+def test_how_far_the_epochs_are_and_who_has_read_how_much() -> None:
+    epoch = EpochProgress(
+        loader="loader-0", epoch=1, num_samples=1000, num_done=380, num_passed_over=16, num_aside=4,
+        leased={"worker-0": 64},
+    )  # fmt: skip
+    lines = show_status(
+        job(epochs=[epoch], members=[member("worker-0", step=12, samples_per_second=1234.5, share=0.25)])
+    ).splitlines()
+    assert lines[3].endswith("slices  samples/s  share") and lines[4].endswith("1,234   25 %")
+    assert "loader-0: epoch 2 (40 %): 380 samples done, 16 passed over, 4 set aside, leased: worker-0 64" in lines
 
 
 def test_who_waits_for_whom_and_what_happened() -> None:

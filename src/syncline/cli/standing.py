@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from syncline.stats import JobStatus, MemberStatus, Wait
+from syncline.stats import EpochProgress, JobStatus, MemberStatus, Wait
 
 COLUMNS = 100
 MOST_EVENTS = 10
-_HEAD = ("member", "life", "host", "state", "step", "lag", "heard", "rtt", "slices")
+_HEAD = ("member", "life", "host", "state", "step", "lag", "heard", "rtt", "slices", "samples/s", "share")
 _LEFT = (0, 2, 3)  # columns of words; the others are numbers
 
 
@@ -18,10 +18,12 @@ def show_status(status: JobStatus) -> str:
     replicas = "1 replica" if status.replicas == 1 else f"{status.replicas} replicas"
     head = (
         f"{status.name or status.job}: {status.policy} · {replicas}, ack {status.ack} · term {status.term} · "
-        f"generation {status.generation} · {_seconds(status.seconds)}"
+        f"generation {status.generation} · {duration(status.seconds)}"
     )
     lines = [head, f"a server's death: {status.protection}", ""]
     lines += _table(status.members)
+    if status.epochs:
+        lines += ["", *(f"{epoch.loader}: {_whole_epoch(epoch)}" for epoch in status.epochs)]
     lines += ["", "waits: nobody for anybody" if not status.waits else "waits:"]
     lines += [f"  {_wait(wait)}" for wait in sorted(status.waits, key=lambda wait: -wait.seconds)]
     if status.waits and status.why:
@@ -40,7 +42,8 @@ def _wrap(line: str) -> list[str]:
 def _table(members: Sequence[MemberStatus]) -> list[str]:
     rows = [_HEAD, *(_row(member) for member in members)]
     widths = [max(len(row[k]) for row in rows) for k in range(len(_HEAD))]
-    return ["  ".join(_cell(row[k], k, widths[k]) for k in range(len(_HEAD))).rstrip() for row in rows]
+    shown = [k for k in range(len(_HEAD)) if k < _HEAD.index("samples/s") or any(row[k] for row in rows[1:])]
+    return ["  ".join(_cell(row[k], k, widths[k]) for k in shown).rstrip() for row in rows]
 
 
 def _cell(text: str, column: int, width: int) -> str:
@@ -60,6 +63,8 @@ def _row(member: MemberStatus) -> tuple[str, ...]:
         f"{member.heard_seconds:.1f} s",
         f"{1e3 * member.rtt_seconds:.1f} ms",
         f"{member.num_primary}+{member.num_backup}" if is_server else "",
+        f"{member.samples_per_second:,.0f}" if member.samples_per_second else "",
+        f"{100 * member.share:.0f} %" if member.share else "",
     )
 
 
@@ -73,7 +78,24 @@ def _wait(wait: Wait) -> str:
     return f"{who}{step} waits for {', '.join(wait.for_whom) or 'an answer'}: {wait.seconds:.1f} s ({wait.what})"
 
 
-def _seconds(seconds: float) -> str:
+def epoch_told(epoch: EpochProgress) -> str:
+    """epoch 2 (45 %); of shards, whose length nobody knows, epoch 2 (4,500 samples)."""
+    if not epoch.num_samples:
+        return f"epoch {epoch.epoch + 1} ({epoch.num_done:,} samples)"
+    return f"epoch {epoch.epoch + 1} ({100 * (epoch.num_samples - epoch.num_left) // epoch.num_samples} %)"
+
+
+def _whole_epoch(epoch: EpochProgress) -> str:
+    parts = [f"{epoch_told(epoch)}: {epoch.num_done:,} samples done"]
+    parts += [f"{epoch.num_passed_over:,} passed over"] if epoch.num_passed_over else []
+    parts += [f"{epoch.num_aside:,} set aside"] if epoch.num_aside else []
+    leased = [f"{name} {number:,}" for name, number in sorted(epoch.leased.items())]
+    parts += [f"leased: {', '.join(leased)}"] if leased else []
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """In seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:
