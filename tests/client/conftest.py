@@ -35,6 +35,7 @@ from syncline.core.layout import Segment, Slice, in_ranges
 from syncline.core.members import Member
 from syncline.core.message import Done, Message
 from syncline.core.registry import Registry
+from syncline.core.rounds import LOOP
 from syncline.core.seats import Seat
 from syncline.core.slices import life_of
 from syncline.core.traffic import (
@@ -251,7 +252,7 @@ class TwinCoordinator:
         if isinstance(message, Barrier):
             return Passed(message.stretch + (1 << 32))
         if isinstance(message, Enter):
-            return Entered(5, 17)
+            return Entered(5 * LOOP, 17)
         if isinstance(message, AskWhy):
             return GivenWhy(f"step {message.step} has waited 1.2 s for worker-7 on host b (last heard of 1.1 s ago)")
         if isinstance(message, Leave | Report | Beat):

@@ -15,6 +15,7 @@ from syncline import FencedError, Rule
 from syncline.core.control import Barrier, Beat, Enter, Leave, Register, Retire, Roster, Uploaded
 from syncline.core.members import Member
 from syncline.core.message import Message
+from syncline.core.rounds import LOOP
 from syncline.core.traffic import Rest, Stage
 from syncline.testing import local_job
 
@@ -63,7 +64,7 @@ def test_one_who_comes_late_enters_with_its_first_push(house: Callable[..., Any]
     push(twin).wait()
     assert sum(isinstance(m, Enter) for m in twin.coordinator.heard) == 1
     first, second = stages(twin)
-    assert (first.clock, first.stretch) == (1, 5) and (second.clock, second.stretch) == (2, 5)
+    assert [(one.clock, one.stretch) for one in (first, second)] == [(1, 5 * LOOP), (2, 5 * LOOP)]
     assert (first.back_at, second.back_at) == ((17, None) if policy != "sync" else (None, None))
 
 
@@ -217,7 +218,7 @@ def test_a_beat_says_what_has_landed(house: Callable[..., Any]) -> None:
     twin = house(1, policy="async", window=2)
     register(twin)
     tickets = [push(twin) for _ in range(2)]
-    assert twin.hearing.beat() == Beat()
+    assert twin.hearing.beat() == Beat(work_seconds=twin.job.samples.work_seconds)
     for ticket in tickets:
         ticket.wait()
     assert twin.hearing.beat().step == 2

@@ -12,6 +12,7 @@ import pytest
 from syncline import Rule, WaitTimeout
 from syncline.core.control import Registered, Uploaded
 from syncline.core.message import Done, Message
+from syncline.core.rounds import LOOP
 from syncline.core.traffic import (
     AskPlace,
     Attach,
@@ -172,10 +173,10 @@ def test_who_rests_says_so_to_new_servers_before_anything_else(house: Callable[.
     twin.fail_over("server-1", "server-2")
     twin.job.kv.pull()
     words = [m for m in fresh.heard if isinstance(m, Rest | Pull | Stage)]
-    assert isinstance(words[0], Rest) and not words[0].away and words[0].stretch == 0
+    assert isinstance(words[0], Rest) and not words[0].away and words[0].stretch == LOOP - 1
     push(twin, 1).wait()
     stages = [m for m in fresh.heard if isinstance(m, Stage)]
-    assert {m.stretch for m in stages} == {1}
+    assert {m.stretch for m in stages} == {LOOP}
 
 
 def test_what_is_made_anew_is_the_same_commit(house: Callable[..., Any]) -> None:
@@ -196,7 +197,7 @@ def test_what_is_made_anew_is_the_same_commit(house: Callable[..., Any]) -> None
     twin.job.kv.push({name: np.full(NUM, 10.0) for name in "ab"}, weight=3.0).wait()
     stages = [m for m in twin.servers["server-0"].heard if isinstance(m, Stage) and m.clock == 2]
     assert len(stages) == 2
-    assert {(m.stretch, m.weight, m.back_at, m.pushed) for m in stages} == {(1, 3.0, 7, stages[0].pushed)}
+    assert {(m.stretch, m.weight, m.back_at, m.pushed) for m in stages} == {(LOOP, 3.0, 7, stages[0].pushed)}
     assert any(isinstance(m, AskPlace) for m in twin.servers["server-0"].heard)
     assert_exact(twin, 2)
 
