@@ -13,6 +13,7 @@ import torch.utils.data
 
 import syncline
 from syncline.client.job import Job
+from syncline.roles.coordinator import handing
 from syncline.testing import local_job
 from syncline.torch import DataLoader
 
@@ -77,6 +78,17 @@ def test_a_loop_without_steps_leaves_the_next_epoch_in_whole_rounds(tmp_path: pa
     with local_job(workers=2, folder=str(tmp_path)) as jobs:
         one, two = jobs.run(work)
         assert one == two == [(0, 1), (0, 2), (0, 3)]
+
+
+def test_a_job_inside_one_process_forgets_what_is_done(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks there now and then: who asks for more has what was used confirmed, and epochs forgotten."""
+    monkeypatch.setattr(handing, "KEEP_SECONDS", 0.0)
+    with local_job(workers=1, folder=str(tmp_path)) as jobs:
+        jobs.run(lambda job: count_samples(job, 9, 20))
+        kept = jobs._process.coordinator.handing
+        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and len(kept._used) < 10
 
 
 def test_the_end_of_an_epoch_is_no_long_wait(tmp_path: pathlib.Path) -> None:

@@ -79,7 +79,9 @@ class Handing:
             self.leasing.measured(request.peer.name, message.samples, message.seconds)
             self._asking[request.peer.name] = (request, message, time.monotonic())
         self.answer()
-        if message.waits:
+        if self._c.watching is None:
+            self.look(time.monotonic())  # inside one process nobody else does
+        elif message.waits:
             self._ask_uses()
 
     def _ask_uses(self) -> None:
