@@ -13,6 +13,8 @@ import torch.utils.data
 
 import syncline
 from syncline.client.job import Job
+from syncline.core.ledger import Suspect
+from syncline.core.spans import Span
 from syncline.roles.coordinator import handing
 from syncline.testing import local_job
 from syncline.torch import DataLoader
@@ -78,6 +80,20 @@ def test_a_loop_without_steps_leaves_the_next_epoch_in_whole_rounds(tmp_path: pa
     with local_job(workers=2, folder=str(tmp_path)) as jobs:
         one, two = jobs.run(work)
         assert one == two == [(0, 1), (0, 2), (0, 3)]
+
+
+def test_the_end_of_a_job_names_what_was_passed_over_and_set_aside(tmp_path: pathlib.Path) -> None:
+    with local_job(workers=1, folder=str(tmp_path)) as jobs:
+        coordinator = jobs._process.coordinator
+        list(DataLoader(Numbers(7), 3, job=jobs[0], name="read"))
+        iter(DataLoader(Numbers(12), 3, job=jobs[0], name="begun"))
+        epoch = coordinator.handing.leasing.epoch("begun", 0)
+        assert epoch is not None
+        epoch.aside.append(Suspect(Span(3, 6), ["worker-0", "worker-1"]))
+    assert list(coordinator.events)[-2:] == [
+        "epoch 1 of 'read': 7 samples were read and used in no step",
+        "epoch 1 of 'begun': the samples at positions 3 to 5 were set aside: worker-0, worker-1 died at them",
+    ]
 
 
 def test_a_job_inside_one_process_forgets_what_is_done(

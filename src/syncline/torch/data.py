@@ -35,8 +35,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     A worker that has finished an epoch rests, so that nobody waits for it; one that left the loop early does not. A
     loop that begins with gradients off (`torch.no_grad()`) is an evaluation: each worker reads its own part of the
-    data, which counts for no step, and the job hears nothing of it. With gradients on it is an epoch of the job, which
-    its workers share; what is read in a loop without a step is passed over.
+    data, which counts for no step, and the job hears nothing of it. With gradients on it is an epoch of the job,
+    which its workers share; what is read in a loop without a step is passed over.
 
     The data may be a map-style data set; a source of `syncline.data` (its arrays come as tensors, a `collate_fn` gets
     the arrays of the batch); or shards: a shard source, or an IterableDataset with a list `shards` that `__iter__`

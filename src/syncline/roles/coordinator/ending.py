@@ -34,6 +34,7 @@ class Ending:
             if outcome is None or self.ended_at is not None:
                 return
             self.ended_at = time.monotonic()
+            self._c.handing.end()
             endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()
             try:
                 self._c.keep()

@@ -25,6 +25,7 @@ from syncline.core.handing import (
     Uses,
 )
 from syncline.core.leasing import SHARD_POSITIONS, Leasing
+from syncline.core.ledger import Epoch
 from syncline.core.message import Done, Message
 from syncline.core.policy import policy_of
 from syncline.core.slices import Identity
@@ -202,16 +203,23 @@ class Handing:
 
     def _tell_finished(self) -> None:
         for name, number, epoch in self.leasing.forget_finished():
-            for suspect in epoch.aside:
-                where = f"positions {suspect.span.start} to {suspect.span.stop - 1}"
-                self._c.event(
-                    f"epoch {number + 1} of {name!r}: the samples at {where} were set aside: "
-                    f"{', '.join(suspect.workers)} died at them"
-                )
-            if epoch.num_passed_over:
-                self._c.event(
-                    f"epoch {number + 1} of {name!r}: {epoch.num_passed_over} samples were read and used in no step"
-                )
+            self._tell(f"epoch {number + 1} of {name!r}", epoch)
+
+    def _tell(self, which: str, epoch: Epoch) -> None:
+        for suspect in epoch.aside:
+            where = f"positions {suspect.span.start} to {suspect.span.stop - 1}"
+            workers = ", ".join(suspect.workers)
+            self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them")
+        if epoch.num_passed_over:
+            self._c.event(f"{which}: {epoch.num_passed_over} samples were read and used in no step")
+
+    def end(self) -> None:
+        """Under the lock: the job is over. What was set aside and passed over in its last epochs, finished or not."""
+        if self._leasing is not None:
+            self._tell_finished()
+            for name, epochs in self.leasing.state.epochs.items():
+                for number, epoch in epochs.items():
+                    self._tell(f"epoch {number + 1} of {name!r}", epoch)
 
     # -- answering ----------------------------------------------------------------------------------------
 
