@@ -159,10 +159,10 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cost_told(self) -> str:
         """What it cost that not everybody was waited for, in words."""
-        if not self.staleness_max and self.num_late:
-            return f"{self.num_late} commits were late, and counted for nothing"
-        damped = f"; gradients counted {self.damping_mean:.2f} in the mean" if self.damping_mean < 1 else ""
-        return f"staleness {self.staleness_mean:.2f} updates in the mean, {self.staleness_max} at most{damped}"
+        words = [f"staleness {self.staleness_mean:.2f} updates in the mean, {self.staleness_max} at most"]
+        words += [f"gradients counted {self.damping_mean:.2f} in the mean"] if self.damping_mean < 1 else []
+        words += [f"{self.num_late} commits were late, and counted for nothing"] if self.num_late else []
+        return "; ".join(words)
 
 
 def apply_seconds(servers: Sequence[ServerStats]) -> float:

@@ -8,7 +8,8 @@ import pathlib
 
 import pytest
 
-from syncline.cli.chaos import _duration, show, to_json
+from syncline.cli.chaos import show, to_json
+from syncline.cli.durations import duration
 from syncline.cli.reckoning import Kill, Look, reckon, times_of
 from syncline.cli.witness import Step, read_steps
 from syncline.errors import ConfigError
@@ -87,7 +88,7 @@ def test_a_record_that_was_cut_short(tmp_path: pathlib.Path) -> None:
 
 
 def test_durations() -> None:
-    assert [_duration("--every", text) for text in ("10s", "1.5m", "2", "1h")] == [10.0, 90.0, 2.0, 3600.0]
+    assert [duration("--every", text) for text in ("10s", "1.5m", "2", "1h")] == [10.0, 90.0, 2.0, 3600.0]
     for text in ("", "s", "soon", "-1s", "0", "nan"):
         with pytest.raises(ConfigError, match=r"--every .*: give a duration, e\.g\. 10s"):
-            _duration("--every", text)
+            duration("--every", text)
