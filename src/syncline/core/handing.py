@@ -42,7 +42,7 @@ class AskLease(Message, frozen=True):
     samples: int = 0
     seconds: float = 0.0
     waits: bool = False
-    newest: int = 0
+    newest: int | None = None
 
 
 class GivenLease(Message, frozen=True):
@@ -76,7 +76,7 @@ class LeaveEpoch(Message, frozen=True):
     epoch: int
     leases: list[tuple[int, int]]
     passed_over: list[Use]
-    newest: int = 0
+    newest: int | None = None
 
 
 class EndShard(Message, frozen=True):
