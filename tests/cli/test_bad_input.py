@@ -48,7 +48,10 @@ def refused(
         (["--policy", "sync:2", "train.py"], "policy = 'sync:2': there are sync"),
         (["-w", "0", "train.py"], "workers = 0: must be at least 1"),
         (["-s", "0", "train.py"], "servers = 0: must be at least 1"),
-        (["-w", "many", "train.py"], "-w 'many': give a number of workers, or the least and the most, e.g. 4 or 2:8"),
+        (
+            ["-w", "many", "train.py"],
+            "-w 'many': give a number of workers, or the least and the most, e.g. 4, 2:8 or auto",
+        ),
         (["-w", "8:2", "train.py"], "-w '8:2': give a number of workers, or the least and the most"),
         (["-w", "2:3", "-H", "a:2,b:2", "train.py"], "-w 2:3 and -H a:2,b:2 (4 workers) exclude each other"),
         (["--replicas", "2", "train.py"], "--replicas 2 needs two servers or more; this job has 1: say -s 2"),
@@ -116,7 +119,7 @@ def test_syncline_toml(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     for text, message in (
-        ("polcy = 'sync'", "unknown setting 'polcy'; there are: ack, bad_pushes, beat_seconds, bind"),
+        ("polcy = 'sync'", "unknown setting 'polcy'; there are: ack, "),
         ("workers = 'two'", "workers = 'two': Expected `int`, got `str`"),
         ("workers = ", "syncline.toml: Invalid value"),
     ):
