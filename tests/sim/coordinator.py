@@ -98,6 +98,8 @@ class Coordinator(Planning):
         if member is None:
             return
         self.world.note("evict", name, reason)
+        if member.role == "server":
+            self.job.ledger.server_losses.append(self.world.now)
         self.membership.evict(name, reason)
         self.keep()  # as far as the disk takes it
         if not self.is_alive:
@@ -107,9 +109,7 @@ class Coordinator(Planning):
         self.at_barrier.pop(name, None)
         self.is_dirty = True
         self.seeding = None
-        if member.role == "server":
-            self.job.ledger.server_losses.append(self.world.now)
-        else:
+        if member.role == "worker":
             self.departed = True
         if member.role == "server" or self.restoring is not None:
             self.attempt = self.restoring = None
@@ -314,7 +314,7 @@ class Coordinator(Planning):
             self._wait(0.2)
             return
         if "enter_one_server" in self.job.bugs:
-            first: Prepared = change._answers[change.servers[0]]
+            first: Prepared = change._answers[next(iter(change.servers))]
             turn = max([(change.stretch, 0), *(s.turn() for s in first.standings)])
             change.turn = lambda: turn  # type: ignore[method-assign]
         install, losses = self.deciding.install(change)

@@ -164,6 +164,8 @@ class Server:
     def hear(self, roster: Roster) -> None:
         """The coordinator tells who there is."""
         self._hosting.hear(roster.members, roster.seats)
+        if self._commits is not None and roster.generation >= self._commits.moved:
+            self._hosting.backups.are_all_told()
         if self._flow is not None:
             self._flow.num_servers = max(self._flow.num_servers, sum(m.role == "server" for m in roster.members))
         if self._commits is not None:
