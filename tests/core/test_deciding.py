@@ -174,6 +174,15 @@ def test_a_plan_is_taken_back_without_the_servers_that_are_gone() -> None:
     assert deciding.state.is_changing and deciding.moves
 
 
+def test_a_plan_that_a_death_has_taken_back_may_be_taken_back_once_more() -> None:
+    """A server dies in the moment in which the plan is found to have to wait."""
+    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
+    begun(deciding, Plan((), (Seat(0, "server-1", "server-0"),), "even"))
+    lose(deciding, "server-1")
+    deciding.take_back()
+    assert seats_of(deciding) == [("server-0", "")] and deciding.moves and deciding.state.is_changing
+
+
 # -- what is said of losses -------------------------------------------------------------------------------
 
 

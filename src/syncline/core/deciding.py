@@ -132,8 +132,8 @@ class Deciding:
 
     def take_back(self) -> None:
         """Somebody's open step could not be made anew just now: the plan waits. To be kept."""
-        assert self._before is not None
-        self._restore_seats(self._before)
+        if self._before is not None:  # else a server has died just now, and that took it back
+            self._restore_seats(self._before)
         self.moves = self.state.is_changing = self._server_is_out
 
     def _restore_seats(self, before: Mapping[int, Seat]) -> None:

@@ -72,6 +72,8 @@ class Changing:
         """Under the lock."""
         self._asking.pop(member.name, None)
         self._deciding.is_out(member)
+        # Also what nobody has only because a plan was taken back with it.
+        self._c.registering.slices_are_lost(self._c.membership.state.lost)
         self._wakes.notify_all()
 
     def member_has_left(self, name: str) -> None:
@@ -211,6 +213,7 @@ class Changing:
         if wanted is not None and change.num_orphans:
             with self._c.lock:
                 self._deciding.take_back()
+                self._c.registering.slices_are_lost(self._c.membership.state.lost)
                 self._c.keep()
             return _LATER_SECONDS
         self._install(change)
