@@ -33,8 +33,8 @@ def test_it_is_prepared_when_the_last_server_has_answered() -> None:
     one = change({"worker-1": 4})
     assert one.prepare().fenced == [("worker-1", 4)] and one.prepare().generation == 7
     assert not one.prepared("server-0", Prepared([], 0))
-    assert not one.prepared("server-0", Prepared([], [], 1)), "said again it is the same answer"
-    assert one.prepared("server-1", Prepared([], [], 2))
+    assert not one.prepared("server-0", Prepared([], 1)), "said again it is the same answer"
+    assert one.prepared("server-1", Prepared([], 2))
     assert one.num_orphans == 3
 
 

@@ -62,15 +62,15 @@ class Change:
         return sum(answer.num_orphans for answer in self._answers.values())
 
     def settle(self) -> list[tuple[str, int, int]]:
-        """Up to which clock a worker's commits count: the highest that any server has committed.
+        """Up to which clock a worker's commits count: the highest that any server has committed, or any copy has.
 
         Of the fenced ones; of all, where primaries change: what is staged does not move along with a slice.
         """
-        found = []
+        found, applied = [], self._applied()
         settled = {**self.staying, **self.fenced} if self.moves else self.fenced
         for name, incarnation in settled.items():
             clocks = [s.clock for s in self._standings() if (s.name, s.incarnation) == (name, incarnation)]
-            found.append((name, incarnation, max([self._applied().get((name, incarnation), 0), *clocks])))
+            found.append((name, incarnation, max([applied.get((name, incarnation), 0), *clocks])))
         return found
 
     def _applied(self) -> dict[Identity, int]:
