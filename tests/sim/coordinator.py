@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ATTEMPT_SECONDS = 0.35
 LOOK_SECONDS = 0.05
+#: Answers may come apart by this part of a hold; how often servers are asked for closer ones.
+APART, MOST_TIMES = 2 / 3, 5
 
 
 class Coordinator(Planning):
@@ -273,7 +275,7 @@ class Coordinator(Planning):
             change.stretch = 0
         if "forget_standings" in bugs:
             change.staying = {}
-        attempt = self.attempt = {"change": change, "installed": set(), "install": None, "plan": wanted}
+        attempt = self.attempt = {"change": change, "installed": set(), "install": None, "plan": wanted, "times": 0}
         self.is_dirty = False
         if self.state.lost:
             self._restore(attempt)
@@ -282,12 +284,17 @@ class Coordinator(Planning):
 
     def _prepare(self, attempt: dict[str, Any]) -> None:
         change: Change = attempt["change"]
-        for server in change.servers:
-            self.say(server, "prepare", change.prepare())
+        self._ask_all(attempt)
         if "release_early" in self.job.bugs and not self.job.is_new:
             self._finish(change)
             return
         self.after(ATTEMPT_SECONDS, lambda: self._give_up(attempt))
+
+    def _ask_all(self, attempt: dict[str, Any]) -> None:
+        """Asked once more where the answers come so far apart that the first hold may be over."""
+        attempt.update(asked=self.world.now, heard=set(), times=attempt["times"] + 1)
+        for server in attempt["change"].servers:
+            self.say(server, "prepare", attempt["change"].prepare())
 
     def _is_under_way(self, change: Change) -> bool:
         return self.attempt is not None and self.attempt["change"] is change
@@ -305,7 +312,13 @@ class Coordinator(Planning):
         change: Change = attempt["change"]
         if frame.name not in change.servers:
             return
-        if not change.prepared(frame.name, answer):
+        change.prepared(frame.name, answer)
+        attempt["heard"].add(frame.name)
+        if attempt["heard"] < set(change.servers):
+            return
+        apart = self.world.now - attempt["asked"] >= APART * self.job.scenario.hold_seconds
+        if apart and attempt["times"] < MOST_TIMES:
+            self._ask_all(attempt)
             return
         if attempt["plan"] is not None and change.num_orphans:
             self.attempt = None
