@@ -219,7 +219,11 @@ class Hosting:
     def _become_primary(self, seat: Seat) -> None:
         slot = self.slices.get(seat.slice)
         if slot is None:
-            slot = self.backups.promote(seat.slice) or self._arriving.pop(seat.slice, None)
+            slot = self._arriving.pop(seat.slice, None)
+            if slot is not None:
+                self.backups.take_out(seat.slice)  # it is hosted anew: a copy that no seat counted on is nothing
+            else:
+                slot = self.backups.promote(seat.slice)
             if slot is None:
                 self._log(f"slice {seat.slice} is said to be here, and is not")
                 return
