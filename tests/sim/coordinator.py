@@ -324,6 +324,8 @@ class Coordinator(Planning):
             self.attempt = None
             self.deciding.take_back()
             self.keep()
+            for server in change.servers:
+                self.say(server, "let_go", (change.generation,))
             self._wait(0.2)
             return
         if "enter_one_server" in self.job.bugs:

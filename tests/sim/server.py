@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from syncline.core.changes import MOVE_TIMES
 from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.members import Member
 from syncline.core.slices import SliceState, highest_clocks, least_clocks, life_of, reach_of
@@ -45,11 +46,16 @@ class Server(Host):
                 kept = {seat.primary, seat.backup}
                 hosted.targets = {life: name for life, name in hosted.targets.items() if name in kept}
                 hosted.sent.clear()  # said again, in the new generation
-        seconds = self.job.scenario.hold_seconds
+        seconds = self.job.scenario.hold_seconds * (MOVE_TIMES if change.moves else 1.0)
         self.hold_until = self.world.now + seconds
         self.preparing = (session, change)
         self.after(seconds + 1e-4, self._hold_ends)
         self.pump()
+
+    def on_let_go(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame) and self.prepared == frame.body[0] and self.installing is None:
+            self.hold_until = 0.0
+            self._hold_ends()
 
     def _hold_ends(self) -> None:
         if not self._holds():

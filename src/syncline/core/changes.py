@@ -18,6 +18,10 @@ from syncline.core.rounds import Standing, merged, next_turn
 from syncline.core.seats import Seat
 from syncline.core.slices import Identity, life_of
 
+#: Where primaries change a hold lasts so many times longer: who has installed the change drops what is open, so who
+#: has not must not go on meanwhile.
+MOVE_TIMES = 10.0
+
 
 class Loss(NamedTuple):
     """What is outside of what is promised: whose steps it is about, where that is known, and what, in words."""

@@ -212,7 +212,7 @@ class Host(Message, frozen=True):
 
 class Prepare(Message, frozen=True):
     """The next generation, on its way. The server refuses the fenced ones from now on, finishes what it has begun,
-    holds all commits, and answers how things stand; `Install` ends the hold, or a deadline does.
+    holds all commits, and answers how things stand; `Install` ends the hold, or `LetGo`, or a deadline.
 
     `seats` are those of the next generation, already kept by the coordinator: who has lost its backup there may
     acknowledge alone. `moves`: primaries change, and every open commit is to be made anew. `servers`, with their
@@ -224,6 +224,12 @@ class Prepare(Message, frozen=True):
     seats: list[Seat]
     moves: bool
     servers: list[tuple[str, int]] = []
+
+
+class LetGo(Message, frozen=True):
+    """The generation that was prepared is not to be for now: the hold is over. Not answered."""
+
+    generation: int
 
 
 class Prepared(Message, frozen=True):

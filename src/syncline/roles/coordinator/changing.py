@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from syncline import faults
 from syncline.core.changes import Change
-from syncline.core.control import Enter, Host, Prepared, Retire, SeedTo
+from syncline.core.control import Enter, Host, LetGo, Prepared, Retire, SeedTo
 from syncline.core.deciding import Deciding
 from syncline.core.members import Member
 from syncline.core.message import Done, Message
@@ -215,6 +215,9 @@ class Changing:
                 self._deciding.take_back()
                 self._c.registering.slices_are_lost(self._c.membership.state.lost)
                 self._c.keep()
+                endpoints = [self._c.endpoints[name] for name in change.servers if name in self._c.endpoints]
+            for endpoint in endpoints:
+                endpoint.mention(LetGo(change.generation))
             return _LATER_SECONDS
         self._install(change)
         faults.reach("change.installed")

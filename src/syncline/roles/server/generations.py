@@ -8,7 +8,8 @@ from collections.abc import Callable
 import msgspec
 
 from syncline import faults
-from syncline.core.control import Install, Leave, Prepare, Prepared
+from syncline.core.changes import MOVE_TIMES
+from syncline.core.control import Install, Leave, LetGo, Prepare, Prepared
 from syncline.core.message import Done
 from syncline.errors import FencedError, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Latch, Request
@@ -88,8 +89,14 @@ class Generations:
             answer = self._prepared(message)
         faults.reach("prepare.held")
         request.reply(answer)
-        hold.ended.wait(self._hold_seconds)
+        hold.ended.wait(self._hold_seconds * (MOVE_TIMES if message.moves else 1.0))
         self._end_by_itself(hold)
+
+    def let_go(self, message: LetGo) -> None:
+        """The coordinator has thought better of it."""
+        hold = self._hold
+        if hold is not None and hold.message.generation == message.generation:
+            hold.ended.set()
 
     def _check_newer(self, message: Prepare) -> None:
         newest = self._installed if self._hold is None else max(self._installed + 1, self._hold.message.generation)
