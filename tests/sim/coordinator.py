@@ -365,7 +365,8 @@ class Coordinator(Planning):
             return
         self.attempt, self.released = None, change.generation
         places = self.deciding.finish(change)
-        self.job.is_new = False
+        if self.job.is_new:
+            self.job.is_new, self.job.first_generation = False, change.generation
         self.job.released(self, change)
         for name in self.links:
             self._tell(name)

@@ -183,7 +183,7 @@ class Server(Host):
                     del self.hosted[seat.slice]
                 continue
             if seat.slice not in self.hosted:
-                if not self.job.is_new:
+                if not self.job.is_new and change.generation > self.job.first_generation:
                     self.job.ledger.fail(f"{self.life} gets slice {seat.slice}, which it does not have")
                 self.hosted[seat.slice] = Hosted()
             hosted = self.hosted[seat.slice]
