@@ -168,7 +168,8 @@ class Job:
         members = self._hearing.rosters.newest.members
         num_local = sum(member.role == "worker" and member.host == self._me.host for member in members)
         num_gpus = torch.cuda.device_count() if torch is not None else 0
-        return f"cuda:{self.local_rank}" if num_gpus >= num_local else "cpu"
+        # Those who have finished keep their ranks, and are no members any more.
+        return f"cuda:{self.local_rank}" if num_gpus >= max(num_local, self.local_rank + 1) else "cpu"
 
     def notice(self, text: str) -> None:
         """Tells the user something, once; in a job of several workers the chief speaks for all."""
