@@ -1,7 +1,11 @@
 """LeNet on Fashion-MNIST, in one process or in many: `syncline run -w 2 -s 1 examples/fashion_mnist.py`."""
 
 import argparse
+import contextlib
+import math
+import os
 import pathlib
+import time
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +38,21 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
     return (answers == labels).float().mean().item()
 
 
+def deadline(folder: pathlib.Path, seconds: float) -> float:
+    """So long after the first worker of this run came here."""
+    mark = folder / f"began-{os.getppid()}"  # the launcher's own: one per run
+    with contextlib.suppress(FileExistsError):
+        mark.open("x").close()
+    return mark.stat().st_mtime + seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64, help="of each worker")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, help="ends the training after so long, for all lives of all workers")
     parser.add_argument("--out", type=pathlib.Path, help="model file; default: model.pt in the job's folder")
     args = parser.parse_args()
 
@@ -48,8 +61,11 @@ def main() -> None:
     model = lenet().to(job.device)
     opt = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=args.lr), model=model)
     loader = DataLoader(TensorDataset(*load(train=True)), args.batch_size, shuffle=True, seed=args.seed)
+    until = deadline(job.folder, args.seconds) if args.seconds else math.inf
     for _ in range(args.epochs):
         for x, y in loader:
+            if time.time() > until:
+                break
             loss = F.cross_entropy(model(x.to(job.device)), y.to(job.device))
             loss.backward()
             opt.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from syncline.core.changes import Change
 from syncline.core.control import Prepared
-from syncline.core.rounds import ERA, Standing
+from syncline.core.rounds import ERA, Standing, apart
 from syncline.core.seats import Seat
 
 
@@ -17,7 +17,7 @@ def change(
     stretch: int = 0,
 ) -> Change:
     return Change(
-        7, ["server-1", "server-0"], fenced=fenced or {}, entering=entering or {}, seats=[Seat(0, "server-0")],
+        7, {"server-1": 8, "server-0": 5}, fenced=fenced or {}, entering=entering or {}, seats=[Seat(0, "server-0")],
         moves=moves, staying=staying, stretch=stretch,
     )  # fmt: skip
 
@@ -32,52 +32,97 @@ def answered(one: Change, *answers: Prepared) -> Change:
 def test_it_is_prepared_when_the_last_server_has_answered() -> None:
     one = change({"worker-1": 4})
     assert one.prepare().fenced == [("worker-1", 4)] and one.prepare().generation == 7
-    assert not one.prepared("server-0", Prepared([], [], 0))
-    assert not one.prepared("server-0", Prepared([], [], 1)), "said again it is the same answer"
-    assert one.prepared("server-1", Prepared([], [], 2))
+    assert not one.prepared("server-0", Prepared([], 0))
+    assert not one.prepared("server-0", Prepared([], 1)), "said again it is the same answer"
+    assert one.prepared("server-1", Prepared([], 2))
     assert one.num_orphans == 3
 
 
 def test_what_any_server_has_committed_counts_on_all() -> None:
     here, there = Standing("worker-1", 4, clock=9), Standing("worker-1", 4, clock=8)
-    one = answered(change({"worker-1": 4}), Prepared([here], [], 0), Prepared([there], [("worker-1", 4, 9)], 0))
-    assert one.settle() == [("worker-1", 4, 9)] and one.unsettled() == []
+    one = answered(change({"worker-1": 4}), Prepared([here], 0), Prepared([there], 0))
+    assert one.settle() == [("worker-1", 4, 9)]
 
 
-def test_a_step_that_cannot_be_settled_is_told() -> None:
-    here, there = Standing("worker-1", 4, clock=9), Standing("worker-1", 4, clock=8)
-    one = answered(change({"worker-1": 4}), Prepared([here], [], 0), Prepared([there], [("worker-1", 4, 8)], 0))
-    assert [loss.text for loss in one.unsettled()] == ["step 9 of worker-1 is on some servers and not on server-1"]
+def test_what_is_on_any_copy_counts_on_all() -> None:
+    """Whoever committed it has given the slice away since: a change was installed by some servers only."""
+    copy = Prepared([], 0, [("worker-1", 4, 9)])
+    one = answered(change({"worker-1": 4}), copy, Prepared([Standing("worker-1", 4, clock=8)], 0))
+    assert one.settle() == [("worker-1", 4, 9)]
+    moved = answered(change(staying={"worker-1": 4}, moves=True), copy, Prepared([], 0))
+    assert moved.settle() == [("worker-1", 4, 9)], "it may die before it has made that anew"
+
+
+def test_who_is_the_primary_of_nothing_is_not_asked_where_workers_stand() -> None:
+    """It hears no commits: what it knows is from the last time that primaries changed, and was dropped since."""
+    was = Prepared([Standing("worker-1", 4, clock=9, stretch=7, position=9)], 0, is_primary=False)
+    now = Prepared([Standing("worker-1", 4, clock=8, position=8)], 0)
+    one = answered(change({"worker-1": 4}, {"worker-5": 9}), was, now)
+    assert one.settle() == [("worker-1", 4, 8)] and one.turn() == (0, 8) and one.back_at() == 8
+
+
+def test_before_anything_is_registered_all_are_heard() -> None:
+    one = Change(7, {"server-0": 5}, fenced={}, entering={"worker-5": 9}, seats=[], moves=False)
+    one.prepared("server-0", Prepared([Standing("worker-1", 4, stretch=3)], 0, is_primary=False))
+    assert one.turn() == (3, 0)
+
+
+def lost(*answers: Prepared, staying: dict[str, int] | None = None) -> list[str]:
+    return [loss.text for loss in answered(change({}, staying=staying, moves=True), *answers).torn()]
+
+
+def test_a_step_that_some_slices_cannot_come_to_is_told() -> None:
+    """The promoted backup has a step of the dead worker, or is still to get it from one that lives, or not."""
+    here = Prepared([], 0, [("worker-1", 4, 9)], [("worker-1", 4, 9, "server-0#5")])
+
+    def there(clock: int, primary: str) -> Prepared:
+        return Prepared([], 0, [("worker-1", 4, 8)], [("worker-1", 4, clock, primary)])
+
+    told = ["step 9 of worker-1 is on some slices and not on others"]
+    assert lost(here, there(9, "server-2#7")) == []
+    assert lost(here, there(8, "server-0#5")) == []
+    assert lost(here, there(8, "server-2#7")) == told
+    assert lost(here, there(8, "server-1#8")) == told, "its own slices"
+    assert lost(here, there(8, "server-0#3")) == told, "another life of that name has come, with nothing"
+    assert lost(here, there(8, "server-2#7"), staying={"worker-1": 4}) == [], "it lives, and makes it anew"
 
 
 def test_another_incarnation_of_the_name_is_not_settled() -> None:
     old, new = Standing("worker-1", 4, clock=9), Standing("worker-1", 6, clock=2)
-    one = answered(change({"worker-1": 4}), Prepared([old], [], 0), Prepared([new], [], 0))
+    one = answered(change({"worker-1": 4}), Prepared([old], 0), Prepared([new], 0))
     assert one.settle() == [("worker-1", 4, 9)]
 
 
 def test_where_primaries_change_the_steps_of_all_are_settled() -> None:
     """Staged bytes do not move along with a slice: a worker that dies right after must not be on some slices only."""
     here, there = Standing("worker-0", 2, clock=5), Standing("worker-0", 2, clock=4)
-    one = answered(change(staying={"worker-0": 2}, moves=True), Prepared([here], [], 0), Prepared([there], [], 0))
+    one = answered(change(staying={"worker-0": 2}, moves=True), Prepared([here], 0), Prepared([there], 0))
     assert one.settle() == [("worker-0", 2, 5)]
-    assert one.unsettled() == [], "it lives, and makes it anew"
-    still = answered(change(staying={"worker-0": 2}), Prepared([here], [], 0), Prepared([there], [], 0))
+    still = answered(change(staying={"worker-0": 2}), Prepared([here], 0), Prepared([there], 0))
     assert still.settle() == []
 
 
 def test_those_who_enter_begin_after_the_highest_round_that_any_server_has_opened() -> None:
     here, there = Standing("worker-0", 2, clock=5, stretch=1, stretch_began=3), Standing("worker-0", 2, clock=4)
-    one = answered(change(entering={"worker-5": 9}), Prepared([there], [], 0), Prepared([here], [], 0))
+    one = answered(change(entering={"worker-5": 9}), Prepared([there], 0), Prepared([here], 0))
     (entered,) = one.install([]).standings
     assert (entered.name, entered.incarnation, entered.clock) == ("worker-5", 9, 0)
     assert entered.turn() == (1, 2), "its first commit is the third of stretch 1"
 
 
+def test_those_who_enter_are_not_beside_one_that_goes_on_by_itself() -> None:
+    """It came late to a barrier: here it is back already, and there still away, where no round waits for it."""
+    others = Standing("worker-1", 2, clock=3, stretch=ERA, away=True)
+    back = Standing("worker-2", 7, clock=2, stretch=apart(ERA, 7), stretch_began=1)
+    away = Standing("worker-2", 7, clock=1, stretch=ERA, away=True)
+    one = answered(change(entering={"worker-5": 9}), Prepared([others, back], 0), Prepared([others, away], 0))
+    assert one.turn() == (ERA, 3)
+
+
 def test_those_who_enter_behind_a_barrier_are_in_the_new_era() -> None:
     """The first commit from behind the barrier may not be there yet, and levels everyone when it comes."""
     old = Standing("worker-0", 2, clock=5, away=True)
-    one = answered(change(entering={"worker-5": 9}, stretch=ERA), Prepared([old], [], 0), Prepared([old], [], 0))
+    one = answered(change(entering={"worker-5": 9}, stretch=ERA), Prepared([old], 0), Prepared([old], 0))
     assert one.turn() == (ERA, 0) and one.standings()[0].turn() == (ERA, 0)
 
 
@@ -85,7 +130,7 @@ def test_those_who_enter_stand_beside_the_slowest() -> None:
     here = [Standing("worker-0", 2, position=8), Standing("worker-1", 3, position=6)]
     there = [Standing("worker-0", 2, position=9), Standing("worker-1", 3, position=7)]
     fenced = Standing("worker-2", 5, position=1, fenced=True)
-    one = answered(change(entering={"worker-5": 9}), Prepared([*here, fenced], [], 0), Prepared(there, [], 0))
+    one = answered(change(entering={"worker-5": 9}), Prepared([*here, fenced], 0), Prepared(there, 0))
     assert one.back_at() == 7 and one.standings()[0].position == 7
 
 
@@ -94,14 +139,14 @@ def test_where_primaries_change_everyone_is_told_of_everyone() -> None:
     left = Standing("worker-2", 4, clock=1, left=True)
     one = answered(
         change({"worker-1": 3}, staying={"worker-0": 2}, moves=True),
-        Prepared([stay, out, left], [], 0),
-        Prepared([Standing("worker-0", 2, clock=4)], [], 0),
+        Prepared([stay, out, left], 0),
+        Prepared([Standing("worker-0", 2, clock=4)], 0),
     )
     assert one.standings() == [stay]
 
 
 def test_whom_no_server_knows_any_more_stays_nevertheless() -> None:
     """The only server of a job died with all standings: they live, and the next one must take their commits."""
-    one = answered(change(staying={"worker-0": 2}, moves=True), Prepared([], [], 0), Prepared([], [], 0))
+    one = answered(change(staying={"worker-0": 2}, moves=True), Prepared([], 0), Prepared([], 0))
     (found,) = one.standings()
     assert (found.name, found.incarnation, found.stretch) == ("worker-0", 2, -1)

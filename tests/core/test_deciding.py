@@ -81,7 +81,7 @@ def test_whoever_enters_gets_one_place_however_often_it_asks() -> None:
     change = begun(deciding)
     assert change.entering == {"worker-2": member.incarnation} and "worker-2" not in change.staying
     for server in change.servers:
-        change.prepared(server, Prepared([Standing("worker-0", 3, clock=5, stretch=2, stretch_began=1)], [], 0))
+        change.prepared(server, Prepared([Standing("worker-0", 3, clock=5, stretch=2, stretch_began=1)], 0))
     deciding.settle(change)
     assert deciding.finish(change) == {"worker-2": Entered(2, 0)}
     assert deciding.enter("worker-2", member.incarnation) == Entered(2, 0)
@@ -174,30 +174,13 @@ def test_a_plan_is_taken_back_without_the_servers_that_are_gone() -> None:
     assert deciding.state.is_changing and deciding.moves
 
 
-# -- who is heard -----------------------------------------------------------------------------------------
-
-
-def test_a_primary_of_nothing_is_not_asked_where_workers_stand() -> None:
-    """It hears no commits: what it knows is from the last time that primaries changed."""
+def test_a_plan_that_a_death_has_taken_back_may_be_taken_back_once_more() -> None:
+    """A server dies in the moment in which the plan is found to have to wait."""
     deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
-    assert carried_out(deciding).silent == {"server-1"}
-    lose(deciding, "server-0")
-    assert begun(deciding).silent == {"server-1"}, "promoted, and not told so yet"
-    assert begun(deciding).silent == set(), "it may have been told by now"
-
-
-def test_who_got_slices_by_a_registration_is_heard() -> None:
-    deciding = formed(Seat(0, "server-0"))
-    assert carried_out(deciding).silent == {"server-1"}
-    deciding.state.seats[1] = Seat(1, "server-1")
-    assert begun(deciding).silent == set()
-
-
-def test_after_a_coordinator_s_death_everybody_is_heard() -> None:
-    deciding = formed(Seat(0, "server-0"))
-    deciding.resume()
-    assert carried_out(deciding).silent == set()
-    assert begun(deciding).silent == {"server-1"}
+    begun(deciding, Plan((), (Seat(0, "server-1", "server-0"),), "even"))
+    lose(deciding, "server-1")
+    deciding.take_back()
+    assert seats_of(deciding) == [("server-0", "")] and deciding.moves and deciding.state.is_changing
 
 
 # -- what is said of losses -------------------------------------------------------------------------------
@@ -210,26 +193,11 @@ def losses(deciding: Deciding, *answers: Prepared) -> list[str]:
     return [loss.text for loss in deciding.install(change)[1]]
 
 
-def test_where_servers_say_what_their_slices_have_the_report_is_exact() -> None:
-    """The promoted backup has a step of the dead worker, or is still to get it, or not: only the last is a loss."""
-    lost = ["step 5 of worker-1 is on some slices and not on others"]
-    for least, primary, text in (
-        (5, "server-2", []),
-        (4, "server-0", []),
-        (4, "server-2", lost),
-        (4, "server-1", lost),
-    ):
-        deciding = formed(Seat(0, "server-0", "server-2"), Seat(1, "server-1", "server-0"), servers=3, replicas=2)
-        lose(deciding, "server-2")
-        lose(deciding, "worker-1")
-        incarnation = deciding.state.fencing["worker-1"][0]
-        here = Prepared([], [], 0, [("worker-1", incarnation, 5, 5, "server-0")])
-        there = Prepared([], [], 0, [("worker-1", incarnation, 4, least, primary)])
-        assert losses(deciding, here, there) == text
-
-
-def test_where_they_do_not_what_may_be_lost_is_said() -> None:
-    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
-    lose(deciding, "server-1")
+def test_what_is_lost_is_said_once() -> None:
+    """Slices remember for as long as they are there, and every change looks at them."""
+    deciding = formed(Seat(0, "server-0"), Seat(1, "server-1"))
     lose(deciding, "worker-1")
-    assert losses(deciding, Prepared([], [], 0)) == ["the last step of worker-1 may lack what server-1 had of it"]
+    here = Prepared([], 0, [("worker-1", 4, 5)], [("worker-1", 4, 5, "server-0#1")])
+    there = Prepared([], 0, [("worker-1", 4, 4)], [("worker-1", 4, 4, "server-1#2")])
+    assert losses(deciding, here, there) == ["step 5 of worker-1 is on some slices and not on others"]
+    assert losses(deciding, here, there) == []

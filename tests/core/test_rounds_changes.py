@@ -68,6 +68,19 @@ def test_a_settled_step_in_an_open_round_is_an_orphan_and_counts_with_the_round(
     assert "worker-1" not in rounds.standings
 
 
+def test_an_orphan_is_one_also_when_a_later_life_has_taken_its_place() -> None:
+    """Were it not counted, a plan would move slices under it, and it would be on some of them only."""
+    rounds = rounds_of("sync", 3)
+    commit(rounds, 1, 1)
+    rounds.fence("worker-1", 11)
+    rounds.leave_fenced("worker-1", 11)
+    rounds.enter(Standing("worker-1", 20, stretch_began=-1))
+    assert rounds.num_orphans() == 1 and rounds.reach("worker-1", 11) == 1 and rounds.reach("worker-1", 20) == 0
+    commit(rounds, 0, 1)
+    assert items(commit(rounds, 2, 1)) == [("0@1", "1@1", "2@1")]
+    assert rounds.num_orphans() == 0
+
+
 def test_a_fence_of_an_earlier_incarnation_does_not_touch_a_later_one() -> None:
     rounds = rounds_of("sync", 2)
     rounds.fence("worker-1", 9)

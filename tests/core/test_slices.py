@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.slices import Copy, SliceState, freshest, least_clocks, num_revoked
+from syncline.core.slices import Copy, SliceState, freshest, highest_clocks, least_clocks, num_revoked, reach_of
 from syncline.errors import ProtocolError
 
 ONE, TWO = ("worker-0", 3), ("worker-1", 4)
@@ -142,3 +142,20 @@ def test_the_word_of_another_about_somebody_s_clock_is_not_what_it_was_told() ->
 def test_revoked_is_what_was_acknowledged_beyond_the_copies() -> None:
     assert num_revoked([Copy(1, 8, {}, 9), Copy(2, 4, {}, 8)]) == 4
     assert num_revoked([]) == 0
+
+
+def test_how_far_slices_come_with_the_steps_of_those_who_are_out() -> None:
+    """Its own come to what is staged; a slice that has come since a worker was fenced lacks nothing of it."""
+    out, old = ("worker-1", 4), ("worker-2", 5)
+    mine = SliceState(clocks={out: 6, old: 3}, fences={"worker-2": 5})
+    new = SliceState(clocks={out: 6})
+    promoted = SliceState(clocks={out: 5, old: 2}, fences={"worker-2": 5})
+    states = {"server-0#1": [mine, new], "server-1#2": [promoted]}
+    staged = {out: 7, old: 0}
+    assert reach_of(states, "server-0#1", [out], lambda who: staged[who]) == [
+        ("worker-1", 4, 7, "server-0#1"),
+        ("worker-1", 4, 5, "server-1#2"),
+        ("worker-2", 5, 3, "server-0#1"),
+        ("worker-2", 5, 2, "server-1#2"),
+    ]
+    assert highest_clocks(state.clocks for state in (mine, new, promoted)) == {out: 6, old: 3}

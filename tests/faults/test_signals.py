@@ -63,7 +63,6 @@ def test_sigterm_lets_a_worker_finish_its_step_and_a_server_hand_over_its_slices
     assert not job.evicted() and "revoked" not in output, output
 
 
-@pytest.mark.xfail(reason="a beat between its removal and the answer to Retire is refused, and it ends as evicted")
 def test_a_server_that_has_left_is_not_started_again(hurt: Callable[..., Any], tmp_path: pathlib.Path) -> None:
     """It beats until its process ends: such a beat comes after the coordinator has let it go, and is no offence."""
     (tmp_path / "syncline.toml").write_text("beat_seconds = 0.003\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import queue
 import random
 import socket
 import threading
@@ -19,7 +20,7 @@ from syncline.core.traffic import Pull, Upload
 from syncline.errors import ConfigError, ConnectionLost, FrameError, TokenError, VersionError
 from syncline.net import frame, handshake, tcp
 from syncline.net.frame import Header
-from syncline.net.transport import Peer, buffer_of
+from syncline.net.transport import Connection, Peer, buffer_of
 
 Make = Callable[..., Any]
 SECONDS = 20.0
@@ -202,9 +203,15 @@ def test_too_many_open_files_do_not_end_the_listener(host: Make) -> None:
     there = host()
     here, other = socket.socketpair()
 
+    ready, end = socket.socketpair()
+    end.send(b"x")  # somebody is always waiting to be accepted
+
     class Crowded:
         def __init__(self) -> None:
             self.turns = [OSError(errno.EMFILE, "Too many open files")] * 2 + [(here, None), OSError(errno.EBADF, "")]
+
+        def fileno(self) -> int:
+            return ready.fileno()
 
         def accept(self) -> Any:
             turn = self.turns.pop(0)
@@ -333,3 +340,20 @@ def test_a_payload_that_does_not_fit_its_message_is_refused(host: Make) -> None:
     at_two.most_bytes = 10
     send(one, Upload(0, [1]), b"x" * 11)
     assert "FrameError: a payload of 11 bytes does not fit its message" in at_two.end()
+
+
+def test_a_listener_that_closes_leaves_a_shared_socket_to_the_others() -> None:
+    """A coordinator that was replaced must not take the socket with it, on which the next one listens."""
+    sock = tcp.bind("127.0.0.1", 0)
+    log: list[str] = []
+    identity = tcp.Identity("job-1", bytes(range(32)), Peer("coordinator", "coordinator", 0))
+    accepted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    first = tcp.Listener(identity, lambda connection: None, sock=sock.dup(), log=log.append)
+    second = tcp.Listener(identity, accepted.put, sock=sock.dup(), log=log.append)
+    first.close()
+    sock.close()
+    me = tcp.Identity("job-1", bytes(range(32)), Peer("worker", "worker-0", 3))
+    connection = tcp.connect_tcp("127.0.0.1", second.address.port, me, 5.0)
+    assert accepted.get(timeout=5.0).peer.name == "worker-0"
+    connection.close()
+    second.close()

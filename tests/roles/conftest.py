@@ -243,8 +243,9 @@ class House:
             for m in self.members
             if m.role == "worker" and fenced.get(m.name) != m.incarnation and m.name not in (entering or {})
         }
+        servers = {m.name: m.incarnation for m in self.members if m.name in self.servers}
         return Change(
-            self.generation, list(self.servers), fenced=fenced, entering=entering or {},
+            self.generation, servers, fenced=fenced, entering=entering or {},
             seats=list(self.seats.values()), moves=moves, staying=staying,
         )  # fmt: skip
 

@@ -83,7 +83,8 @@ class Played:
         self.held: list[Request] = []
         self.holds: set[type[Message]] = set()  # not answered until the test does
         self.standings: list[Standing] = []
-        self.staged: list[tuple[str, int, int]] = []
+        self.clocks: list[tuple[str, int, int]] = []
+        self.reach: list[tuple[str, int, int, str]] = []
         self.copies: list[Copy] = []
         self.uses: list[tuple[int, int, int]] = []
         self.gives_back: list[tuple[int, int]] = []
@@ -110,7 +111,8 @@ class Played:
         if type(message) in self.holds:
             self.held.append(request)
         elif isinstance(message, Prepare):
-            request.reply(Prepared([msgspec.structs.replace(s) for s in self.standings], self.staged, 0))
+            standings = [msgspec.structs.replace(s) for s in self.standings]
+            request.reply(Prepared(standings, 0, self.clocks, self.reach))
         elif isinstance(message, AskCopies):
             request.reply(GivenCopies([c for c in self.copies if c.slice in message.slices]))
         elif isinstance(message, AskUses):

@@ -32,6 +32,7 @@ from syncline.core.control import (
 from syncline.core.message import Done
 from syncline.core.rounds import Standing
 from syncline.core.seats import Seat, protection
+from syncline.core.slices import life_of
 from syncline.errors import ConnectionLost, FencedError
 from syncline.net.memory import pair
 from syncline.net.rpc import Endpoint, Stamp
@@ -66,7 +67,6 @@ def test_a_step_that_one_server_committed_is_settled_on_all(jobs: Any) -> None:
     worker = job["worker-1"]
     job["server-0"].standings = [Standing("worker-0", 3, clock=4), Standing("worker-1", worker.incarnation, clock=5)]
     job["server-1"].standings = [Standing("worker-0", 3, clock=4), Standing("worker-1", worker.incarnation, clock=4)]
-    job["server-1"].staged = [("worker-1", worker.incarnation, 5)]
     job.kill("worker-1")
     until(lambda: bool(job["server-1"].all(Install)), "installed")
     for server in ("server-0", "server-1"):
@@ -77,8 +77,10 @@ def test_a_step_that_one_server_committed_is_settled_on_all(jobs: Any) -> None:
 def test_a_step_that_cannot_be_settled_is_said(jobs: Any) -> None:
     job = jobs().begin()
     worker = job["worker-1"]
-    job["server-0"].standings = [Standing("worker-1", worker.incarnation, clock=5)]
-    job["server-1"].standings = [Standing("worker-1", worker.incarnation, clock=4)]
+    for server, clock in (("server-0", 5), ("server-1", 4)):
+        life = life_of(server, job[server].incarnation)
+        job[server].clocks = [("worker-1", worker.incarnation, clock)]
+        job[server].reach = [("worker-1", worker.incarnation, clock, life)]
     job.kill("worker-1")
     until(lambda: any("outside of what is promised" in line for line in job.log), "said")
 

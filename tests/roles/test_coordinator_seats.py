@@ -52,7 +52,7 @@ def test_a_lost_server_s_slices_are_their_backups_and_kept_so_before_anyone_is_t
     assert job["server-0"].all(Prepare)[0].moves
     assert not job["worker-0"].all(Roster)
     job["server-0"].holds.clear()
-    job["server-0"].held[0].reply(Prepared(job["server-0"].standings, [], 0))
+    job["server-0"].held[0].reply(Prepared(job["server-0"].standings, 0))
     until(lambda: bool(job["worker-0"].all(Roster)), "the workers are told")
     assert {seat.primary for seat in job["worker-0"].all(Roster)[-1].seats} == {"server-0"}
 

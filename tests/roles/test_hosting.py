@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,13 @@ import torch
 
 from syncline import Rule, RuleError
 from syncline.client.job import Job
+from syncline.core.control import Host, SeedTo
+from syncline.core.seats import Seat
+from syncline.core.traffic import Upload
+from syncline.net.transport import buffer_of
 from syncline.testing import local_job
+
+from .conftest import WAIT, House
 
 SGD = Rule("SGD", lr=1.0)
 
@@ -72,3 +79,24 @@ def test_halves_are_summed_in_single_precision(dtype: torch.dtype) -> None:
     with local_job(workers=3) as jobs:
         out = jobs.run(work)
     assert all((x == (86.0 if dtype is torch.bfloat16 else 40000.0)).all() for x in out)
+
+
+def test_a_slice_that_is_hosted_anew_is_where_workers_read_it(make_house: Callable[..., House]) -> None:
+    """A copy of it is here too, on which no seat counted when its primary died: nobody is to read that one."""
+    house = make_house(2, 1, replicas=2)
+    segment = house.register({"w": np.zeros(64, np.float32)})
+    number = house.parts("server-1")[0].id
+    target = next(member for member in house.members if member.name == "server-0")
+    house.tell("server-1", SeedTo([number], target)).wait(WAIT)
+    house.kill("server-1")
+    house.members = [member for member in house.members if member.name != "server-1"]
+    house.tell("server-0", Host(segment, [number])).wait(WAIT)
+    values = buffer_of(np.full(list(house.registry.layout.slices())[number].num_bytes, 1, np.uint8))
+    chief = house.workers["worker-0"]
+    chief.ask("server-0", Upload(0, [number]), buffers=[values], payload_bytes=len(values)).wait(WAIT)
+    house.carry_out(seats=[Seat(part.id, "server-0") for part in segment.slices], moves=True)
+    hosting = house.servers["server-0"]._hosting
+    block, _ = hosting.blocks._places[number]
+    assert np.shares_memory(hosting.blocks._blocks[block].memory.array, hosting.slices[number].memory)
+    assert (hosting.slices[number].memory == 1).all()
+    assert number not in hosting.backups.backups

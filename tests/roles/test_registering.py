@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.roles.played import Played, jobs, until
 
-from syncline.core.control import Host, Register, Registered, Rejoin, Roster, SeedTo, Uploaded
+from syncline.core.control import Host, Prepare, Register, Registered, Rejoin, Roster, SeedTo, Uploaded
 from syncline.core.layout import Parameter
 from syncline.core.message import Done
 from syncline.core.rule import Rule
@@ -72,6 +72,20 @@ def test_so_are_values_whose_server_dies_before_they_have_a_backup(jobs: Any) ->
     hold(job["server-1"], SeedTo)
     call = chief.endpoint.call(Uploaded(0))
     until(lambda: bool(job["server-1"].held), "being seeded")
+    job.kill("server-1")
+    check_it_is_uploaded_again(chief, call.wait(10.0))
+    assert job.disk.last.ready == [0]
+
+
+def test_so_are_values_whose_server_dies_while_their_backups_are_given_seats(jobs: Any) -> None:
+    """The plan is taken back, and with it the backups: nobody has the values, whatever the seats said just before."""
+    job = jobs(replicas=2, slice_bytes=4096).begin()
+    chief = job["worker-0"]
+    assert chief.ask(registration()).upload == 0
+    hold(job["server-0"], Prepare)
+    call = chief.endpoint.call(Uploaded(0))
+    until(lambda: bool(job["server-0"].held), "prepared")
+    job["server-0"].holds.clear()
     job.kill("server-1")
     check_it_is_uploaded_again(chief, call.wait(10.0))
     assert job.disk.last.ready == [0]

@@ -7,17 +7,17 @@ at 0.
 from __future__ import annotations
 
 BUGS: dict[str, tuple[str, int]] = {
-    "skip_fence": ("an evicted worker is let out of the rounds, and its commits still count", 335),
-    "early_ack": ("the primary applies and answers before its backup has the update", 3),
+    "skip_fence": ("an evicted worker is let out of the rounds, and its commits still count", 448),
+    "early_ack": ("the primary applies and answers before its backup has the update", 8),
     "clocks_apart": ("a seed brings parameters without their clocks", 3),
     "reuse_incarnation": ("a process that comes back gets the number that its name had before", 5),
     "release_early": ("rounds and places are given to others before every server has the fence", 0),
     "promote_unkept": ("a promotion is carried out without being in the journal", 367),
     "no_settle": ("a fenced worker's step that one server has committed is not settled on the others", 8),
-    "commit_early": ("a step is committed on one server before all have it staged", 93),
+    "commit_early": ("a step is committed on one server before all have it staged", 94),
     "no_generation": ("generations are told before they are in the journal", 367),
-    "accept_old_term": ("the word of a coordinator that was replaced counts, and its writes too", 55),
-    "accept_stale_generation": ("servers take commits of a generation that is over", 4),
+    "accept_old_term": ("the word of a coordinator that was replaced counts, and its writes too", 131),
+    "accept_stale_generation": ("servers take commits of a generation that is over", 34),
     "alone_without_word": ("a primary whose backup is gone goes on alone without the coordinator's word", 122),
     "redo_new_clock": ("an open step is made anew under a new clock", 0),
     "forget_open": ("a commit that is repeated while its round is open counts twice", 3),
@@ -25,7 +25,7 @@ BUGS: dict[str, tuple[str, int]] = {
     "no_tail": ("a new backup gets a copy, and not the updates that follow", 4),
     "copy_without_clocks": ("a slice comes back from a copy without its clocks", 4),
     "copy_by_name": ("a copy's clocks do not say of which incarnation they are", 170),
-    "accept_stale_replica": ("a backup takes updates of a primary that was replaced", 215),
+    "accept_stale_replica": ("a backup takes updates of a primary that was replaced", 476),
     "settle_fenced_only": (
         "where primaries change only the fenced are settled: rounds come out differently, dying workers are torn",
         8,

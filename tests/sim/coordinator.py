@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ATTEMPT_SECONDS = 0.35
 LOOK_SECONDS = 0.05
+#: Answers may come apart by this part of a hold; how often servers are asked for closer ones.
+APART, MOST_TIMES = 2 / 3, 5
 
 
 class Coordinator(Planning):
@@ -98,6 +100,8 @@ class Coordinator(Planning):
         if member is None:
             return
         self.world.note("evict", name, reason)
+        if member.role == "server":
+            self.job.ledger.server_losses.append(self.world.now)
         self.membership.evict(name, reason)
         self.keep()  # as far as the disk takes it
         if not self.is_alive:
@@ -107,9 +111,7 @@ class Coordinator(Planning):
         self.at_barrier.pop(name, None)
         self.is_dirty = True
         self.seeding = None
-        if member.role == "server":
-            self.job.ledger.server_losses.append(self.world.now)
-        else:
+        if member.role == "worker":
             self.departed = True
         if member.role == "server" or self.restoring is not None:
             self.attempt = self.restoring = None
@@ -273,7 +275,7 @@ class Coordinator(Planning):
             change.stretch = 0
         if "forget_standings" in bugs:
             change.staying = {}
-        attempt = self.attempt = {"change": change, "installed": set(), "install": None, "plan": wanted}
+        attempt = self.attempt = {"change": change, "installed": set(), "install": None, "plan": wanted, "times": 0}
         self.is_dirty = False
         if self.state.lost:
             self._restore(attempt)
@@ -282,12 +284,17 @@ class Coordinator(Planning):
 
     def _prepare(self, attempt: dict[str, Any]) -> None:
         change: Change = attempt["change"]
-        for server in change.servers:
-            self.say(server, "prepare", change.prepare())
+        self._ask_all(attempt)
         if "release_early" in self.job.bugs and not self.job.is_new:
             self._finish(change)
             return
         self.after(ATTEMPT_SECONDS, lambda: self._give_up(attempt))
+
+    def _ask_all(self, attempt: dict[str, Any]) -> None:
+        """Asked once more where the answers come so far apart that the first hold may be over."""
+        attempt.update(asked=self.world.now, heard=set(), times=attempt["times"] + 1)
+        for server in attempt["change"].servers:
+            self.say(server, "prepare", attempt["change"].prepare())
 
     def _is_under_way(self, change: Change) -> bool:
         return self.attempt is not None and self.attempt["change"] is change
@@ -305,16 +312,24 @@ class Coordinator(Planning):
         change: Change = attempt["change"]
         if frame.name not in change.servers:
             return
-        if not change.prepared(frame.name, answer):
+        change.prepared(frame.name, answer)
+        attempt["heard"].add(frame.name)
+        if attempt["heard"] < set(change.servers):
+            return
+        apart = self.world.now - attempt["asked"] >= APART * self.job.scenario.hold_seconds
+        if apart and attempt["times"] < MOST_TIMES:
+            self._ask_all(attempt)
             return
         if attempt["plan"] is not None and change.num_orphans:
             self.attempt = None
             self.deciding.take_back()
             self.keep()
+            for server in change.servers:
+                self.say(server, "let_go", (change.generation,))
             self._wait(0.2)
             return
         if "enter_one_server" in self.job.bugs:
-            first: Prepared = change._answers[change.servers[0]]
+            first: Prepared = change._answers[next(iter(change.servers))]
             turn = max([(change.stretch, 0), *(s.turn() for s in first.standings)])
             change.turn = lambda: turn  # type: ignore[method-assign]
         install, losses = self.deciding.install(change)
@@ -350,7 +365,8 @@ class Coordinator(Planning):
             return
         self.attempt, self.released = None, change.generation
         places = self.deciding.finish(change)
-        self.job.is_new = False
+        if self.job.is_new:
+            self.job.is_new, self.job.first_generation = False, change.generation
         self.job.released(self, change)
         for name in self.links:
             self._tell(name)

@@ -68,6 +68,7 @@ class Host(SimMember):
         self.waiting: dict[tuple[Identity, int], list[tuple[Session, Any]]] = {}
         self.limits: dict[Identity, int] = {}  # of the fenced: what was settled
         self.fences: dict[str, int] = {}
+        self.out: set[Identity] = set()  # servers of which nothing is taken any more
         self.seeding: dict[str, Any] | None = None
         self.standings: list[Standing] = []
         self.is_settling = False
@@ -110,7 +111,7 @@ class Host(SimMember):
     def on_commit(self, session: Session, frame: Frame) -> None:
         if not self._is_welcome(session, frame):
             return
-        if self._holds():
+        if self._holds() or self.held:  # who came first is decided upon first
             self.held.append((session, frame))
         else:
             self._commit(session, frame)
@@ -156,7 +157,7 @@ class Host(SimMember):
 
     def on_rest(self, session: Session, frame: Frame) -> None:
         if self._is_welcome(session, frame):
-            if self._holds():
+            if self._holds() or self.held:
                 self.held.append((session, frame))
                 return
             self._rest(session, frame)
@@ -237,7 +238,7 @@ class Host(SimMember):
     def on_replicate(self, session: Session, frame: Frame) -> None:
         number, version, fresh, epoch = frame.body
         hosted = self.hosted.get(number)
-        stale = frame.generation < max(self.prepared, self.generation) and "accept_stale_replica" not in self.job.bugs
+        stale = (frame.name, frame.incarnation) in self.out and "accept_stale_replica" not in self.job.bugs
         if stale or hosted is None or hosted.epoch != epoch or version > hosted.state.version:
             self.reply(session, "not_replicated", (number,))
             return

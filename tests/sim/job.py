@@ -38,6 +38,7 @@ class Job:
         self.finished: set[str] = set()
         self.first_incarnations: dict[str, int] = {}
         self.is_new = True
+        self.first_generation = 0  # in which slices are hosted for the first time; one that slept may come to it late
         self._epoch = 0
         self._quiet_from = 0.0
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from syncline.core.changes import MOVE_TIMES
 from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.members import Member
-from syncline.core.slices import least_clocks
+from syncline.core.slices import SliceState, highest_clocks, least_clocks, life_of, reach_of
 
 from .hosting import Host, Hosted, Identity
 from .world import Frame, Session
@@ -32,6 +33,8 @@ class Server(Host):
         if not self.opened:
             self._begin_anew()
         self.prepared, self.installing, self.change = change.generation, None, change
+        known = {(m.name, m.incarnation) for m in self.members.values() if m.role == "server"}
+        self.out |= known.difference(map(tuple, change.servers))
         if "skip_fence" not in self.job.bugs:
             for name, incarnation in change.fenced:
                 self.rounds.fence(name, incarnation)
@@ -43,11 +46,16 @@ class Server(Host):
                 kept = {seat.primary, seat.backup}
                 hosted.targets = {life: name for life, name in hosted.targets.items() if name in kept}
                 hosted.sent.clear()  # said again, in the new generation
-        seconds = self.job.scenario.hold_seconds
+        seconds = self.job.scenario.hold_seconds * (MOVE_TIMES if change.moves else 1.0)
         self.hold_until = self.world.now + seconds
         self.preparing = (session, change)
         self.after(seconds + 1e-4, self._hold_ends)
         self.pump()
+
+    def on_let_go(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame) and self.prepared == frame.body[0] and self.installing is None:
+            self.hold_until = 0.0
+            self._hold_ends()
 
     def _hold_ends(self) -> None:
         if not self._holds():
@@ -76,33 +84,28 @@ class Server(Host):
 
     def _standing_of_all(self, change: Prepare) -> Prepared:
         standings = [msgspec.structs.replace(s) for s in self.rounds.standings.values()]
-        staged = [(*who, self._staged_whole(who)) for who in map(tuple, change.fenced)]
-        return Prepared(standings, staged, self.rounds.num_orphans(), self._clocks_of_gone(change))
+        clocks = highest_clocks(hosted.state.clocks for hosted in self.hosted.values())
+        return Prepared(
+            standings, self.rounds.num_orphans(), [(*who, clock) for who, clock in clocks.items()],
+            self._reach(change), bool(self.primaries()),
+        )  # fmt: skip
 
     def _staged_whole(self, who: Identity) -> int:
-        known = self.rounds.standings.get(who[0])
-        clock = known.clock if known is not None and known.incarnation == who[1] else 0
+        clock = self.rounds.reach(*who)
         while (item := self.staged.get(who, {}).get(clock + 1)) and item.slices.issuperset(self.primaries()):
             clock += 1
         return clock
 
-    def _clocks_of_gone(self, change: Prepare) -> list[tuple[str, int, int, int | None, str]]:
-        """Of workers that are out, by who has been the primary until now: what slices here have, or can come to."""
-        states = {number: hosted.state for number, hosted in self.hosted.items()}
-        gone = {who for state in states.values() for who in state.clocks if state.fences.get(who[0]) == who[1]}
-        will_be = {seat.slice: seat.primary for seat in change.seats}
-        found = []
-        for who in sorted(gone | set(map(tuple, change.fenced))):
-            clocks: dict[str, list[int]] = {}
-            for number, state in states.items():
-                primary = self.seats[number].primary if number in self.seats else ""
-                if self.name in (primary, will_be.get(number)):
-                    settles = self._staged_whole(who) if primary == self.name else 0
-                    clocks.setdefault(primary, []).append(max(settles, state.clocks.get(who, 0)))
-            applied = max((state.clocks.get(who, 0) for state in states.values()), default=0)
-            found.append((*who, applied, None, self.name))
-            found += [(*who, applied, min(each), primary) for primary, each in sorted(clocks.items())]
-        return found
+    def _reach(self, change: Prepare) -> list[tuple[str, int, int, str]]:
+        will_be = {seat.slice for seat in change.seats if seat.primary == self.name}
+        states: dict[str, list[SliceState]] = {}
+        for number, hosted in self.hosted.items():
+            primary = self.members.get(self.seats[number].primary) if number in self.seats else None
+            if number in will_be or (primary is not None and primary.name == self.name):
+                life = life_of(primary.name, primary.incarnation) if primary is not None else ""
+                states.setdefault(life, []).append(hosted.state)
+        mine = life_of(self.name, self.incarnation)
+        return reach_of(states, mine, [(n, i) for n, i in change.fenced], self._staged_whole)
 
     def on_install(self, session: Session, frame: Frame) -> None:
         install: Install = frame.body
@@ -180,7 +183,7 @@ class Server(Host):
                     del self.hosted[seat.slice]
                 continue
             if seat.slice not in self.hosted:
-                if not self.job.is_new:
+                if not self.job.is_new and change.generation > self.job.first_generation:
                     self.job.ledger.fail(f"{self.life} gets slice {seat.slice}, which it does not have")
                 self.hosted[seat.slice] = Hosted()
             hosted = self.hosted[seat.slice]
@@ -203,6 +206,7 @@ class Server(Host):
         if not states:
             clocks = {(s.name, s.incarnation): s.clock for s in self.standings}
         self.rounds.begin_anew([msgspec.structs.replace(s) for s in self.standings], clocks)
+        self.staged.clear()
         for hosted in self.hosted.values():
             hosted.queue.clear()
         waiting, self.waiting = self.waiting, {}
@@ -242,7 +246,7 @@ class Server(Host):
         hosted = self.hosted[number]
         clocks = [] if "clocks_apart" in self.job.bugs else hosted.state.clock_entries()
         body = (number, hosted.state.version, clocks, hosted.state.fence_entries(), dict(hosted.ledger),
-                hosted.epoch, hosted.digest)  # fmt: skip
+                hosted.epoch, hosted.digest, seeding["key"])  # fmt: skip
         self.send(seeding["life"], self.frame("seed", body))
         if "no_tail" not in self.job.bugs:
             hosted.targets[seeding["life"]] = seeding["name"]
@@ -260,7 +264,7 @@ class Server(Host):
         self.reply(seeding["session"], "seed_failed", (seeding["key"],))
 
     def on_seed(self, session: Session, frame: Frame) -> None:
-        number, version, clocks, fences, ledger, epoch, digest = frame.body
+        number, version, clocks, fences, ledger, epoch, digest, key = frame.body
         known = self.hosted.get(number)
         old = known is not None and (known.epoch, known.state.version) > (epoch, version)
         seat = self.seats.get(number)
@@ -270,11 +274,12 @@ class Server(Host):
         hosted = self.hosted[number] = Hosted(epoch)
         hosted.state.take_over(version, clocks, fences)
         hosted.ledger, hosted.digest = dict(ledger), digest
-        self.reply(session, "seed_done", (number,))
+        self.reply(session, "seed_done", (number, key))
 
     def on_seed_done(self, session: Session, frame: Frame) -> None:
         seeding = self.seeding
-        if seeding is not None and seeding["left"] and seeding["left"][0] == frame.body[0]:
+        number, key = frame.body
+        if seeding is not None and seeding["key"] == key and seeding["left"] and seeding["left"][0] == number:
             seeding["left"].pop(0)
             self.after(0.005, lambda: self._seed_next() if self.seeding is seeding else None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncline.core.members import Member
+from syncline.core.rounds import is_apart
 from syncline.core.slices import Copy, life_of
 
 from .member import SimMember
@@ -139,6 +140,7 @@ class Worker(SimMember):
         if self.heed(session, frame) and self.asks.get("barrier", (0,))[0] == frame.body[0]:
             del self.asks["barrier"]
             self.stretch = max(self.stretch, frame.body[1])
+            self.needs_place = is_apart(self.stretch)
             self._done_with(self.place)
             self.place += 1
             self.pump()

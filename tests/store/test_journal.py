@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sqlite3
 import stat
@@ -255,6 +256,16 @@ def test_the_older_coordinator_can_save_nothing_more(path: pathlib.Path, kept: K
     old.close()
     newest.save(b"newest")
     assert newest.load() == (b"newest", [b"zero"])
+
+
+def test_who_was_replaced_learns_it_by_looking(tmp_path: pathlib.Path) -> None:
+    with contextlib.closing(Journal.create(tmp_path / "journal.db", "a")) as first:
+        first.save(b"one")
+        first.check()
+        with contextlib.closing(Journal.open(tmp_path / "journal.db", "a")) as second:
+            second.check()
+            with pytest.raises(FencedError, match="a newer coordinator, term 2, has taken over"):
+                first.check()
 
 
 def test_a_takeover_while_a_save_waits_for_its_turn(path: pathlib.Path, kept: Keep) -> None:

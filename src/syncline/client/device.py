@@ -18,4 +18,5 @@ def choose_device(said: str, members: Iterable[Member], host: str, local_rank: i
         return said
     num_local = sum(member.role == "worker" and member.host == host for member in members)
     num_gpus = torch.cuda.device_count() if torch is not None else 0
-    return f"cuda:{local_rank}" if num_gpus >= num_local else "cpu"
+    # Those who have finished keep their ranks, and are no members any more.
+    return f"cuda:{local_rank}" if num_gpus >= max(num_local, local_rank + 1) else "cpu"

@@ -15,7 +15,7 @@ from syncline.core.message import Done, Message
 from syncline.core.pacing import Pace
 from syncline.core.slices import Copy
 from syncline.errors import FencedError, JobFailed, ProtocolError, SynclineError
-from syncline.net.link import Link
+from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
 
@@ -67,6 +67,7 @@ class FromCoordinator:
             joined.incarnation,
             beat=self._make_beat if beats else None,
             beat_seconds=joined.config.beat_seconds,
+            silent_seconds=SILENT * joined.config.deadline_seconds,
             on_roster=self.rosters.hear,
         )
 

@@ -6,7 +6,7 @@ from syncline import faults
 from syncline.client.placement import Placement
 from syncline.client.redo import Redo
 from syncline.core.control import Enter, Entered, Leave
-from syncline.core.rounds import LOOP
+from syncline.core.rounds import LOOP, is_apart
 from syncline.core.traffic import AskPlace, GivenPlace, Rest
 from syncline.errors import FencedError
 from syncline.net.link import Link
@@ -76,8 +76,8 @@ class TakingPart:
         return self.stretch
 
     def begin_stretch(self, stretch: int) -> None:
-        """Behind a barrier everyone is in the same, new stretch."""
-        self._stretch, self._rested, self._is_active, self._is_away = stretch, False, True, False
+        """Behind a barrier everyone is in the same, new stretch; who came late is in its own, beside the slowest."""
+        self._stretch, self._rested, self._is_active, self._is_away = stretch, False, not is_apart(stretch), False
 
     def _tell_anew(self) -> None:
         assert self.redo is not None

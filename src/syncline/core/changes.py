@@ -9,14 +9,18 @@ others. Either step may be said again; a higher generation takes the place of on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.members import Member
 from syncline.core.rounds import Standing, merged, next_turn
 from syncline.core.seats import Seat
-from syncline.core.slices import Identity
+from syncline.core.slices import Identity, life_of
+
+#: Where primaries change a hold lasts so many times longer: who has installed the change drops what is open, so who
+#: has not must not go on meanwhile.
+MOVE_TIMES = 10.0
 
 
 class Loss(NamedTuple):
@@ -32,7 +36,7 @@ class Change:
     def __init__(
         self,
         generation: int,
-        servers: Iterable[str],
+        servers: Mapping[str, int],
         *,
         fenced: Mapping[str, int],
         entering: Mapping[str, int],
@@ -40,22 +44,17 @@ class Change:
         moves: bool,
         staying: Mapping[str, int] | None = None,
         stretch: int = 0,
-        silent: Collection[str] = (),
     ) -> None:
-        """`staying`: workers that take part already; `stretch`: the one that the last barrier began.
-
-        `silent`: servers that are the primary of nothing. They hear no commits: where workers stand by their word
-        was so once, or never.
-        """
-        self.generation, self.servers = generation, sorted(servers)
+        """`servers` with their incarnations; `staying`: workers that take part already; `stretch`: the one that the
+        last barrier began."""
+        self.generation, self.servers = generation, dict(sorted(servers.items()))
         self.fenced, self.entering = dict(fenced), dict(entering)
         self.seats, self.moves = list(seats), moves
         self.staying, self.stretch = dict(staying or {}), stretch
-        self.silent = frozenset(silent)
         self._answers: dict[str, Prepared] = {}
 
     def prepare(self) -> Prepare:
-        return Prepare(self.generation, list(self.fenced.items()), self.seats, self.moves)
+        return Prepare(self.generation, list(self.fenced.items()), self.seats, self.moves, list(self.servers.items()))
 
     def prepared(self, server: str, answer: Prepared) -> bool:
         """Whether this was the last answer that was missing."""
@@ -67,65 +66,49 @@ class Change:
         return sum(answer.num_orphans for answer in self._answers.values())
 
     def settle(self) -> list[tuple[str, int, int]]:
-        """Up to which clock a worker's commits count: the highest that any server has committed.
+        """Up to which clock a worker's commits count: the highest that any server has committed, or any copy has.
 
         Of the fenced ones; of all, where primaries change: what is staged does not move along with a slice.
         """
-        found = []
+        found, applied = [], self._applied()
         settled = {**self.staying, **self.fenced} if self.moves else self.fenced
         for name, incarnation in settled.items():
             clocks = [s.clock for s in self._standings() if (s.name, s.incarnation) == (name, incarnation)]
-            most = max((m for n, i, m, _, _ in self._clocks() if (n, i) == (name, incarnation)), default=0)
-            found.append((name, incarnation, max([most, *clocks])))
+            found.append((name, incarnation, max([applied.get((name, incarnation), 0), *clocks])))
         return found
 
-    def _clocks(self) -> list[tuple[str, int, int, int | None, str]]:
-        return [entry for answer in self._answers.values() for entry in answer.clocks or ()]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every server has said which steps of workers that are out its slices have."""
-        return all(answer.clocks is not None for answer in self._answers.values())
+    def _applied(self) -> dict[Identity, int]:
+        """Of every worker the latest step that is on any copy of any slice."""
+        found: dict[Identity, int] = {}
+        for answer in self._answers.values():
+            for name, incarnation, clock in answer.clocks:
+                found[name, incarnation] = max(clock, found.get((name, incarnation), 0))
+        return found
 
     def torn(self) -> list[Loss]:
         """Workers that are out of whose last steps some slices have one that others cannot come to.
 
         What is committed and open, on all slices, is no loss: it waits for its round, or nobody has it.
         """
-        highest: dict[Identity, int] = {}
-        lacking = set()
-        for name, incarnation, most, _, _ in self._clocks():
-            highest[name, incarnation] = max(most, highest.get((name, incarnation), 0))
+        applied, lacking = self._applied(), set()
+        lives = {life_of(*server) for server in self.servers.items()}
         for server, answer in self._answers.items():
-            for name, incarnation, _, least, primary in answer.clocks or ():
-                follows = primary != server and primary in self.servers
-                if least is not None and not follows and least < highest[name, incarnation]:
+            for name, incarnation, least, primary in answer.reach:
+                follows = primary != life_of(server, self.servers[server]) and primary in lives
+                is_out = self.staying.get(name) != incarnation
+                if is_out and not follows and least < applied.get((name, incarnation), 0):
                     lacking.add((name, incarnation))
         return [
-            Loss((who,), f"step {highest[who]} of {who[0]} is on some slices and not on others")
+            Loss((who,), f"step {applied[who]} of {who[0]} is on some slices and not on others")
             for who in sorted(lacking)
         ]
 
-    def unsettled(self) -> list[Loss]:
-        """Fenced workers of whose step some server has committed its part, and another has nothing."""
-        found = []
-        for name, incarnation, clock in self.settle():
-            if self.fenced.get(name) != incarnation:
-                continue
-            for server, answer in self._speaking():
-                mine = [s for s in answer.standings if (s.name, s.incarnation) == (name, incarnation)]
-                here = [s.clock for s in mine if not s.left]  # where it has left, it is settled already
-                staged = [c for n, i, c in answer.staged if (n, i) == (name, incarnation)]
-                if here and max(here) < clock and max(staged, default=0) < clock:
-                    text = f"step {clock} of {name} is on some servers and not on {server}"
-                    found.append(Loss(((name, incarnation),), text))
-        return found
-
-    def _speaking(self) -> list[tuple[str, Prepared]]:
-        return [(server, answer) for server, answer in self._answers.items() if server not in self.silent]
+    def _speaking(self) -> list[Prepared]:
+        """Before anything is registered, all; then those that hear of commits."""
+        return [answer for answer in self._answers.values() if answer.is_primary or not self.seats]
 
     def _standings(self) -> list[Standing]:
-        return [standing for _, answer in self._speaking() for standing in answer.standings]
+        return [standing for answer in self._speaking() for standing in answer.standings]
 
     def turn(self) -> tuple[int, int]:
         """The highest round that any server has opened; behind a barrier, none yet."""
@@ -135,7 +118,7 @@ class Change:
         """Beside the slowest: the same place on every server."""
         slowest = [
             min((s.position for s in answer.standings if s.active and not s.fenced), default=0)
-            for _, answer in self._speaking()
+            for answer in self._speaking()
         ]
         return max(slowest, default=0)
 
@@ -148,7 +131,7 @@ class Change:
         ]
         if not self.moves:
             return entering
-        stay = merged(answer.standings for _, answer in self._speaking())
+        stay = merged(answer.standings for answer in self._speaking())
         kept = [s for s in stay.values() if not s.left and s.name not in self.fenced and s.name not in self.entering]
         # Every server that knew where they stand is gone: their next commits are the first of a new count.
         known = {(s.name, s.incarnation) for s in [*kept, *entering]}

@@ -221,28 +221,36 @@ class Host(Message, frozen=True):
 
 class Prepare(Message, frozen=True):
     """The next generation, on its way. The server refuses the fenced ones from now on, finishes what it has begun,
-    holds all commits, and answers how things stand; `Install` ends the hold, or a deadline does.
+    holds all commits, and answers how things stand; `Install` ends the hold, or `LetGo`, or a deadline.
 
     `seats` are those of the next generation, already kept by the coordinator: who has lost its backup there may
-    acknowledge alone. `moves`: primaries change, and every open commit is to be made anew.
+    acknowledge alone. `moves`: primaries change, and every open commit is to be made anew. `servers`, with their
+    incarnations, are all that there are: from any other one no update is taken any more.
     """
 
     generation: int
     fenced: list[tuple[str, int]]
     seats: list[Seat]
     moves: bool
+    servers: list[tuple[str, int]] = []
+
+
+class LetGo(Message, frozen=True):
+    """The generation that was prepared is not to be for now: the hold is over. Not answered."""
+
+    generation: int
 
 
 class Prepared(Message, frozen=True):
-    """How a server stands, held: who has committed what, and what of the fenced ones is staged whole."""
+    """How a server stands, held: who has committed what, and how far its slices are, and can come."""
 
     standings: list[Standing]
-    staged: list[tuple[str, int, int]]  # name, incarnation, highest clock staged whole
     num_orphans: int  # open commits of workers that are no longer there
-    # Of workers that are out: name, incarnation, the highest clock on any copy here; then the least that those slices
-    # can come to that are this server's, or will be, and who has been their primary until now: what that one has,
-    # where it lives, comes here before it is installed. Not given: nobody has looked.
-    clocks: list[tuple[str, int, int, int | None, str]] | None = None
+    clocks: list[tuple[str, int, int]] = []  # name, incarnation, the highest clock on any copy here
+    # Name, incarnation, the least clock that those slices can come to that are this server's, or will be, and which
+    # life has been their primary until now: what that one has, where it lives, comes here before it is installed.
+    reach: list[tuple[str, int, int, str]] = []
+    is_primary: bool = True  # of anything; else it hears no commits, and its standings were so once, or never
 
 
 class Install(Message, frozen=True):

@@ -6,7 +6,7 @@ the owner keeps on disk before anybody hears of it. The deterministic simulator 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from syncline.core.changes import Change, Loss
 from syncline.core.control import Entered, Install
@@ -27,14 +27,12 @@ class Deciding:
         self.moves = False  # primaries are about to change: nobody is told of seats now
         self._places: dict[str, tuple[int, Entered]] = {}  # who has entered: incarnation, answer
         self._server_is_out = False  # since the change under way was begun
-        self._servers_out: list[str] = []  # since the last change was made
+        self._said: set[Loss] = set()  # slices remember what was torn: it is said once
         self._before: dict[int, Seat] | None = None  # the seats that a plan would change: until it is installed
-        # Of each slice, who may have been its primary since the last change was made; None: that is not known.
-        self._primaries: dict[int, set[str]] | None = {}
 
     def resume(self) -> None:
         """An earlier coordinator may have died within a change, and servers may have missed what it said."""
-        self.moves, self._primaries = self.state.is_changing, None
+        self.moves = self.state.is_changing
         self.strangers.update(self._membership.servers())
 
     # -- what happens -------------------------------------------------------------------------------------
@@ -49,7 +47,6 @@ class Deciding:
         self.strangers.discard(member.name)
         if member.role == "server" and self._membership.formed:
             self.moves = self._server_is_out = True  # also where it was a backup only: who lost it waits for our word
-            self._servers_out.append(member.name)
             if self._before is not None:
                 self._restore_seats(self._before)  # of what it was to take over, others still have everything
 
@@ -101,7 +98,6 @@ class Deciding:
     def begin(self, wanted: Plan | None, sizes: Mapping[int, int]) -> Change | None:
         """The next generation, to be kept before any server hears of it; None: a plan has to wait."""
         state = self.state
-        silent = self._silent()
         if wanted is not None:
             if self.is_urgent:
                 return None
@@ -117,34 +113,16 @@ class Deciding:
         state.entered.update(entering)
         state.generation += 1
         state.is_changing = True
-        self._note_primaries(state.seats.values())
         return Change(
             state.generation,
-            self._membership.servers(),
+            {name: state.members[name].incarnation for name in self._membership.servers()},
             fenced={name: incarnation for name, (incarnation, _) in state.fencing.items()},
             entering=entering,
             seats=list(state.seats.values()),
             moves=self.moves,
             staying={name: life for name, life in state.entered.items() if name not in entering},
             stretch=state.stretch,
-            silent=silent,
         )
-
-    def _note_primaries(self, seats: Iterable[Seat]) -> None:
-        if self._primaries is not None:
-            for seat in seats:
-                self._primaries.setdefault(seat.slice, set()).add(seat.primary)
-
-    def _silent(self) -> set[str]:
-        """Servers that are certainly the primary of nothing, and were not since the last change."""
-        if self._primaries is None:
-            return set()
-        # Slices that were registered since; a seat that a death has changed is not in use yet.
-        seats = self.state.seats.values()
-        self._note_primaries(s for s in seats if not self._servers_out or s.slice not in self._primaries)
-        if not self._primaries:
-            return set()  # nothing is registered: nobody is one of those
-        return set(self._membership.servers()).difference(*self._primaries.values())
 
     def _seat(self, seats: Collection[Seat]) -> None:
         known = self.state.seats
@@ -154,8 +132,8 @@ class Deciding:
 
     def take_back(self) -> None:
         """Somebody's open step could not be made anew just now: the plan waits. To be kept."""
-        assert self._before is not None
-        self._restore_seats(self._before)
+        if self._before is not None:  # else a server has died just now, and that took it back
+            self._restore_seats(self._before)
         self.moves = self.state.is_changing = self._server_is_out
 
     def _restore_seats(self, before: Mapping[int, Seat]) -> None:
@@ -175,21 +153,9 @@ class Deciding:
     def install(self, change: Change) -> tuple[Install, list[Loss]]:
         """All servers have answered: what they are to install, and what is outside of what is promised."""
         self._before = None
-        return change.install(self._membership.ordered()), self._what_is_lost(change)
-
-    def _what_is_lost(self, change: Change) -> list[Loss]:
-        """What of a worker and a server that were lost in one step is gone."""
-        if change.is_exact:
-            return change.torn()
-        found = change.unsettled()
-        servers, state = ", ".join(self._servers_out), self.state
-        dead = [name for name in change.fenced if name not in state.left and name in state.fencing]
-        if servers and change.num_orphans:
-            found.append(Loss((), f"{change.num_orphans} open commits of lost workers are dropped"))
-        elif servers and dead and not found:
-            lives = tuple((name, change.fenced[name]) for name in dead)
-            found.append(Loss(lives, f"the last step of {', '.join(dead)} may lack what {servers} had of it"))
-        return found
+        losses = [loss for loss in change.torn() if loss not in self._said]
+        self._said.update(losses)
+        return change.install(self._membership.ordered()), losses
 
     def settle(self, change: Change) -> None:
         """Every server has the generation. To be kept; then others are given rounds, barriers and places."""
@@ -205,10 +171,7 @@ class Deciding:
 
     def finish(self, change: Change) -> dict[str, Entered]:
         """It is kept: who has entered, and where."""
-        self._primaries = {seat.slice: {seat.primary} for seat in change.seats}
         self.moves = self._server_is_out
-        if not self._server_is_out:
-            self._servers_out = []
         place = Entered(change.turn()[0], change.back_at())
         entered = [name for name in change.entering if name in self.state.entered and name in self.entering]
         self._places.update((name, (change.entering[name], place)) for name in entered)

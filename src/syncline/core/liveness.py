@@ -66,6 +66,7 @@ class Liveness:
         self._checked: float | None = None
         self._woken = False  # since the last question
         self._late = False  # between the last two questions
+        self._patient_until = -math.inf  # after a long sleep, for those who gave up on us to find us again
 
     def watch(self, name: str, now: float, *, full: bool = False) -> None:
         """From now on this member is to be heard of. A name that was watched already starts anew.
@@ -127,7 +128,7 @@ class Liveness:
             return member.gone
         if member.suspected is None:
             return member.since + self._allowed(member)
-        return max(member.suspected + self._suspect, member.not_before)
+        return max(member.suspected + self._suspect, member.not_before, self._patient_until)
 
     def dead(self, now: float) -> list[tuple[str, str]]:
         """Who counts as dead now, each with the reason; again and again, until it is forgotten or heard of."""
@@ -171,6 +172,8 @@ class Liveness:
         jump = now - self._checked
         if abs(jump) <= self._asleep:
             return
+        if jump >= self._least / 2 and not self._late:
+            self._patient_until = now + self._least
         # Late every time is no sleep but too much work. A part of it counts, or nobody would ever be found dead.
         counted = self._asleep if self._late and jump > 0 else 0.0
         for member in self._members.values():

@@ -28,6 +28,7 @@ from syncline.core.control import (
     Join,
     Joined,
     Leave,
+    LetGo,
     Over,
     Passed,
     Prepare,
@@ -99,7 +100,7 @@ MESSAGES: tuple[type[Message], ...] = (
     GivenStatus, Register, Registered, Uploaded, Barrier, Passed, Report, AskStats, GivenStats, Leave, Watch,
     Standings, Died, Host, Prepare, Prepared, Install, SeedTo, AskCopies, GivenCopies, GiveCopies,
     AskServerStats, GivenServerStats, Over, AskWhy, GivenWhy, Upload, Attach, AskHosted, Hosted, Map, Mapped,
-    Restore, Lend, Seed, Replicate, Replicated, Stage, CommitStaged, Committed, AskClip, GiveClip, Prefer,
+    Restore, Lend, Seed, LetGo, Replicate, Replicated, Stage, CommitStaged, Committed, AskClip, GiveClip, Prefer,
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
     Pace,
@@ -117,7 +118,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,
     }),
     "coordinator": frozenset({
-        Host, AskServerStats, Over, Roster, Retire, Prepare, Install, SeedTo, AskCopies, GiveCopies,
+        Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
         Recall, AskUses, Confirm, Pace,
     }),
     "launcher": frozenset({

@@ -31,8 +31,8 @@ ERA = 1 << 32
 #: Stretches that are kept for one loop over an epoch: a wait in the middle of it begins a new one, and behind its end
 #: all workers are in the same one, however often each has waited.
 LOOP = 1 << 8
-#: Within an era, stretches of workers that go on by themselves: so many in turn, each for so many rests.
-_LANES, _LANE = 1 << 10, 1 << 8
+#: Within an era, from here on, stretches of workers that go on by themselves: so many in turn, each for many rests.
+_APART, _LANES, _LANE = 1 << 31, 1 << 10, 1 << 8
 
 
 def after_barrier(stretch: int) -> int:
@@ -43,8 +43,14 @@ def after_barrier(stretch: int) -> int:
 def apart(stretch: int, incarnation: int) -> int:
     """The next stretch of this era that no other worker comes to by itself, also not by some rests after it."""
     lane = incarnation % _LANES * _LANE
-    found = stretch - stretch % (_LANES * _LANE) + lane
+    before = stretch if is_apart(stretch) else stretch // ERA * ERA + _APART
+    found = before - before % (_LANES * _LANE) + lane
     return found if found > stretch else found + _LANES * _LANE
+
+
+def is_apart(stretch: int) -> bool:
+    """Whether it is one worker's own."""
+    return stretch % ERA >= _APART
 
 
 class Standing(msgspec.Struct, array_like=True):
@@ -75,6 +81,7 @@ class Commit(NamedTuple, Generic[T]):
     """One worker's commit, with whatever the caller needs to apply and answer it."""
 
     worker: str
+    incarnation: int
     clock: int
     item: T
 
@@ -134,7 +141,7 @@ class Rounds(Generic[T]):
         self._enter_stretch(standing, self._not_behind(standing, stretch), back_at)
         standing.clock = clock
         standing.position += 1
-        commit = Commit(worker, clock, item)
+        commit = Commit(worker, incarnation, clock, item)
         if not self.policy.in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
         if self.policy.spare and standing.turn() <= self._closed:
@@ -150,7 +157,7 @@ class Rounds(Generic[T]):
         known = commits.get(standing.name)
         if known is None or known.clock != clock or clock != standing.clock:
             return False
-        commits[standing.name] = Commit(standing.name, clock, item)
+        commits[standing.name] = Commit(standing.name, standing.incarnation, clock, item)
         return True
 
     def open_commit(self, worker: str, clock: int) -> T | None:
@@ -274,11 +281,19 @@ class Rounds(Generic[T]):
 
     def num_orphans(self) -> int:
         """Open commits of workers that are out: nobody could make them anew."""
-        return sum(
-            self.standings[name].left or self.standings[name].fenced
-            for commits in self._open.values()
-            for name in commits
-        )
+        return sum(self._is_orphan(commit) for commit in self.open_commits())
+
+    def _is_orphan(self, commit: Commit[T]) -> bool:
+        """A later incarnation may have entered since, while the round waits for others."""
+        standing = self.standings.get(commit.worker)
+        return standing is None or standing.incarnation != commit.incarnation or standing.left or standing.fenced
+
+    def reach(self, worker: str, incarnation: int) -> int:
+        """Up to which clock all commits of this incarnation are in, or in rounds that wait."""
+        standing = self.standings.get(worker)
+        clocks = [c.clock for c in self.open_commits() if (c.worker, c.incarnation) == (worker, incarnation)]
+        mine = standing.clock if standing is not None and standing.incarnation == incarnation else 0
+        return max([mine, *clocks])
 
     def _whole_rounds(self) -> tuple[tuple[Commit[T], ...], ...]:
         whole = []
@@ -382,5 +397,9 @@ def merged(reports: Iterable[Iterable[Standing]]) -> dict[str, Standing]:
 
 
 def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
-    """The highest round that any server has opened, of all these standings."""
-    return max((standing.turn() for standing in standings), default=(0, 0))
+    """The highest round of all workers that any server has opened, of all these standings.
+
+    Not one that is a worker's own: here that one may be back from its barrier, and there not yet. Were another beside
+    it, a round would wait for it on some servers only.
+    """
+    return max((s.turn() for s in standings if not is_apart(s.stretch)), default=(0, 0))

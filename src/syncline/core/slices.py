@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -131,6 +131,37 @@ def least_clocks(states: Iterable[SliceState]) -> dict[Identity, int]:
             for worker in [*found, *state.clocks]:
                 found[worker] = min(found.get(worker, 0), state.clocks.get(worker, 0))
     return found or {}
+
+
+def highest_clocks(copies: Iterable[Mapping[Identity, int]]) -> dict[Identity, int]:
+    """For every worker, the latest of its commits that is on any of these copies, by their clocks."""
+    found: dict[Identity, int] = {}
+    for clocks in copies:
+        for worker, clock in clocks.items():
+            found[worker] = max(clock, found.get(worker, 0))
+    return found
+
+
+def reach_of(
+    states: Mapping[str, Collection[SliceState]],
+    own: str,
+    fenced: Iterable[Identity],
+    staged: Callable[[Identity], int],
+) -> list[tuple[str, int, int, str]]:
+    """Of each worker that is out, the least clock that the slices of each primary's life can come to.
+
+    `states`: of the slices that a server has, or will have, as a primary, by whose they have been until now; those of
+    its `own` come to what is `staged` here. `fenced`: those who are out from now on. A slice that has come since a
+    worker was fenced lacks nothing of it.
+    """
+    found, now = [], set(fenced)
+    known = {worker for each in states.values() for state in each for worker in state.fences.items()}
+    for worker in sorted(known | now):
+        for life, each in sorted(states.items()):
+            clocks = [s.clocks.get(worker, 0) for s in each if worker in now or s.fences.get(worker[0]) == worker[1]]
+            if clocks:
+                found.append((*worker, max(min(clocks), staged(worker) if life == own else 0), life))
+    return found
 
 
 def freshest(given: Mapping[Identity, Iterable[Copy]], number: int) -> tuple[str, Copy] | None:

@@ -92,7 +92,14 @@ class InProcess:
             if isinstance(call.answer, Joined):
                 stamp.incarnation = call.answer.incarnation
                 stamp.generation = call.answer.generation
-                link.begin(name, call.answer.incarnation, beat=None, beat_seconds=1.0, on_roster=server.hear)
+                link.begin(
+                    name,
+                    call.answer.incarnation,
+                    beat=None,
+                    beat_seconds=1.0,
+                    silent_seconds=1.0,
+                    on_roster=server.hear,
+                )
                 server.form(call.answer)
 
         message = Join("server", name, "local", 0, None, {}, secrets.token_hex(8), "in-process")

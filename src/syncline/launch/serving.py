@@ -21,7 +21,7 @@ from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import connect, join, local_address, myself, reach, say, unix_name
 from syncline.launch.restarts import EVICTED
 from syncline.net import shm, tcp
-from syncline.net.link import Link
+from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.roles.server.homes import home_of
@@ -141,6 +141,7 @@ class _Process:
             joined.incarnation,
             beat=self._server.beat,
             beat_seconds=joined.config.beat_seconds,
+            silent_seconds=SILENT * joined.config.deadline_seconds,
             on_roster=self._hear,
         )
 
@@ -155,6 +156,8 @@ class _Process:
         self._ends.put(_End(1 if over.failed else 0, line))
 
     def _fenced(self, error: FencedError) -> None:
+        if self._leaving.locked():
+            return  # it is out because it has left: the answer to that is on its way
         self._ends.put(_End(EVICTED, f"FencedError: {error}"))
 
     def _broken(self, error: Exception) -> None:

@@ -19,8 +19,10 @@ from syncline.stats import WireStats
 _AGAIN_SECONDS = 0.05
 #: How often a wait that may be ended looks whether it is to be.
 _LOOK_SECONDS = 0.1
-#: Over a link that is half open nothing comes back: after this long without an answer to a beat it is made anew.
-_SILENT_SECONDS = 3.0
+#: A coordinator that does not answer for this part of the deadline of silence is looked for anew.
+SILENT = 0.6
+#: For a coordinator that was found again to say who is there.
+_ANSWER_SECONDS = 3.0
 
 
 class Link:
@@ -118,15 +120,21 @@ class Link:
         *,
         beat: Callable[[], Beat] | None,
         beat_seconds: float,
+        silent_seconds: float,
         on_roster: Callable[[Roster], None],
     ) -> None:
-        """This process is a member now: it beats, and says who it is wherever it finds a coordinator again."""
+        """This process is a member now: it beats, and says who it is wherever it finds a coordinator again.
+
+        Over a link that is half open nothing comes back: after `silent_seconds` without an answer to a beat it is
+        made anew, before this member counts as silent itself.
+        """
         self._on_roster = on_roster
         self._member = Rejoin(name, incarnation)
         if beat is not None:
-            threading.Thread(target=self._beat, args=(beat, beat_seconds), name="beat", daemon=True).start()
+            args = (beat, beat_seconds, silent_seconds)
+            threading.Thread(target=self._beat, args=args, name="beat", daemon=True).start()
 
-    def _beat(self, make: Callable[[], Beat], every_seconds: float) -> None:
+    def _beat(self, make: Callable[[], Beat], every_seconds: float, silent_seconds: float) -> None:
         rtt = 0.0
         while not self._closed.wait(every_seconds):
             endpoint = self._endpoint
@@ -135,10 +143,10 @@ class Link:
             began = time.monotonic()
             try:
                 made = make()
-                endpoint.call(_with_rtt(made, rtt)).wait(_SILENT_SECONDS)
+                endpoint.call(_with_rtt(made, rtt)).wait(silent_seconds)
                 rtt = time.monotonic() - began
             except WaitTimeout:
-                endpoint.close(f"the coordinator has not answered for {_SILENT_SECONDS:g} s")
+                endpoint.close(f"the coordinator has not answered for {silent_seconds:g} s")
             except FencedError as error:
                 self._is_fenced(error)
                 return
@@ -177,7 +185,7 @@ class Link:
     def _connect_once(self) -> None:
         endpoint = Endpoint(self._dial(), self._stamp, _Hearing(self, self._service))
         try:
-            roster = endpoint.call(self._member).wait(_SILENT_SECONDS) if self._member is not None else None
+            roster = endpoint.call(self._member).wait(_ANSWER_SECONDS) if self._member is not None else None
         except BaseException:
             endpoint.close()
             raise

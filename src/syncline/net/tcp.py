@@ -6,6 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import os
+import selectors
 import socket
 import ssl
 import threading
@@ -116,15 +117,20 @@ class Listener:
         self._lock = threading.Lock()
         self._strangers: dict[int, socket.socket] = {}  # by the thread that greets
         self._closed = False
+        self._threads: list[threading.Thread] = []
         self._unix_path = ""
         self._sockets = [sock]
+        self._ends = socket.socketpair()  # wakes those who accept: the socket itself may be shared with others
         host, port = sock.getsockname()[:2]
         if unix:
             self._sockets.append(self._listen_unix(unix))
         self.address = Address(unix if unix else "", str(host), int(port))
         for listening in self._sockets:
             listening.listen(128)
-            threading.Thread(target=self._serve, args=(listening,), name="accept", daemon=True).start()
+            listening.setblocking(False)
+            thread = threading.Thread(target=self._serve, args=(listening,), name="accept", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _listen_unix(self, path: str) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -138,9 +144,18 @@ class Listener:
 
     def _serve(self, listening: socket.socket) -> None:
         trouble = ""
-        while not self._closed:
+        looks = selectors.DefaultSelector()
+        for sock in (listening, self._ends[0]):
+            looks.register(sock, selectors.EVENT_READ)
+        while True:
             try:
+                looks.select()
+                if self._closed:
+                    return
                 sock, _ = listening.accept()
+                sock.setblocking(True)
+            except BlockingIOError:
+                continue  # another process that shares the socket was faster, or the caller has gone again
             except OSError as error:
                 if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
                     return
@@ -205,9 +220,10 @@ class Listener:
         with self._lock:
             self._closed = True
             strangers = list(self._strangers.values())
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self._ends[1].close()
+        for thread in self._threads:
+            thread.join(1.0)
+        for sock in (*self._sockets, self._ends[0]):
             sock.close()
         for stranger in strangers:
             with contextlib.suppress(OSError):

@@ -119,6 +119,11 @@ class Journal:
                 self._db.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?)", (state, _digest(state)))
             self._settle()
 
+    def check(self) -> None:
+        """Raises FencedError when a newer term has begun: whoever has this open must end."""
+        with self._trouble("cannot be read"):
+            self._check_term()
+
     def close(self) -> None:
         """Gives the file back; what was saved stays. A second time does nothing."""
         self._db.close()

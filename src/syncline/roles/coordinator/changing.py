@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from syncline import faults
 from syncline.core.changes import Change
-from syncline.core.control import Enter, Host, Prepared, Retire, SeedTo
+from syncline.core.control import Enter, Host, LetGo, Prepared, Retire, SeedTo
 from syncline.core.deciding import Deciding
 from syncline.core.handing import AskUses
 from syncline.core.members import Member
@@ -73,6 +73,8 @@ class Changing:
         """Under the lock."""
         self._asking.pop(member.name, None)
         self._deciding.is_out(member)
+        # Also what nobody has only because a plan was taken back with it.
+        self._c.registering.slices_are_lost(self._c.membership.state.lost)
         self._wakes.notify_all()
 
     def member_has_left(self, name: str) -> None:
@@ -222,7 +224,11 @@ class Changing:
         if wanted is not None and change.num_orphans:
             with self._c.lock:
                 self._deciding.take_back()
+                self._c.registering.slices_are_lost(self._c.membership.state.lost)
                 self._c.keep()
+                endpoints = [self._c.endpoints[name] for name in change.servers if name in self._c.endpoints]
+            for endpoint in endpoints:
+                endpoint.mention(LetGo(change.generation))
             return _LATER_SECONDS
         self._install(change)
         faults.reach("change.installed")

@@ -65,6 +65,9 @@ class Keeper(Protocol):
     def save(self, state: bytes, segments: Mapping[int, bytes] = {}, drop: Collection[int] = ()) -> None:
         """Keeps it, adds these segments and drops those, before it returns."""
 
+    def check(self) -> None:
+        """Raises FencedError when a newer coordinator has taken it over."""
+
 
 class Coordinator:
     """The service that every member and the launcher speak to. Its parts share its lock and its state."""
@@ -136,7 +139,7 @@ class Coordinator:
         """A job that an earlier coordinator began: everybody has one full deadline to be heard of."""
         now = time.monotonic()
         for name in self.membership.state.members:
-            self.liveness.watch(name, now)
+            self.liveness.watch(name, now, full=True)
         self.event(f"the coordinator is back, in generation {self.membership.generation}")
         self.changing.start(resume=True)
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.05
 #: With a least number of workers there, this long for more of them before the job begins without.
 GATHER_SECONDS = 3.0
+#: How often a coordinator looks whether it still is the one.
+TERM_SECONDS = 0.5
 
 
 class Watching:
@@ -24,6 +26,7 @@ class Watching:
         self._closed = threading.Event()
         self._enough_since: float | None = None
         self._empty_since: float | None = None
+        self._checked_at = 0.0
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -46,6 +49,9 @@ class Watching:
 
     def look(self, now: float) -> None:
         with self._c.lock:
+            if self._c.journal is not None and now - self._checked_at >= TERM_SECONDS:
+                self._checked_at = now
+                self._c.journal.check()  # while a coordinator slept, the next one may have begun
             if not self._c.membership.formed:
                 self._look_at_start(now)
             else:

@@ -57,6 +57,9 @@ class Backups:
         self._blocks, self._pool, self._home = blocks, pool, home
         self._find, self._check_sender = find, check_sender
         self.backups: dict[int, Backup] = {}
+        # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
+        # has ended by itself goes on, and what it takes in has to be here.
+        self._promoted: dict[int, Backup] = {}
         self._lent: dict[str, tuple[int, Memory, int]] = {}  # by primary: number, memory, block of ours for it
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -101,12 +104,12 @@ class Backups:
         return [pieces[index].num_items * item for index in message.has]
 
     def handle(self, request: Request, message: Seed | Replicate) -> None:
-        self._check_sender(request.peer, message.slice)
         _, part = self._find(message.slice)
         if faults.armed is not None:
             faults.reach("seed.got" if isinstance(message, Seed) else "replicate.got")
-        with self._lock:
-            backup = self.backups.get(message.slice)
+        with self._lock:  # who is fenced meanwhile has been refused here, or is waited for
+            self._check_sender(request.peer, message.slice)
+            backup = self.backups.get(message.slice) or self._promoted.get(message.slice)
             if backup is None:
                 if isinstance(message, Replicate):
                     raise ProtocolError(f"there is no backup of slice {message.slice} here")
@@ -245,12 +248,34 @@ class Backups:
     def wait_idle(self, goes_on: Callable[[], bool]) -> None:
         """Until everything that has come is taken in."""
         with self._idle:
-            while goes_on() and any(backup.is_busy for backup in self.backups.values()):
+            while goes_on() and any(b.is_busy for b in [*self.backups.values(), *self._promoted.values()]):
                 self._idle.wait(0.05)
+
+    def promote(self, number: int) -> HostedSlice | None:
+        """This copy is the slice itself from now on, if there is a whole one."""
+        with self._lock:
+            backup = self.backups.pop(number, None)
+            if backup is None or backup.slot is None:
+                return None
+            self._promoted[number] = backup
+            return backup.slot
+
+    def was_of(self, number: int, primary: str) -> bool:
+        """Whether it was promoted here, and this server may still be its primary for all that it knows."""
+        backup = self._promoted.get(number)
+        return backup is not None and backup.primary == primary
+
+    def are_all_told(self) -> None:
+        """Every server has the generation: no update comes any more from who was a primary before."""
+        with self._lock:
+            gone, self._promoted = self._promoted, {}
+            for backup in gone.values():
+                backup.is_out = True
 
     def take_out(self, number: int) -> HostedSlice | None:
         """This copy is no backup any more; the slice, if there is a whole one."""
         with self._lock:
+            self._promoted.pop(number, None)
             backup = self.backups.pop(number, None)
             if backup is not None:
                 backup.is_out = True
@@ -267,6 +292,10 @@ class Backups:
             gone = [self._lent.pop(name) for name in list(self._lent) if name not in there]
         for _, _, block in gone:
             self._blocks.let_go(block)
+
+    def slot_of(self, number: int) -> HostedSlice | None:
+        backup = self.backups.get(number)
+        return backup.slot if backup is not None else None
 
     def slots(self) -> Collection[HostedSlice]:
         return [backup.slot for backup in list(self.backups.values()) if backup.slot is not None]

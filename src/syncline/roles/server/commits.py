@@ -172,7 +172,7 @@ class Commits:
         if faults.armed is not None:
             faults.reach("commit.decided")
         if again:
-            self.flow.reply(Commit(peer.name, clock, contribution))
+            self.flow.reply(Commit(peer.name, peer.incarnation, clock, contribution))
         self.flow.run(works)
 
     def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> Contribution:

@@ -41,8 +41,7 @@ class Departures:
 
     def staged_whole(self, name: str, incarnation: int) -> int:
         """Up to which clock this worker's commits could be made without it."""
-        standing = self._rounds.standings.get(name)
-        clock = standing.clock if standing is not None and standing.incarnation == incarnation else 0
+        clock = self._rounds.reach(name, incarnation)
         while True:
             staged = self._staged.get((name, incarnation, clock + 1))
             if staged is None or not staged[0].is_told or self.not_staged((name, incarnation), *staged) is not None:

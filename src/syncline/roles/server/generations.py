@@ -8,7 +8,8 @@ from collections.abc import Callable
 import msgspec
 
 from syncline import faults
-from syncline.core.control import Install, Leave, Prepare, Prepared
+from syncline.core.changes import MOVE_TIMES
+from syncline.core.control import Install, Leave, LetGo, Prepare, Prepared
 from syncline.core.message import Done
 from syncline.errors import FencedError, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Latch, Request
@@ -79,6 +80,7 @@ class Generations:
             self._flow.refuse(asked, FencedError(f"this worker was evicted before generation {message.generation}"))
         for worker in message.fenced:
             self._cut_off(*worker)
+        self._hosting.fence_servers(message.servers)
         self._hosting.release_backups(message.seats)
         self._wait_idle(hold)
         with self._order:
@@ -87,8 +89,14 @@ class Generations:
             answer = self._prepared(message)
         faults.reach("prepare.held")
         request.reply(answer)
-        hold.ended.wait(self._hold_seconds)
+        hold.ended.wait(self._hold_seconds * (MOVE_TIMES if message.moves else 1.0))
         self._end_by_itself(hold)
+
+    def let_go(self, message: LetGo) -> None:
+        """The coordinator has thought better of it."""
+        hold = self._hold
+        if hold is not None and hold.message.generation == message.generation:
+            hold.ended.set()
 
     def _check_newer(self, message: Prepare) -> None:
         newest = self._installed if self._hold is None else max(self._installed + 1, self._hold.message.generation)
@@ -114,9 +122,10 @@ class Generations:
         # One that has come late and hosts nothing has never been told how things stand.
         knows = not self._is_late or bool(self._hosting.slices)
         standings = [msgspec.structs.replace(s) for s in rounds.standings.values()] if knows else []
-        staged = [(*worker, self._departures.staged_whole(*worker)) for worker in message.fenced]
         num_orphans = rounds.num_orphans() + self._flow.num_unclipped_orphans()
-        return Prepared(standings, [entry for entry in staged if entry[2]], num_orphans)
+        clocks = [(*worker, clock) for worker, clock in self._hosting.highest_clocks().items()]
+        reach = self._hosting.reach(message.seats, message.fenced, lambda who: self._departures.staged_whole(*who))
+        return Prepared(standings, num_orphans, clocks, reach, bool(self._hosting.slices))
 
     def _end_by_itself(self, hold: _Hold) -> None:
         with self._order:
@@ -168,6 +177,7 @@ class Generations:
             lost = self._flow.forget_orphans()
             for standing in message.standings:
                 self._commits.rounds.enter(standing)
+            works += self._flow.enqueue(self._commits.rounds.release())
             ways = self._hosting.take_seats(hold.message.seats, message.members)
             self._begin(message, through)
             works += self._flow.fence(fenced, through.open) if fenced else []
@@ -207,7 +217,8 @@ class Generations:
             for worker in fenced:
                 self._departures.let_go(worker)
             self._begin(message, through)
-            fences = list(self._flow.fence(fenced, through.open)) if fenced else []
+            # Not by way of primaries: those of the new seats may be here before their backups know them as such.
+            self._hosting.fence(fenced)
             waiting = self._pulls.begin_anew()
             self._is_late = False
         refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made anew")
@@ -220,9 +231,7 @@ class Generations:
         self._pulls.refuse(waiting, refresh)
         for way in ways:
             way.close()
-        if not fenced:
-            through.open()
-        self._flow.run(fences)
+        through.open()
 
     def _begin(self, message: Install, through: Latch) -> None:
         """Under `order`: this generation counts."""

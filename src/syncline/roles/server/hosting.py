@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from syncline.core.control import Host
 from syncline.core.layout import Segment, Slice, aligned
 from syncline.core.members import Member
 from syncline.core.rounds import Standing
 from syncline.core.seats import Seat
-from syncline.core.slices import Copy, Identity, least_clocks, life_of
+from syncline.core.slices import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
 from syncline.errors import FencedError, ProtocolError, SynclineError
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import Memory, Peer, buffer_of
@@ -47,8 +47,10 @@ class Hosting:
         self.blocks = Blocks(create_memory, home, log)
         self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self._check_sender)
         self._seats: dict[int, Seat] = {}
+        self._primaries: dict[int, str] = {}  # by slice: the life of its primary
         self._members: dict[str, Member] = {}
         self._partners: dict[Identity, Partner] = {}
+        self._out: set[Identity] = set()  # servers of which nothing is taken any more
 
     def find(self, number: int) -> tuple[Segment, Slice]:
         """A slice of the layout, wherever it is."""
@@ -127,10 +129,22 @@ class Hosting:
         """Who there is, and where slices are, as the coordinator says."""
         self._members = {member.name: member for member in members}
         for seat in seats:
-            self._seats.setdefault(seat.slice, seat)  # those of a generation count when it is installed
+            if seat.slice not in self._seats:  # those of a generation count when it is installed
+                self._sit(seat)
+
+    def _sit(self, seat: Seat) -> None:
+        self._seats[seat.slice], self._primaries[seat.slice] = seat, self._life_of(seat.primary)
+
+    def _life_of(self, server: str) -> str:
+        member = self._members.get(server)
+        return life_of(server, member.incarnation) if member is not None else ""
 
     def _check_sender(self, peer: Peer, number: int) -> None:
-        """Only a slice's primary may say what happens to it."""
+        """Only a slice's primary may say what happens to it; also one that has not heard yet that it is ours now."""
+        if (peer.name, peer.incarnation) in self._out:
+            raise FencedError(f"{peer}, incarnation {peer.incarnation}, is out")
+        if self.backups.was_of(number, peer.name):
+            return
         seat, member = self._seats.get(number), self._members.get(peer.name)
         if seat is not None and seat.primary != peer.name:
             raise FencedError(f"{peer} is not the primary of slice {number}; {seat.primary or 'nobody'} is")
@@ -153,6 +167,18 @@ class Hosting:
                 log=self._log,
             )
         return self._partners[key]
+
+    def fence_servers(self, there: Collection[Identity]) -> None:
+        """These are all that there are; what others have sent so far is taken in, and nothing more."""
+        known = {(m.name, m.incarnation) for m in self._members.values() if m.role == "server"}
+        self._out |= known.difference(there) if there else set()
+
+    def fence(self, workers: Collection[Identity]) -> None:
+        """On every copy here."""
+        for slot in [*self.slices.values(), *self.backups.slots()] if workers else ():
+            with slot.lock:
+                for worker in workers:
+                    slot.state.fence(worker)
 
     def release_backups(self, seats: Iterable[Seat]) -> None:
         """Seats are on disk: whose backup is gone there acknowledges alone from now on."""
@@ -178,9 +204,9 @@ class Hosting:
 
     def take_seats(self, seats: Sequence[Seat], members: Sequence[Member]) -> list[Partner]:
         """A generation begins. Nothing is on its way through slices that change. Ways that lead nowhere any more."""
-        self._seats.update((seat.slice, seat) for seat in seats)
         self.hear(members, ())
         for seat in seats:
+            self._sit(seat)
             if seat.primary == self.name:
                 self._become_primary(seat)
             else:
@@ -193,7 +219,11 @@ class Hosting:
     def _become_primary(self, seat: Seat) -> None:
         slot = self.slices.get(seat.slice)
         if slot is None:
-            slot = self.backups.take_out(seat.slice) or self._arriving.pop(seat.slice, None)
+            slot = self._arriving.pop(seat.slice, None)
+            if slot is not None:
+                self.backups.take_out(seat.slice)  # it is hosted anew: a copy that no seat counted on is nothing
+            else:
+                slot = self.backups.promote(seat.slice)
             if slot is None:
                 self._log(f"slice {seat.slice} is said to be here, and is not")
                 return
@@ -222,6 +252,23 @@ class Hosting:
             return  # its primary is giving it to us just now
         self.backups.take_out(seat.slice)
         self.blocks.drop([seat.slice])
+
+    def highest_clocks(self) -> dict[Identity, int]:
+        """Of every worker, its latest commit that is on any copy here."""
+        return highest_clocks(_state_of(slot).clocks for slot in [*self.slices.values(), *self.backups.slots()])
+
+    def reach(
+        self, seats: Iterable[Seat], fenced: Iterable[Identity], staged: Callable[[Identity], int]
+    ) -> list[tuple[str, int, int, str]]:
+        """How far slices here can come with the steps of those who are out, before these seats count."""
+        own = self._life_of(self.name)
+        states = {own: [_state_of(slot) for slot in self.slices.values() if slot.uploaded]}
+        for seat in seats:
+            if seat.primary == self.name and seat.slice not in self.slices:
+                slot = self._arriving.get(seat.slice) or self.backups.slot_of(seat.slice)
+                if slot is not None and slot.uploaded:
+                    states.setdefault(self._primaries.get(seat.slice, ""), []).append(_state_of(slot))
+        return reach_of(states, own, fenced, staged)
 
     def clocks(
         self, standings: Iterable[Standing], staying: Iterable[Identity], in_rounds: bool
@@ -254,3 +301,9 @@ class Hosting:
 
     def close(self) -> None:
         self.blocks.close()
+
+
+def _state_of(slot: HostedSlice) -> SliceState:
+    """As it is now: a backup's goes on."""
+    with slot.lock:
+        return SliceState(slot.state.version, dict(slot.state.clocks), dict(slot.state.fences))

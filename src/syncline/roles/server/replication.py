@@ -72,7 +72,7 @@ class Update:
         self._region, self._has = region, has
         self.seed: Letter | None = None  # goes before it
         self.num_seeds = 0
-        self.is_acknowledged = False
+        self.is_acknowledged = self.is_refused = False
         self.since = time.monotonic()
         self.digest = b""
         self.differs: Callable[[], None] = lambda: None
@@ -178,8 +178,12 @@ class Replica:
             self.partner.repeat_later(slot, self, update)
             return
         except FencedError as error:
-            self.partner.log(f"slice {slot.part.id}: {self.partner.name} refuses updates from here: {error}")
-            return  # another primary is on its way in, or an Install is: the coordinator's word will come
+            # Another primary is on its way in, or an Install is: the coordinator's word will come.
+            if not update.is_refused:
+                self.partner.log(f"slice {slot.part.id}: {self.partner.name} refuses updates from here: {error}")
+            update.is_refused = True
+            self.partner.repeat_later(slot, self, update)
+            return
         except RuleError:
             self.needs_seed = True  # it raised there, and will here
         except SynclineError as error:

@@ -17,6 +17,7 @@ from syncline.core.control import (
     Install,
     Joined,
     Leave,
+    LetGo,
     Over,
     Prepare,
     Retire,
@@ -166,6 +167,8 @@ class Server:
     def hear(self, roster: Roster) -> None:
         """The coordinator tells who there is."""
         self._hosting.hear(roster.members, roster.seats)
+        if self._commits is not None and roster.generation >= self._commits.moved:
+            self._hosting.backups.are_all_told()
         if self._flow is not None:
             self._flow.num_servers = max(self._flow.num_servers, sum(m.role == "server" for m in roster.members))
         if self._commits is not None:
@@ -257,8 +260,9 @@ class Server:
             LoadState: self._load_state,
             Lend: self._hosting.backups.lend,
             Host: self._host,
-            Prepare: self._prepare,
-            Install: self._install,
+            Prepare: lambda request, message: self._changes().prepare(request, message),
+            Install: lambda request, message: self._changes().install(request, message),
+            LetGo: lambda request, message: self._changes().let_go(message),
             SeedTo: self._seed_to,
             Roster: lambda request, message: self.hear(message),
             AskServerStats: lambda request, message: request.reply(GivenServerStats(self.stats())),
@@ -273,12 +277,6 @@ class Server:
         with self._lock:
             self._leaving.add(request.endpoint)
         self.commits.leave(request)
-
-    def _prepare(self, request: Request, message: Prepare) -> None:
-        self._changes().prepare(request, message)
-
-    def _install(self, request: Request, message: Install) -> None:
-        self._changes().install(request, message)
 
     def _changes(self) -> Generations:
         if self._generations is None:
