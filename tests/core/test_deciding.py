@@ -201,3 +201,13 @@ def test_what_is_lost_is_said_once() -> None:
     there = Prepared([], 0, [("worker-1", 4, 4)], [("worker-1", 4, 4, "server-1#2")])
     assert losses(deciding, here, there) == ["step 5 of worker-1 is on some slices and not on others"]
     assert losses(deciding, here, there) == []
+
+
+def test_what_was_registered_while_a_plan_was_under_way_is_lost_with_its_server_too() -> None:
+    """Only the plan's own seats are as before it; and a segment that was taken back meanwhile is no trouble."""
+    deciding = formed(Seat(0, "server-0"), Seat(1, "server-1"), replicas=2)
+    assert deciding.begin(deciding.plan(SIZES, [0, 1]), SIZES) is not None
+    deciding.state.seats[7] = Seat(7, "server-1")
+    del deciding.state.seats[0]
+    lose(deciding, "server-1")
+    assert set(deciding.state.lost) == {1, 7}

@@ -307,3 +307,17 @@ def test_who_comes_late_to_a_barrier_that_all_have_passed_goes_on_by_itself() ->
     assert len({one, one + 1, two, two + 1, again}) == 5, "a rest does not bring it to another's"
     assert Barriers.behind_passed(ERA + 2, ERA, None) == ERA + 2, "it takes no part yet, and was away nowhere"
     assert Barriers.behind_passed(4, ERA, 7) == ERA, "it passed with the others, and has not heard so"
+
+
+def test_new_slices_go_to_servers_that_know_where_workers_stand() -> None:
+    """One that came late has no standings before its first move; when nobody has, all are as good."""
+    members = formed(2, 2)
+    members.state.seats = {0: Seat(0, "server-0"), 1: Seat(1, "server-1")}
+    members.evict("server-1", "died")
+    members.join("server", "server-1", "here", None, process="again")
+    assert members.servers() == ["server-0", "server-1"] and members.hosts() == ["server-0"]
+    members.state.seats[1] = Seat(1, "server-1")
+    assert members.hosts() == ["server-0", "server-1"]
+    members.state.seats = {}
+    members.evict("server-0", "died")
+    assert members.hosts() == ["server-1"]

@@ -326,4 +326,5 @@ def test_a_worker_that_asks_and_does_not_read_is_cut_off(hosting: Callable[..., 
         assert call.arrives(SECONDS)
     there.senders.shutdown()
     assert there.pulls.outgoing.num_bytes == there.pulls.outgoing.num_waiting == 0
-    assert there.slots[0].num_copies <= MOST_PULLS, "what it cannot be sent need not be copied"
+    # Each of those that were being sent may have begun the next one before it heard of the end.
+    assert there.slots[0].num_copies <= 2 * MOST_PULLS, "what it cannot be sent need not be copied"

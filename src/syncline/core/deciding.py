@@ -142,13 +142,15 @@ class Deciding:
         state, self._before = self.state, None
         kept = []
         for number, seat in before.items():
-            now = state.seats[number]
+            now = state.seats.get(number)
+            if now is None:
+                continue  # its segment was taken back since
             backup = seat.backup if seat.backup in (now.primary, now.backup) else ""
             kept.append(Seat(number, seat.primary, backup))
         named = {name for seat in kept for name in (seat.primary, seat.backup) if name}
         seats, lost = without(kept, named - set(state.members))
         state.seats.update((seat.slice, seat) for seat in seats)
-        state.lost = lost
+        state.lost = lost + [number for number in state.lost if number not in before]  # registered since then
 
     def install(self, change: Change) -> tuple[Install, list[Loss]]:
         """All servers have answered: what they are to install, and what is outside of what is promised."""

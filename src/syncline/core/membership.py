@@ -91,6 +91,12 @@ class Membership:
     def servers(self) -> list[str]:
         return sorted(self.named("server"), key=by_name)
 
+    def hosts(self) -> list[str]:
+        """The servers that new slices may go to: one that came late knows nobody's place before its first move."""
+        state, servers = self.state, self.servers()
+        primaries = {seat.primary for seat in state.seats.values()}
+        return [name for name in servers if name in primaries or state.members[name].since <= 1] or servers
+
     def ordered(self) -> list[Member]:
         return sorted(self.state.members.values(), key=lambda m: (m.since, by_name(m.name)))
 

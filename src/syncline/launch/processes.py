@@ -63,6 +63,8 @@ class MemberProcess:
         return self._process.poll()
 
     def _end_orphans(self) -> None:
+        if not hasattr(os, "waitid"):  # macOS, with an older Python
+            return
         with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
             # Looked at and not collected yet: until then the number of its group is nobody else's.
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -188,6 +188,8 @@ class _Process:
             self._log("leaves: its slices go to other servers")
             self._link.call(Retire(), self._config.leave_seconds)
             self._ends.put(_End(0))
+        except FencedError:
+            self._ends.put(_End(0))  # it is out already: the answer was lost, or a beat came after it
         except SynclineError as error:
             self._log(f"cannot leave: {error}")
             self._leaving.release()

@@ -143,10 +143,13 @@ class Listener:
         self._identity = self._identity.as_incarnation(incarnation)
 
     def _serve(self, listening: socket.socket) -> None:
+        with selectors.DefaultSelector() as looks:
+            for sock in (listening, self._ends[0]):
+                looks.register(sock, selectors.EVENT_READ)
+            self._accept_all(listening, looks)
+
+    def _accept_all(self, listening: socket.socket, looks: selectors.BaseSelector) -> None:
         trouble = ""
-        looks = selectors.DefaultSelector()
-        for sock in (listening, self._ends[0]):
-            looks.register(sock, selectors.EVENT_READ)
         while True:
             try:
                 looks.select()

@@ -203,7 +203,7 @@ class Changing:
                 self._c.registry.servers = self._c.membership.servers()
                 self._c.event(f"{name} has handed over its slices and leaves")
             if free:
-                self._c.keep()
+                self._c.try_keep()  # else it is kept with whatever comes next: nothing is left on them
         for request in requests:
             request.reply(Done())
         if requests:
@@ -229,6 +229,8 @@ class Changing:
                 endpoints = [self._c.endpoints[name] for name in change.servers if name in self._c.endpoints]
             for endpoint in endpoints:
                 endpoint.mention(LetGo(change.generation))
+            self._c.registering.try_again()  # what has waited for where slices are
+            self._c.joining.tell()
             return _LATER_SECONDS
         self._install(change)
         faults.reach("change.installed")

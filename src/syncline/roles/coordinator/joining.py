@@ -127,10 +127,9 @@ class Joining:
             request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
             self._c.liveness.heard(member.name, time.monotonic())
             is_server = member.role == "server"
-        if not self._c.changing.moves:
-            request.reply(self.roster())
-        else:
-            request.reply(Done())  # the roster comes when it is settled
+            # While primaries are about to change, the roster comes when that is settled.
+            answer = Done() if self._c.changing.moves else self.roster()
+        request.reply(answer)
         if is_server:
             self._c.registering.try_again()
         self._c.remind_to_retire(message.name)

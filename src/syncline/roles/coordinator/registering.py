@@ -10,7 +10,7 @@ from syncline import faults
 from syncline.core.control import Host, Register, Registered, Uploaded
 from syncline.core.layout import Segment
 from syncline.core.message import Done
-from syncline.errors import ConnectionLost, ProtocolError, SynclineError
+from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Registering:
                 self._wait(request)  # where slices are is about to change
                 return
             registry = self._c.registry
+            registry.servers = self._c.membership.hosts()
             is_chief = who == self._c.membership.chief
             decision = registry.register(
                 who, is_chief, message.ordinal, message.parameters, message.rules, message.reduce
@@ -149,7 +150,7 @@ class Registering:
             counts = message.segment in self._asked
             if counts:
                 self._uploaded.setdefault(message.segment, []).append(request)
-            has_backups = self._c.config.replicas > 1 and len(self._c.registry.servers) > 1
+            has_backups = self._c.config.replicas > 1 and len(self._c.membership.servers()) > 1
         if not counts:
             self._ask_for_values(request, message.segment)
         elif has_backups:
@@ -180,7 +181,12 @@ class Registering:
             if not uploaded:
                 return
             self._c.registry.ready.update(uploaded)
-            self._c.keep()
+            try:
+                self._c.keep()
+            except StoreError:
+                self._c.registry.ready.difference_update(uploaded)
+                self._uploaded = {**uploaded, **self._uploaded}  # answered when it could be kept
+                raise
         for requests in uploaded.values():
             for request in requests:
                 request.reply(Done())

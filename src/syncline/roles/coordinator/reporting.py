@@ -167,7 +167,7 @@ class Reporting:
             known = self.known()
             gone = [name for name in message.servers if name not in self._c.membership.state.members]
             if gone:
-                waits = [Wait(request.peer.name, message.step, gone, 0.0, "server"), *waits]
+                waits = [Wait(request.peer.name, message.step, gone, 0.0, "server")]
             text = why(
                 waits,
                 known,

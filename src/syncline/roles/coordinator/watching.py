@@ -46,6 +46,9 @@ class Watching:
                 return
             except SynclineError as error:
                 self._c.log_line(f"{type(error).__name__}: {error}")
+            except Exception as error:  # a bug of ours must end in a verdict, not in silence
+                self._c.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
+                raise
 
     def look(self, now: float) -> None:
         with self._c.lock:

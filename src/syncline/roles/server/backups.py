@@ -151,6 +151,7 @@ class Backups:
         if slot is not None and backup.primary == request.peer.name and message.version < slot.state.version:
             raise ProtocolError(f"a seed of version {message.version} for a backup that is at {slot.state.version}")
         if slot is None:
+            self._check_sender(request.peer, message.slice)  # it may have waited while the slice was hosted anew
             slot = self._make_slot(request.peer, message)
         loaded = [
             (entry, tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape))

@@ -55,6 +55,7 @@ class Generations:
         self._installed, self._is_late = generation if not is_late else 0, is_late
         self._replicas, self._log, self._hold_seconds = replicas, log, hold_seconds
         self._hold: _Hold | None = None
+        self._is_half_way = False  # a move was begun: what goes elsewhere takes nothing more in
         self._cut_off, self._is_closed = cut_off, False
         self._through = Latch()  # of the last Install: its fences are on every slice
         self._through.open()
@@ -80,7 +81,7 @@ class Generations:
             self._flow.refuse(asked, FencedError(f"this worker was evicted before generation {message.generation}"))
         for worker in message.fenced:
             self._cut_off(*worker)
-        self._hosting.fence_servers(message.servers)
+        self._hosting.fence_servers(message.servers, message.generation)
         self._hosting.release_backups(message.seats)
         self._wait_idle(hold)
         with self._order:
@@ -129,7 +130,7 @@ class Generations:
 
     def _end_by_itself(self, hold: _Hold) -> None:
         with self._order:
-            if self._hold is not hold or hold.is_installing:
+            if self._hold is not hold or hold.is_installing or self._is_half_way:
                 return
             self._hold = None
             self._commits.let_go()
@@ -203,9 +204,13 @@ class Generations:
             for entry in message.settle:
                 works += self._departures.settle(*entry)
             settled = self._flow.take_requests_in(works)
+            self._is_half_way = True  # from here on only an Install lets go
         self._flow.run(works)
         self._wait_idle(hold)
+        refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made anew")
         with self._order:
+            if self._hold is not hold:
+                self._flow.refuse(settled, refresh)
             self._check_current(hold)
             # First: whoever asks for a slice that has just gone, without `order`, must hear that it has moved.
             self._commits.moved = message.generation
@@ -221,7 +226,6 @@ class Generations:
             self._hosting.fence(fenced)
             waiting = self._pulls.begin_anew()
             self._is_late = False
-        refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made anew")
         self._flow.refuse([*settled, *asked], refresh)
         for request in held:
             if isinstance(request.message, Leave):
@@ -236,6 +240,7 @@ class Generations:
     def _begin(self, message: Install, through: Latch) -> None:
         """Under `order`: this generation counts."""
         self._installed, self._hold, self._through = message.generation, None, through
+        self._is_half_way = False
         self._flow.hosts_others()
         self._flow.num_servers = sum(member.role == "server" for member in message.members)
         self._commits.rank([member.name for member in message.members if member.role == "worker"])

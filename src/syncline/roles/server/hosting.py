@@ -143,6 +143,8 @@ class Hosting:
         """Only a slice's primary may say what happens to it; also one that has not heard yet that it is ours now."""
         if (peer.name, peer.incarnation) in self._out:
             raise FencedError(f"{peer}, incarnation {peer.incarnation}, is out")
+        if number in self._arriving:
+            raise FencedError(f"slice {number} is hosted anew by {self.name}")
         if self.backups.was_of(number, peer.name):
             return
         seat, member = self._seats.get(number), self._members.get(peer.name)
@@ -168,9 +170,11 @@ class Hosting:
             )
         return self._partners[key]
 
-    def fence_servers(self, there: Collection[Identity]) -> None:
-        """These are all that there are; what others have sent so far is taken in, and nothing more."""
-        known = {(m.name, m.incarnation) for m in self._members.values() if m.role == "server"}
+    def fence_servers(self, there: Collection[Identity], generation: int) -> None:
+        """These are all that there were; what others have sent so far is taken in, and nothing more. Who has come
+        since is none of those."""
+        servers = [m for m in self._members.values() if m.role == "server" and m.since <= generation]
+        known = {(m.name, m.incarnation) for m in servers}
         self._out |= known.difference(there) if there else set()
 
     def fence(self, workers: Collection[Identity]) -> None:
