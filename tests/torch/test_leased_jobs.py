@@ -17,7 +17,7 @@ from syncline.core.ledger import Suspect
 from syncline.core.spans import Span
 from syncline.roles.coordinator import handing
 from syncline.testing import local_job
-from syncline.torch import DataLoader
+from syncline.torch import DataLoader, DistributedOptimizer
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -113,3 +113,27 @@ def test_the_end_of_an_epoch_is_no_long_wait(tmp_path: pathlib.Path) -> None:
         began = time.monotonic()
         jobs.run(lambda job: count_samples(job, 9, 10))
         assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("settings", [{}, {"servers": 2, "slice_bytes": 64}], ids=["one", "two servers"])
+def test_who_waits_for_the_end_of_an_epoch_has_its_parameters_behind_it(
+    settings: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    """The others' last rounds were without it: its next gradients must not be of parameters from before them."""
+
+    def work(job: Job) -> list[list[float]]:
+        weight = torch.nn.Parameter(torch.zeros(40))
+        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), job=job)
+        loader, found = DataLoader(Numbers(9), 2, job=job), []
+        for _ in range(3):
+            for batch in loader:
+                optimizer.zero_grad()
+                (weight * batch.sum()).sum().backward()
+                optimizer.step()
+            found.append(weight.detach().tolist())
+            job.barrier("seen")
+        return found
+
+    with local_job(workers=2, folder=str(tmp_path), **settings) as jobs:
+        one, two = jobs.run(work)
+    assert one == two

@@ -105,8 +105,11 @@ class Job:
         self.own_step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self._ask, link)
-        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self.pause)
+        self.samples = hearing.samples = Samples(
+            asks, self.exchange.uses, self.exchange.times, self.pause, self._catch_up
+        )
         self._before_rest: list[Callable[[], None]] = []
+        self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
         self._closed = threading.Event()
         self._device: str | None = None
@@ -191,6 +194,14 @@ class Job:
     def before_rest(self, action: Callable[[], None]) -> None:
         """Something that must be sent before this worker rests or leaves."""
         self._before_rest.append(action)
+
+    def after_wait(self, action: Callable[[], None]) -> None:
+        """Something to be done when others went on without this worker, which had nothing to read meanwhile."""
+        self._after_wait.append(action)
+
+    def _catch_up(self) -> None:
+        for action in self._after_wait:
+            action()
 
     def before_settle(self, action: Callable[[], None]) -> None:
         """Something to be done before all open pushes are waited for: at a barrier, a rest, the end."""

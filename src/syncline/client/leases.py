@@ -105,6 +105,11 @@ class Uses:
             for lease in leases - {use[0] for use in self._read}:
                 self._committed.pop(lease, None)
 
+    @property
+    def is_any_held(self) -> bool:
+        """Whether anything waits for a commit."""
+        return bool(self._read)
+
     def held(self, leases: set[int]) -> list[Use]:
         """What of these leases waits for a commit, from the first place to the last."""
         with self._lock:
@@ -136,11 +141,12 @@ class Reading:
         *,
         times: StepClock,
         pause: Callable[[], None],
+        catch_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """`pause` is called before a wait for others; `times`: how long this worker has worked so far."""
+        """`pause` is called before a wait for others, `catch_up` after it; `times`: how long this one has worked."""
         self.loader, self.epoch = loader, epoch
         self._asks, self._uses, self._data = asks, uses, data
-        self._times, self._pause = times, pause
+        self._times, self._pause, self._catch_up = times, pause, catch_up
         self._lock = threading.Lock()
         self._own: collections.deque[_Own] = collections.deque()
         self._numbers: set[int] = set()  # of all leases of this loop
@@ -223,7 +229,10 @@ class Reading:
         if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
             return answer
         self._pause()
-        return self._asks.ask(self._question(waits=True))
+        answer = self._asks.ask(self._question(waits=True))
+        if not self._uses.is_any_held:  # else more is added to what was computed already, with what was known then
+            self._catch_up()
+        return answer
 
     def _take(self, answer: Message) -> None:
         self._asked = None

@@ -33,9 +33,16 @@ class _Passes:
 class Samples:
     """All that a job's loaders have in common."""
 
-    def __init__(self, asks: Asks, uses: Uses, times: StepClock, pause: Callable[[], None]) -> None:
-        """`pause` is called before a wait for others."""
-        self._asks, self.uses, self._times, self._pause = asks, uses, times, pause
+    def __init__(
+        self,
+        asks: Asks,
+        uses: Uses,
+        times: StepClock,
+        pause: Callable[[], None],
+        catch_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`pause` is called before a wait for others, `catch_up` after it."""
+        self._asks, self.uses, self._times, self._pause, self._catch_up = asks, uses, times, pause, catch_up
         self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
@@ -75,7 +82,10 @@ class Samples:
     def open(self, loader: str, epoch: int, data: Loader) -> Reading:
         """This worker begins its loop over an epoch."""
         self.let_go()
-        reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, pause=self._pause)
+        reading = Reading(
+            self._asks, self.uses, loader, epoch, data,
+            times=self._times, pause=self._pause, catch_up=self._catch_up,
+        )  # fmt: skip
         with self._lock:
             self._readings[loader, epoch] = reading
         return reading
