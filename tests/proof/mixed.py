@@ -16,21 +16,23 @@ import torch
 import syncline
 from syncline.torch import DataLoader, DistributedOptimizer
 
-FEATURES, CLASSES, LR = 256, 10, 0.05
+CLASSES, LR = 10, 0.05
 
 
 def model_of(width: int) -> torch.nn.Module:
+    """Much to compute and little to send: convolutions over images."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, width), torch.nn.ReLU(),
-        torch.nn.Linear(width, width), torch.nn.ReLU(),
-        torch.nn.Linear(width, CLASSES),
+        torch.nn.Conv2d(3, width, 3, padding=1), torch.nn.ReLU(),
+        torch.nn.Conv2d(width, width, 3, padding=1), torch.nn.ReLU(),
+        torch.nn.Conv2d(width, width, 3, padding=1), torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(width, CLASSES),
     )  # fmt: skip
 
 
-def data_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def data_of(samples: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, FEATURES, generator=generator)
+    x = torch.randn(samples, 3, side, side, generator=generator)
     return x, torch.randint(0, CLASSES, (samples,), generator=generator)
 
 
@@ -39,14 +41,15 @@ def main() -> None:
     parser.add_argument("--devices", required=True, help="of worker-0, worker-1, …: cuda,cpu,cpu")
     parser.add_argument("--samples", type=int, default=60_000)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--side", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
 
     job = syncline.init()
     device = args.devices.split(",")[int(job.name.rpartition("-")[2])]
-    x, y = data_of(args.samples)
+    x, y = data_of(args.samples, args.side)
     model = model_of(args.width).to(device)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR))
     dataset = torch.utils.data.TensorDataset(torch.arange(args.samples))

@@ -18,6 +18,7 @@ import torch
 
 from .mixed import LR, data_of, model_of
 
+HAS_GPU = torch.cuda.is_available()  # here, since the first to ask opens descriptors that stay open
 SCRIPT = pathlib.Path(__file__).parent / "mixed.py"
 
 
@@ -50,16 +51,15 @@ def rounds_of(folder: pathlib.Path, workers: int) -> dict[int, list[np.ndarray]]
 @pytest.mark.proof
 @pytest.mark.parametrize("devices", ["cpu,cpu,cpu", "cuda,cpu,cpu"])
 def test_workers_on_different_devices_equal_one_process(devices: str, tmp_path: pathlib.Path) -> None:
-    if "cuda" in devices and not torch.cuda.is_available():
+    if "cuda" in devices and not HAS_GPU:
         pytest.skip("there is no GPU")
-    samples, epochs, width = 3000, 2, 64
-    play(
-        tmp_path, devices, "--samples", str(samples), "--batch", "20", "--width", str(width), "--epochs", str(epochs)
-    )
+    samples, epochs, width, side = 3000, 2, 8, 6
+    sizes = {"--samples": samples, "--epochs": epochs, "--width": width, "--side": side, "--batch": 20}
+    play(tmp_path, devices, *(str(word) for pair in sizes.items() for word in pair))
     rounds = rounds_of(tmp_path, 3)
     everything = np.concatenate([rows for each in rounds.values() for rows in each])
     assert np.array_equal(np.bincount(everything, minlength=samples), np.full(samples, epochs)), "each once an epoch"
-    model, (x, y) = model_of(width), data_of(samples)
+    model, (x, y) = model_of(width), data_of(samples, side)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in sorted(rounds):
         rows = torch.from_numpy(np.concatenate(rounds[step]))
@@ -76,9 +76,9 @@ def test_workers_on_different_devices_equal_one_process(devices: str, tmp_path: 
 def test_two_processors_beside_a_gpu_add_to_what_it_does_alone(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not torch.cuda.is_available():
+    if not HAS_GPU:
         pytest.skip("there is no GPU")
-    more = ("--samples", "300000", "--epochs", "3", "--batch")
+    more = ("--samples", "60000", "--epochs", "3", "--batch")
     found = {
         "cuda, batches of 256": rate(play(tmp_path, "cuda", *more, "256")),
         "cuda, batches of 768": rate(play(tmp_path, "cuda", *more, "768")),
