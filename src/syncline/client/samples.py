@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from syncline.client.leases import Asks, Piece, Reading, Uses
+from syncline.client.leases import Asks, Pauses, Piece, Reading, Uses
 from syncline.client.times import StepClock
 from syncline.core.handing import GaveBack, Recall, Use
 from syncline.core.leasing import Loader
@@ -33,9 +33,8 @@ class _Passes:
 class Samples:
     """All that a job's loaders have in common."""
 
-    def __init__(self, asks: Asks, uses: Uses, times: StepClock, pause: Callable[[], None]) -> None:
-        """`pause` is called before a wait for others."""
-        self._asks, self.uses, self._times, self._pause = asks, uses, times, pause
+    def __init__(self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses) -> None:
+        self._asks, self.uses, self._times, self._worker = asks, uses, times, worker
         self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
@@ -75,7 +74,7 @@ class Samples:
     def open(self, loader: str, epoch: int, data: Loader) -> Reading:
         """This worker begins its loop over an epoch."""
         self.let_go()
-        reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, pause=self._pause)
+        reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, worker=self._worker)
         with self._lock:
             self._readings[loader, epoch] = reading
         return reading

@@ -364,10 +364,14 @@ class ServersExchange:
 
     # -- comings and goings -------------------------------------------------------------------------------
 
-    def rest(self, *, is_pause: bool = False) -> None:
+    @property
+    def stretch(self) -> int:
+        return self._part.stretch
+
+    def rest(self, *, upto: int | None = None) -> None:
         self.settle()
         self.times.pause()
-        self._part.pause() if is_pause else self._part.rest()
+        self._part.rest() if upto is None else self._part.pause(upto)
         self.times.resume()
 
     def step_aside(self) -> int:
