@@ -280,7 +280,10 @@ class Leasing:
         epoch, known = self.epoch(name, number), self._widths.get((name, number))
         if epoch is None or known is None or not self._in_rounds:
             return ()
-        wanted = self.widths(name, [one for one, _ in taking_part])
+        names = [one[0] for one in taking_part if not self._is_elsewhere(one, name, number)]
+        # Who has a lease and has not entered yet will, with its first commit.
+        names += sorted({lease.worker for lease in epoch.leases.values() if lease.worker in known} - set(names))
+        wanted = self.widths(name, names)
         if not worth_a_change(known, wanted):
             return ()
         self._widths[name, number] = wanted
