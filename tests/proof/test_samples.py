@@ -1,4 +1,4 @@
-"""`make proof`: every sample counts exactly once in every epoch, while members are killed and come back all the time."""
+"""`make proof`: every sample counts exactly once in every epoch, while members are killed and come back."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import WireStats
 
 T = TypeVar("T")
-_LONG_LOOK_SECONDS = 0.25
-_WHY_SECONDS = 2.0
+_LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0
 _NOTHING = Push(pushed=())
 
 
@@ -296,8 +295,7 @@ class ServersExchange:
                 left = began + self._wait_seconds - time.monotonic()
                 if left < 0:
                     raise self._has_waited(ticket, began)
-                lane, _, numbers = missing
-                lane.await_more(flow, numbers, min(left, LOUD_SECONDS))
+                missing[0].await_more(flow, missing[2], min(left, LOUD_SECONDS))
         finally:
             self.times.lap("wait")
         return False
