@@ -75,6 +75,12 @@ def test_a_lease_is_kept_before_it_is_told(jobs: Any) -> None:
     assert answer.lease in job.disk.last.leases.epochs["a"][0].leases
 
 
+def test_an_epoch_is_kept_before_anybody_hears_that_it_has_begun(jobs: Any) -> None:
+    """A coordinator that comes back and knows nothing of it would take it for finished."""
+    job = begin(jobs)
+    assert job.disk.last.leases.epochs["a"][0].num_todo == 64
+
+
 def test_the_epoch_is_finished_by_the_servers_word_and_stays_so(jobs: Any) -> None:
     job = begin(jobs)
     leases = take_all(job, "worker-0")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,19 @@ class Numbers(torch.utils.data.Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def look_at(kept: handing.Handing, stop: threading.Event) -> None:
+    """As the coordinator of a job of several processes does, now and then."""
+    while not stop.wait(0.05):
+        kept.look(time.monotonic())
 
 
 def count_samples(job: Job, num_samples: int, num_epochs: int, **options: Any) -> list[tuple[int, int]]:
@@ -137,3 +152,59 @@ def test_who_waits_for_the_end_of_an_epoch_has_its_parameters_behind_it(
     with local_job(workers=2, folder=str(tmp_path), **settings) as jobs:
         one, two = jobs.run(work)
     assert one == two
+
+
+def test_one_that_gets_what_is_left_does_not_wait_for_those_who_got_nothing(tmp_path: pathlib.Path) -> None:
+    """Two have nothing to do and pause; then a third gives one sample back. Whoever gets it steps in a stretch of its
+    own, and the other, which waits for the end of the epoch, steps no more: waited for, it would wait for ever."""
+    with local_job(workers=3, folder=str(tmp_path)) as jobs:
+        asking = jobs._process.coordinator.handing._asking
+
+        def work(job: Job) -> None:
+            job.kv.register({"counts": np.zeros(6)}, syncline.Rule("Add"), reduce="sum")
+            for batch in DataLoader(Numbers(6), 1, job=job):
+                ones = np.zeros(6)
+                ones[batch.numpy()] = 1
+                job.kv.push_pull({"counts": ones}).wait()
+                if job.rank == 2:
+                    job.rest()
+                    until(lambda: sum(asked.waits for _, asked, _ in list(asking.values())) == 2)
+                    break
+
+        jobs.run(work)
+        assert jobs[0].kv.pull()["counts"].tolist() == [1.0] * 6
+
+
+def test_an_evaluation_of_the_chief_alone_with_gradients_on_stops_nobody(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of it are dealt to the others, which never come to it: it gets them too, and stays level with them."""
+    monkeypatch.setattr(handing, "RECLAIM_SECONDS", 0.1)
+
+    def work(job: Job) -> tuple[list[int], list[int]]:
+        job.kv.register({"counts": np.zeros(24)}, syncline.Rule("Add"), reduce="sum")
+        loader, tests = DataLoader(Numbers(24), 2, job=job), DataLoader(Numbers(9), 2, job=job, name="tests")
+        steps, seen = [], []
+        for epoch in range(3):
+            steps.append(0)
+            for batch in loader:
+                ones = np.zeros(24)
+                ones[batch.numpy()] = 1
+                job.kv.push_pull({"counts": ones}).wait()
+                steps[-1] += 1
+                if epoch and not job.is_chief:
+                    time.sleep(0.1)
+            seen += [x for batch in tests for x in batch.tolist()] if job.is_chief else []
+            job.barrier("evaluated")
+        return steps, seen
+
+    with local_job(workers=2, folder=str(tmp_path)) as jobs:
+        stop = threading.Event()
+        looking = threading.Thread(target=look_at, args=(jobs._process.coordinator.handing, stop))
+        looking.start()
+        (chief, seen), (other, _) = jobs.run(work)
+        stop.set()
+        looking.join()
+        assert sorted(seen) == sorted([*range(9)] * 3)
+        assert chief == other == [6, 6, 6]
+        assert jobs[0].kv.pull()["counts"].tolist() == [3.0] * 24

@@ -11,6 +11,7 @@ import torch
 import torch.utils.data
 from tests.leased import Desk, FakeJob
 
+from syncline.client import times
 from syncline.core.handing import LeaveEpoch
 from syncline.core.order import order
 from syncline.torch.data import DataLoader
@@ -232,3 +233,42 @@ def test_waits_for_others_are_no_time_of_work() -> None:
     waited = next(job for job in desk if not job.own_step)
     waited.times.lap("compute")  # its next step
     assert waited.times.work_seconds < 0.1
+
+
+class Ticks:
+    """A clock that goes when it is told to."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    found = Ticks()
+    monkeypatch.setattr(times, "time", found)
+    return found
+
+
+def test_a_speed_is_of_whole_steps(ticks: Ticks) -> None:
+    """Asked for in the middle of a long step, as beats do: its samples count when its seconds do."""
+    clock = times.StepClock()
+    clock.resume()
+    ticks.now = 2.0
+    clock.lap("compute")
+    clock.made_step(10)
+    ticks.now = 5.0
+    clock.lap("compute")
+    assert clock.measured == (10, 2.0), "ten more are read, and not through"
+    clock.made_step(20)
+    assert clock.measured == (20, 5.0)
+
+
+def test_what_is_between_two_loops_is_no_time_of_work(ticks: Ticks) -> None:
+    """An evaluation after an epoch: the next step is not slow by it."""
+    desk = Desk(1)
+    epoch_of(desk, 1)
+    ticks.now = 100.0
+    epoch_of(desk, 2)
+    assert desk[0].times.measured == (3, 0.0)

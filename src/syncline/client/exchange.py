@@ -101,8 +101,12 @@ class Exchange(Protocol):
     def num_updates(self) -> int:
         """That parameters have had, by what this worker knows, and with its own that are under way."""
 
-    def rest(self, *, is_pause: bool = False) -> None:
-        """Takes part in no more rounds until the next commit. `is_pause`: in the middle of an epoch."""
+    @property
+    def stretch(self) -> int:
+        """Of the next commit."""
+
+    def rest(self, *, upto: int | None = None) -> None:
+        """Takes part in no more rounds of this loop; `upto`: of this stretch, and those up to that one."""
 
     def step_aside(self) -> int:
         """No round waits for this worker until its next commit; the stretch it was in."""

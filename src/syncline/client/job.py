@@ -105,9 +105,7 @@ class Job:
         self.own_step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self._ask, link)
-        self.samples = hearing.samples = Samples(
-            asks, self.exchange.uses, self.exchange.times, self.pause, self._catch_up
-        )
+        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
@@ -199,7 +197,8 @@ class Job:
         """Something to be done when others went on without this worker, which had nothing to read meanwhile."""
         self._after_wait.append(action)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
+        """Others went on without this worker."""
         for action in self._after_wait:
             action()
 
@@ -225,17 +224,23 @@ class Job:
 
     def rest(self) -> None:
         """Takes part in no round until the next push: this worker has finished its part, here an epoch of it."""
-        self._rest(is_pause=False)
+        self._rest(None)
 
-    def pause(self) -> None:
-        """Takes part in no round until the next push: this worker waits in the middle of an epoch."""
-        self._rest(is_pause=True)
+    @property
+    def stretch(self) -> int:
+        """Which the next push is in."""
+        return self.exchange.stretch
 
-    def _rest(self, *, is_pause: bool) -> None:
+    def pause(self, upto: int = 0) -> None:
+        """Takes part in no round until the next push: this worker waits in the middle of an epoch, for samples that
+        others have. `upto`: the stretch that one of them is in, which may be a later one."""
+        self._rest(upto)
+
+    def _rest(self, upto: int | None) -> None:
         self.leave_if_asked()
         for action in (*self._before_rest, *self._before_settle):
             action()
-        self.exchange.rest(is_pause=is_pause)
+        self.exchange.rest(upto=upto)
         self._report()
 
     # -- the others ---------------------------------------------------------------------------------------
@@ -275,13 +280,13 @@ class Job:
 
     def _beat(self) -> Beat:
         step, waits, finite = self.exchange.num_landed, self.exchange.waits.told(), self.exchange.finite
-        taken, seconds = self.samples.taken, self.samples.work_seconds
+        samples, seconds = self.exchange.times.measured
         return Beat(
             step=step,
             waits=waits,
             num_refused=finite.num_refused,
             is_quarantined=finite.is_quarantined,
-            samples=max(0, taken),
+            samples=samples,
             work_seconds=seconds,
         )
 

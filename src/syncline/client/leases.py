@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from syncline.client.times import StepClock
@@ -30,6 +30,20 @@ class Asks(Protocol):
 
     def try_ask(self, message: Message) -> Asked:
         """One attempt, not waited for."""
+
+
+class Pauses(Protocol):
+    """The worker, as rounds know it."""
+
+    @property
+    def stretch(self) -> int:
+        """Which its next commit is in."""
+
+    def pause(self, upto: int = 0) -> None:
+        """No round of this stretch waits for it any more, nor of those up to another; before a wait for others."""
+
+    def catch_up(self) -> None:
+        """Others went on without it: after that wait."""
 
 
 class Asked(Protocol):
@@ -63,6 +77,7 @@ class _Own:
     span: Span
     begin: int  # the next place to be read
     end: int
+    step: int  # samples of a batch
 
 
 class Uses:
@@ -140,24 +155,27 @@ class Reading:
         data: Loader,
         *,
         times: StepClock,
-        pause: Callable[[], None],
-        catch_up: Callable[[], None] = lambda: None,
+        worker: Pauses,
     ) -> None:
-        """`pause` is called before a wait for others, `catch_up` after it; `times`: how long this one has worked."""
+        """`times`: how long this worker has worked so far."""
         self.loader, self.epoch = loader, epoch
         self._asks, self._uses, self._data = asks, uses, data
-        self._times, self._pause, self._catch_up = times, pause, catch_up
+        self._times, self._worker = times, worker
         self._lock = threading.Lock()
         self._own: collections.deque[_Own] = collections.deque()
+        self._given: dict[int, int] = {}  # leases that were given back from this place on, until it is known there
+        self._said: list[tuple[int, int]] = []  # what of that the last question has told
         self._numbers: set[int] = set()  # of all leases of this loop
         self._size = 0  # of the last lease
         self._newest = 0  # of them
         self._asked: Asked | None = None
         self._not_before = 0.0  # there was no answer, or nothing in it
-        self._told = (0, 0.0)  # samples and seconds of work, as last said
+        self._told = times.measured  # samples and seconds of work, as last said
         answer = asks.ask(OpenEpoch(loader, epoch, data))
         assert isinstance(answer, Opened)
         self.num_samples, self.num_done, self._is_finished = answer.num_samples, answer.num_done, not answer.is_left
+        times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
+        self.is_shared = answer.is_shared  #: whether all workers come to this loader's epochs, by what is known
 
     def next(self, *, may_wait: bool = True) -> Piece | None:
         """The next batch to read; None when the epoch is finished, or when there is none without a wait."""
@@ -182,7 +200,7 @@ class Reading:
             if not self._own:
                 return None
             own = self._own[0]
-            end = min(own.begin + (own.span.width or self._data.batch), own.end)
+            end = min(own.begin + own.step, own.end)
             piece = Piece(own.number, own.span, own.begin, end)
             own.begin = end
             return piece
@@ -196,11 +214,13 @@ class Reading:
     # -- asking -------------------------------------------------------------------------------------------
 
     def _question(self, *, waits: bool) -> AskLease:
-        samples, seconds = self._uses.samples, self._times.work_seconds
+        samples, seconds = self._times.measured
         before, self._told = self._told, (samples, seconds)
+        with self._lock:
+            self._said = list(self._given.items())
         return AskLease(
             self.loader, self.epoch, self._uses.held(self._numbers), self.num_left,
-            samples - before[0], seconds - before[1], waits, self._newest,
+            samples - before[0], seconds - before[1], waits, self._newest, self._said, self._worker.stretch,
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:
@@ -228,23 +248,33 @@ class Reading:
         answer = self._asks.ask(self._question(waits=False))
         if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
             return answer
-        self._pause()
-        answer = self._asks.ask(self._question(waits=True))
+        upto = 0
+        while True:
+            self._worker.pause(upto)
+            answer = self._asks.ask(self._question(waits=True))
+            if not (isinstance(answer, GivenLease) and answer.rest_from):
+                break
+            upto = answer.rest_from
         if not self._uses.is_any_held:  # else more is added to what was computed already, with what was known then
-            self._catch_up()
+            self._worker.catch_up()
         return answer
 
     def _take(self, answer: Message) -> None:
         self._asked = None
         assert isinstance(answer, GivenLease)
+        with self._lock:
+            for lease, _ in self._said:
+                self._given.pop(lease, None)
+            self._said = []
         if answer.is_finished:
-            self._is_finished = True
+            self._is_finished, self.is_shared = True, answer.is_shared
         elif answer.lease:
             with self._lock:
                 self._numbers.add(answer.lease)
                 self._newest = answer.lease
                 self._size = len(answer.span)
-                self._own.append(_Own(answer.lease, answer.span, 0, self._size))
+                step = answer.step or self._data.batch
+                self._own.append(_Own(answer.lease, answer.span, 0, self._size, step))
         else:
             self._not_before = time.monotonic() + _AGAIN_SECONDS
 
@@ -269,8 +299,8 @@ class Reading:
         with self._lock:
             given = [own for own in self._own if own.begin < own.end and not (keeps_begun and own.begin)]
             for own in given:
-                own.end = own.begin
-        return [(own.number, own.begin) for own in given]
+                own.end = self._given[own.number] = own.begin
+            return list(self._given.items())
 
     def leave(self, unread: list[Piece], *, passes_over: bool) -> None:
         """The loop is left: what was not given to the script goes back, what it made no step with is passed over."""

@@ -34,7 +34,8 @@ class Loop:
     """Opened with the epoch, used with `with` around the loop, which ends when `next` has nothing more.
 
     Leaving it early gives back what the script has not got; at its end the worker rests. A loop without a step was an
-    evaluation: its samples are passed over, and in no step's weight.
+    evaluation: its samples are passed over, and in no step's weight; when others had no such loop, the worker does
+    not rest behind it.
     """
 
     def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader) -> None:
@@ -75,5 +76,10 @@ class Loop:
         failed = kind is not None and issubclass(kind, Exception)
         with contextlib.suppress(SynclineError):  # the job may be over by now
             self._job.samples.close(self.reading, list(self._cut), passes_over=without_a_step, failed=failed)
-        if kind is None:
-            self._job.rest()  # also one that made no step: behind the loop all workers are level
+        if kind is None and without_a_step and self._taken:
+            self._job.notice(
+                "a loop over a DataLoader made no step: evaluate with torch.no_grad(), else the workers share the "
+                "samples, and wait for each other at the end"
+            )
+        if kind is None and (not without_a_step or self.reading.is_shared):
+            self._job.rest()  # also one that made no step: behind the loop all are level

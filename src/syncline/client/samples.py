@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from syncline.client.leases import Asks, Piece, Reading, Uses
+from syncline.client.leases import Asks, Pauses, Piece, Reading, Uses
 from syncline.client.times import StepClock
 from syncline.core.handing import GaveBack, Recall, Use
 from syncline.core.leasing import Loader
@@ -33,16 +33,8 @@ class _Passes:
 class Samples:
     """All that a job's loaders have in common."""
 
-    def __init__(
-        self,
-        asks: Asks,
-        uses: Uses,
-        times: StepClock,
-        pause: Callable[[], None],
-        catch_up: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`pause` is called before a wait for others, `catch_up` after it."""
-        self._asks, self.uses, self._times, self._pause, self._catch_up = asks, uses, times, pause, catch_up
+    def __init__(self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses) -> None:
+        self._asks, self.uses, self._times, self._worker = asks, uses, times, worker
         self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
@@ -82,10 +74,7 @@ class Samples:
     def open(self, loader: str, epoch: int, data: Loader) -> Reading:
         """This worker begins its loop over an epoch."""
         self.let_go()
-        reading = Reading(
-            self._asks, self.uses, loader, epoch, data,
-            times=self._times, pause=self._pause, catch_up=self._catch_up,
-        )  # fmt: skip
+        reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, worker=self._worker)
         with self._lock:
             self._readings[loader, epoch] = reading
         return reading
@@ -118,11 +107,6 @@ class Samples:
     def used(self) -> list[Use]:
         """What commits of this worker have used so far, of leases that it may still have."""
         return self.uses.committed()
-
-    @property
-    def work_seconds(self) -> float:
-        """Time spent on steps, waits for others left out."""
-        return self._times.work_seconds
 
     # -- counting -----------------------------------------------------------------------------------------
 

@@ -40,8 +40,7 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import WireStats
 
 T = TypeVar("T")
-_LONG_LOOK_SECONDS = 0.25
-_WHY_SECONDS = 2.0
+_LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0
 _NOTHING = Push(pushed=())
 
 
@@ -219,8 +218,8 @@ class ServersExchange:
         except MENDED as error:
             ticket.generation = self._redo.generation
             self._mend(ticket, error, time.monotonic(), time.monotonic() + self._wait_seconds)
-        self.times.num_steps += 1
         self.times.lap("stage")
+        self.times.made_step(self.uses.samples)
         return ticket
 
     def _is_broken(self) -> bool:
@@ -296,8 +295,7 @@ class ServersExchange:
                 left = began + self._wait_seconds - time.monotonic()
                 if left < 0:
                     raise self._has_waited(ticket, began)
-                lane, _, numbers = missing
-                lane.await_more(flow, numbers, min(left, LOUD_SECONDS))
+                missing[0].await_more(flow, missing[2], min(left, LOUD_SECONDS))
         finally:
             self.times.lap("wait")
         return False
@@ -364,10 +362,14 @@ class ServersExchange:
 
     # -- comings and goings -------------------------------------------------------------------------------
 
-    def rest(self, *, is_pause: bool = False) -> None:
+    @property
+    def stretch(self) -> int:
+        return self._part.stretch
+
+    def rest(self, *, upto: int | None = None) -> None:
         self.settle()
         self.times.pause()
-        self._part.pause() if is_pause else self._part.rest()
+        self._part.rest() if upto is None else self._part.pause(upto)
         self.times.resume()
 
     def step_aside(self) -> int:

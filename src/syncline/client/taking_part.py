@@ -55,11 +55,11 @@ class TakingPart:
             answers = self.redo.again(lambda: self._placement.ask_all(AskPlace()), self._wait_seconds)
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
-    def pause(self) -> None:
-        """In no more rounds of this stretch; said once, until there is a commit in the next."""
+    def pause(self, upto: int) -> None:
+        """In no more rounds of this stretch, nor of those up to another of this loop: said once for each."""
         has_paused = self._rested and self.stretch % LOOP > 0
-        if not has_paused:
-            self._rest_from(self.stretch)
+        if not has_paused or upto >= self.stretch:
+            self._rest_from(max(upto, self.stretch))
 
     def rest(self) -> None:
         """In no more rounds of this loop."""

@@ -19,11 +19,15 @@ class OpenEpoch(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """`is_left`: whether there is anything to read. The samples of the epoch, and how many of them are done."""
+    """`is_left`: whether there is anything to read. The samples of the epoch, and how many of them are done.
+
+    `is_shared`: whether all workers come to this loader's epochs, by what is known.
+    """
 
     is_left: bool
     num_samples: int
     num_done: int
+    is_shared: bool = True
 
 
 class AskLease(Message, frozen=True):
@@ -32,7 +36,9 @@ class AskLease(Message, frozen=True):
     `held`: what it has read and not committed. `left`: what it has still to read. With how many samples it has spent
     how much time of work since it asked last. `waits`: it takes part in no round, and is answered when there is more,
     or the epoch is finished; else also when all that is left is in others' hands. `newest`: the last lease that it
-    has heard of; one that it was given after that got lost on the way, and is given once more.
+    has heard of; one that it was given after that got lost on the way, and is given once more. `given`: leases that
+    it has given back from these places on; the word of that may have got lost too. `stretch`: which its
+    next commit is in.
     """
 
     loader: str
@@ -43,14 +49,23 @@ class AskLease(Message, frozen=True):
     seconds: float = 0.0
     waits: bool = False
     newest: int | None = None
+    given: list[tuple[int, int]] = []
+    stretch: int = 0
 
 
 class GivenLease(Message, frozen=True):
-    """The next lease; 0: there is none, for now or because the epoch is finished."""
+    """The next lease, and how much of it is one step; 0: there is none, for now or because the epoch is finished.
+
+    `rest_from`: none, and somebody who has one is in that stretch, or will be: its rounds wait until this worker
+    rests from it, and asks again. `is_shared`: whether all workers come to this loader's epochs, by what is known.
+    """
 
     lease: int
     span: Span
     is_finished: bool = False
+    step: int = 0
+    rest_from: int = 0
+    is_shared: bool = True
 
 
 class Recall(Message, frozen=True):

@@ -46,6 +46,7 @@ class LeaseState(msgspec.Struct):
     loaders: dict[str, Loader] = {}
     epochs: dict[str, dict[int, Epoch]] = {}  # that are under way
     finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
+    unshared: list[str] = []  # loaders that some workers did not come to, when others read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Answer:
     is_finished: bool = False
     recall: tuple[Identity, ...] = ()
     is_coming: bool = False  # there is more, or may be, as soon as others have answered
+    rest_from: int = 0  # a stretch in which others are at work, and would wait for this one
 
 
 class Leasing:
@@ -70,6 +72,7 @@ class Leasing:
         self._held: dict[tuple[Identity, str, int], list[tuple[int, int, int]]] = {}  # read, waiting for a commit
         self._opened: set[tuple[Identity, str, int]] = set()
         self._gone: set[tuple[Identity, str, int]] = set()  # have left the loop over this epoch
+        self._absent: set[tuple[Identity, str]] = set()  # did not come to an epoch of this loader that others read
 
     # -- epochs -------------------------------------------------------------------------------------------
 
@@ -83,6 +86,7 @@ class Leasing:
                 "read the same data; loaders are told apart by the order in which they are made, or by name="
             )
         self._gone.discard((owner, name, number))
+        self._absent.discard((owner, name))
         self._opened.add((owner, name, number))
         if self._has_finished(name, number):
             return False
@@ -102,6 +106,10 @@ class Leasing:
     def epoch(self, name: str, number: int) -> Epoch | None:
         return self.state.epochs.get(name, {}).get(number)
 
+    def is_shared(self, name: str) -> bool:
+        """Whether all workers come to this loader's epochs, by what is known."""
+        return name not in self.state.unshared
+
     def _has_finished(self, name: str, number: int) -> bool:
         return any(begin <= number < end for begin, end in self.state.finished.get(name, []))
 
@@ -120,25 +128,32 @@ class Leasing:
         *,
         is_idle: bool = True,
         newest: int | None = None,
+        given: Iterable[tuple[int, int]] = (),
+        stretch: int = 0,
     ) -> Answer:
         """A worker wants more. `held`: what it has read and not committed, by lease and places. `is_idle`: it has
-        nothing left to read. `newest`: the last lease it knows of; others that it was told of got lost on the way."""
+        nothing left to read. `newest`: the last lease it knows of; others that it was told of got lost on the way.
+        `given`: what it has given back. `stretch`: which its next commit is in."""
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
         if epoch is None or self._is_through(name, number, epoch):
             return Answer(is_finished=True)
         self._lost_on_the_way(epoch, owner, newest)
+        self._take_back(epoch, owner, given)
         lease, left = self._untold(epoch, owner), epoch.num_todo + 1
         while lease is None and epoch.num_todo < left:  # of what is dealt out, odd pieces may all be others'
             left = epoch.num_todo
             lease = self._hand_out(owner, name, number, epoch, taking_part)
         if lease is not None:
-            lease.is_told = True
+            lease.is_told, lease.stretch = True, stretch
             self._dry.discard((owner, name, number))
             self._held.pop((owner, name, number), None)
             return Answer(lease)
         recall = self._whom_to_ask(owner, name, number, epoch) if is_idle else ()
-        return Answer(recall=recall, is_coming=bool(epoch.todo) or self._is_recalling(name, number))
+        others = [one.stretch for one in epoch.leases.values() if one.is_told and one.owner != owner]
+        rest_from = max((one for one in others if one >= stretch), default=0) if self._in_rounds and stretch else 0
+        is_coming = bool(epoch.todo) or self._is_recalling(name, number)
+        return Answer(recall=recall, is_coming=is_coming, rest_from=rest_from)
 
     def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
         """Whether all is done, but for what waits for the next commits of those who have read it."""
@@ -179,7 +194,7 @@ class Leasing:
             mine = self.speeds.get(owner[0], 0.0)
             size = lease_samples(epoch.batch, epoch.num_todo, mine, sum(speeds), len(names))
             return epoch.lease(first, owner, size)
-        owners = [one for one in taking_part if one == owner or (one, name, number) not in self._gone]
+        owners = [one for one in taking_part if one == owner or not self._is_elsewhere(one, name, number)]
         owners += [owner] if owner not in owners else []
         wide = self.widths(name, [one for one, _ in owners])
         self._widths[name, number] = wide
@@ -187,6 +202,9 @@ class Leasing:
         rounds = deal_rounds(sum(wide.values()), sum(self.speeds.get(one, 0.0) for one, _ in owners))
         epoch.deal(first, [(one, wide[one[0]]) for one in owners], rounds)
         return self._untold(epoch, owner)
+
+    def _is_elsewhere(self, owner: Identity, name: str, number: int) -> bool:
+        return (owner, name, number) in self._gone or (owner, name) in self._absent
 
     def widths(self, name: str, workers: Sequence[str]) -> dict[str, int]:
         """Each worker's part of a global batch now."""
@@ -219,6 +237,10 @@ class Leasing:
     def _is_recalling(self, name: str, number: int) -> bool:
         return any((name, number) in asked for asked in self._recalled.values())
 
+    def not_heard(self, owner: Identity, name: str, number: int) -> None:
+        """There was no answer from one who was to give back: it is asked anew when somebody needs it."""
+        self._recalled.get(owner, set()).discard((name, number))
+
     def gave_back(self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]]) -> int:
         """A worker reads none of these leases from these places on: samples that are to do again by it."""
         self._recalled.get(owner, set()).discard((name, number))
@@ -227,8 +249,12 @@ class Leasing:
         if epoch is None:
             return 0
         untold = [(lease.number, 0) for lease in epoch.of(owner) if not lease.is_told]
+        return self._take_back(epoch, owner, [*leases, *untold])
+
+    @staticmethod
+    def _take_back(epoch: Epoch, owner: Identity, leases: Iterable[tuple[int, int]]) -> int:
         mine = {lease.number for lease in epoch.of(owner)}
-        return sum(epoch.give_back(lease, begin) for lease, begin in [*leases, *untold] if lease in mine)
+        return sum(epoch.give_back(lease, begin) for lease, begin in leases if lease in mine)
 
     def leave(
         self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]], newest: int | None = None
@@ -244,7 +270,9 @@ class Leasing:
         epoch = self.epoch(name, number)
         owners = {lease.owner for lease in epoch.leases.values() if not lease.is_told} if epoch else set()
         absent = [one for one in owners if (one, name, number) not in self._opened]
-        self._gone.update((one, name, number) for one in absent)
+        self._absent.update((one, name) for one in absent)
+        if absent and name not in self.state.unshared:
+            self.state.unshared.append(name)
         return sum(self.gave_back(one, name, number, []) for one in absent)
 
     def recut(self, name: str, number: int, taking_part: Sequence[Identity]) -> tuple[Identity, ...]:
@@ -252,7 +280,10 @@ class Leasing:
         epoch, known = self.epoch(name, number), self._widths.get((name, number))
         if epoch is None or known is None or not self._in_rounds:
             return ()
-        wanted = self.widths(name, [one for one, _ in taking_part])
+        names = [one[0] for one in taking_part if not self._is_elsewhere(one, name, number)]
+        # Who has a lease and has not entered yet will, with its first commit.
+        names += sorted({lease.worker for lease in epoch.leases.values() if lease.worker in known} - set(names))
+        wanted = self.widths(name, names)
         if not worth_a_change(known, wanted):
             return ()
         self._widths[name, number] = wanted
@@ -286,8 +317,17 @@ class Leasing:
         """A life of a worker is over, and all that counts of it is known: what it had is to do again."""
         self._recalled.pop(owner, None)
         self._forget(lambda key: key[0] == owner)
+        self._absent = {one for one in self._absent if one[0] != owner}
         self.speeds.pop(owner[0], None)
-        return sum(e.out(owner, failed=failed) for epochs in self.state.epochs.values() for e in epochs.values())
+        found = 0
+        for name, epochs in self.state.epochs.items():
+            for number, epoch in epochs.items():
+                back = epoch.out(owner, failed=failed)
+                if self._has_finished(name, number):
+                    epoch.give_up()  # it was read and held, and the others have gone on without waiting for it
+                else:
+                    found += back
+        return found
 
     def measured(self, worker: str, samples: int, seconds: float) -> None:
         """A worker has done so many samples in so much time of work."""

@@ -69,10 +69,14 @@ class Handing:
     def open(self, request: Request, message: OpenEpoch) -> None:
         with self._c.lock:
             owner, workers = _owner(request), max(1, len(self._taking_part()))
+            is_new = self.leasing.epoch(message.loader, message.epoch) is None
             is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             epoch = self.leasing.epoch(message.loader, message.epoch)
+            if is_new and epoch is not None:
+                self._c.try_keep()  # else one that comes back knows nothing of it, and takes it for finished
             size, done = (epoch.num_samples, epoch.num_done) if epoch else (message.data.num_samples, 0)
-        request.reply(Opened(is_left, size, done))
+            is_shared = self.leasing.is_shared(message.loader)
+        request.reply(Opened(is_left, size, done, is_shared))
 
     def ask(self, request: Request, message: AskLease) -> None:
         """Answered now; or, from one that has nothing to do, when there is something."""
@@ -126,11 +130,13 @@ class Handing:
         self.answer()
 
     def _gave_back(self, owner: Identity, recall: Recall, call: Call) -> None:
-        """In the thread that brings the answer; from one that is gone, its eviction brings it."""
+        """In the thread that brings the answer."""
         try:
             answer = call.wait(0)
         except SynclineError:
-            return
+            with self._c.lock:
+                self.leasing.not_heard(owner, recall.loader, recall.epoch)
+            return  # it comes back and is asked again, or is evicted
         if isinstance(answer, GaveBack):
             with self._c.lock:
                 self.leasing.gave_back(owner, recall.loader, recall.epoch, answer.leases)
@@ -237,19 +243,23 @@ class Handing:
                 return
         for _, request, _, _, given in answers:
             request.reply(given)
+        if any(given.lease for *_, given in answers) and self._asking:
+            self.answer()  # others who wait may have to rest from the stretch that it is for
 
     def _decide(self, request: Request, message: AskLease) -> GivenLease | None:
         owner, taking_part = _owner(request), self._taking_part()
         answer = self.leasing.ask(
             owner, message.loader, message.epoch, taking_part, message.held,
-            is_idle=not message.left, newest=message.newest,
+            is_idle=not message.left, newest=message.newest, given=message.given, stretch=message.stretch,
         )  # fmt: skip
         for other in answer.recall:
             self._recall(other, Recall(message.loader, message.epoch))
         if answer.lease is not None:
-            return GivenLease(answer.lease.number, answer.lease.span)
+            return GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step)
         if answer.is_finished or not (message.waits or answer.is_coming):
-            return GivenLease(0, _NOTHING, answer.is_finished)
+            return GivenLease(0, _NOTHING, answer.is_finished, is_shared=self.leasing.is_shared(message.loader))
+        if message.waits and answer.rest_from:
+            return GivenLease(0, _NOTHING, rest_from=answer.rest_from)
         return None
 
     def _keep_leases(self, answers: list[tuple[str, Request, AskLease, float, GivenLease]]) -> bool:
@@ -269,11 +279,12 @@ class Handing:
     def _recall(self, owner: Identity, recall: Recall) -> None:
         """Under the lock."""
         endpoint = self._c.endpoints.get(owner[0])
-        if endpoint is None:
-            return  # it comes back and is asked again, or is evicted
         try:
+            if endpoint is None:
+                raise ConnectionLost(f"{owner[0]} is not connected")
             call = endpoint.call(recall)
         except ConnectionLost:
+            self.leasing.not_heard(owner, recall.loader, recall.epoch)
             return
         call.when_done(functools.partial(self._gave_back, owner, recall, call))
 
