@@ -20,7 +20,6 @@ class ParquetFile:
 
     def __init__(self, files: Files, path: str) -> None:
         self.path, self._files = path, files
-        self._parquet = needed("pyarrow.parquet", "Parquet files")
         with self._opened() as file:
             self._footer = file.metadata
             self.types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
@@ -34,11 +33,12 @@ class ParquetFile:
 
     @contextlib.contextmanager
     def _opened(self, **options: Any) -> Iterator[Any]:
+        parquet = needed("pyarrow.parquet", "Parquet files")
         # Not mapped: a file that somebody cuts short meanwhile would kill a process that has it mapped.
         with (
             whole(self.path, "Parquet"),
             _opened(self._files, self.path, "OSFile") as raw,
-            self._parquet.ParquetFile(raw, pre_buffer=not self._files.is_local, **options) as file,
+            parquet.ParquetFile(raw, pre_buffer=not self._files.is_local, **options) as file,
         ):
             yield file
 

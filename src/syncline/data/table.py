@@ -61,6 +61,13 @@ class TableSource:
                 f"{names}: no row in {counted(len(files), f'{kind} file')}; write some, or check the path"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, e.g. a data process of torch: what is decoded here stays here."""
+        return {**self.__dict__, "_decoded": collections.OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
     def describe(self) -> str:
         rows, files = counted(len(self), "row"), counted(len(self._files), f"{self._kind} file")
         return f"{files}, {rows}: columns {', '.join(self._columns)}"
