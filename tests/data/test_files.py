@@ -116,8 +116,14 @@ def test_a_forked_process_reads_from_s3(bucket: Bucket) -> None:
     bucket.write("a.parquet", table_bytes(0, 25))
     source = syncline.data.open(f"{bucket.url}/a.parquet", storage_options=bucket.options)
     assert values(source, [3]) == [3]
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(values, (source, [24, 0])) == [24, 0]
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    with here, there:
+        process = fork.Process(target=lambda: there.send(values(source, [24, 0])))
+        process.start()
+        assert here.poll(30) and here.recv() == [24, 0]
+        process.join()
+        process.close()
 
 
 def test_tar_shards_are_read_from_s3(bucket: Bucket) -> None:

@@ -13,6 +13,7 @@ from syncline.data.table import TableFile, TableSource
 from syncline.errors import DataError
 
 _NUM_OPENED_AT_ONCE = 16
+_PIECE_BYTES, _LEAST_ROWS = 1 << 20, 256
 
 
 class ParquetFile:
@@ -27,9 +28,16 @@ class ParquetFile:
             self._footer.row_group(i).num_rows for i in range(self._footer.num_row_groups)
         ]
 
-    def read_chunk(self, index: int, columns: list[str]) -> Any:
+    def read_chunk(self, index: int, columns: list[str]) -> Iterator[Any]:
+        nested = needed("pyarrow", "Parquet files").types.is_nested
         with self._opened(metadata=self._footer) as file:
-            return file.read_row_group(index, columns=columns)
+            if any(nested(self.types[name]) for name in columns):
+                # pyarrow puts lists together faster in pieces that stay in a processor's cache.
+                group = self._footer.row_group(index)
+                num_rows = max(_LEAST_ROWS, _PIECE_BYTES * group.num_rows // max(group.total_byte_size, 1))
+                yield from file.iter_batches(num_rows, row_groups=[index], columns=columns)
+            else:
+                yield file.read_row_group(index, columns=columns)
 
     @contextlib.contextmanager
     def _opened(self, **options: Any) -> Iterator[Any]:
@@ -54,10 +62,10 @@ class ArrowFile:
         with self._opened([0]) as reader:
             self.chunk_sizes: Sequence[int] = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
 
-    def read_chunk(self, index: int, columns: list[str]) -> Any:
+    def read_chunk(self, index: int, columns: list[str]) -> Iterator[Any]:
         fields = sorted(list(self.types).index(name) for name in columns)
         with self._opened(fields) as reader:
-            return reader.get_batch(index)
+            yield reader.get_batch(index)
 
     @contextlib.contextmanager
     def _opened(self, fields: list[int] | None = None) -> Iterator[Any]:
