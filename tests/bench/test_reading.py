@@ -59,7 +59,7 @@ def test_without_pyarrow_it_is_said(monkeypatch: pytest.MonkeyPatch, fast: Effor
 @pytest.mark.parametrize(
     "row",
     [
-        leases.lease_share("share", policy="async", workers=1, reach=PRINTED),
+        leases.lease_share("share", policy="async", reach=PRINTED),
         leases.epoch_start("start", 10**9, reach=PRINTED),
     ],
     ids=lambda row: row.name,

@@ -62,8 +62,6 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "scaling-2": (2, 2),
         "scaling-4": (4, 4),
         "scaling-8": (8, 8),
-        "lease-sync": (2, 2),
-        "lease-async": (2, 2),
     }
 
 
@@ -103,7 +101,7 @@ def test_both_sides_do_the_same_work(played: dict[str, Sides]):
         assert [getattr(one, key) for key in same] == [getattr(two, key) for key in same], name
         assert one.num_bytes == two.num_bytes or name.startswith(("server-memory", "lease-memory")), name
         assert one.num_samples == two.num_samples or name in ("lease-memory", "lease-epoch"), name
-        assert (one.path, one.step_seconds) == (two.path, two.step_seconds), name
+        assert one.path == two.path, name
     assert played["cuda-sync"][0]._task.device == "cuda" and played["mlp-async"][0]._task.num_threads == 1
 
 

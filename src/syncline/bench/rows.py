@@ -59,10 +59,7 @@ def _training_rows() -> list[Row]:
 def _data_rows() -> list[Row]:
     enough, sizes = Reach("at least", 0.8), {"narrow": 1_000_000, "wide": 32_768, "lists": 65_536}
     return [
-        *(
-            lease_share(f"lease-{policy}", policy=policy, workers=2, reach=_at_most(0.02))
-            for policy in ("sync", "async")
-        ),
+        *(lease_share(f"lease-{policy}", policy=policy, reach=_at_most(0.02)) for policy in ("sync", "async")),
         coordinator_memory("lease-memory", 10**9, 20_000_000, reach=_at_most(1)),
         epoch_start("lease-epoch", 10**9, reach=Reach("at most", 0, plus_seconds=1.0)),
         *(parquet(f"parquet-{shape}", shape, rows, reach=enough) for shape, rows in sizes.items()),

@@ -22,7 +22,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     path: str = ""  #: of the file that is read
     shuffle: bool = False
     num_samples: int = 0  #: of a data set
-    step_seconds: float = 0.0  #: that a step sleeps
     address: str = ""  #: on which a partner in another namespace listens
     prefix: list[str] = []  #: command words that start that partner
     number: int = 0  #: which process of its side it is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -66,14 +65,12 @@ def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def _stepping(loader: Any, task: Task) -> Operation:
-    """A batch, a sleep in the place of its work, a small push."""
+def _stepping(loader: Any) -> Operation:
+    """A batch, and a small push."""
     push, batches = push_pull(Task(kind="push_pull", num_bytes=4096)), _without_end(loader)
 
     def step() -> None:
         next(batches)
-        if task.step_seconds:
-            time.sleep(task.step_seconds)
         push()
 
     return step
@@ -84,7 +81,7 @@ def leased_steps(task: Task) -> Operation:
     from syncline.torch import DataLoader
 
     syncline.init()
-    return _stepping(DataLoader(_Numbers(task.num_samples), 64, shuffle=True), task)  # type: ignore[arg-type]
+    return _stepping(DataLoader(_Numbers(task.num_samples), 64, shuffle=True))  # type: ignore[arg-type]
 
 
 def unleased_steps(task: Task) -> Operation:
@@ -92,7 +89,7 @@ def unleased_steps(task: Task) -> Operation:
     import torch.utils.data
 
     syncline.init()
-    return _stepping(torch.utils.data.DataLoader(_Numbers(task.num_samples), 64, shuffle=True), task)  # type: ignore[arg-type]
+    return _stepping(torch.utils.data.DataLoader(_Numbers(task.num_samples), 64, shuffle=True))  # type: ignore[arg-type]
 
 
 def epoch_start(task: Task) -> Operation:

@@ -13,7 +13,7 @@ from syncline.data.table import TableFile, TableSource
 from syncline.errors import DataError
 
 _NUM_OPENED_AT_ONCE = 16
-_PIECE_BYTES, _LEAST_ROWS = 1 << 20, 256
+_PIECE_BYTES, _LEAST_ROWS = 1 << 19, 256
 
 
 class ParquetFile:

@@ -43,18 +43,16 @@ class Named:
         self.dataset = dataset
 
     def __getitems__(self, numbers: Sequence[Any]) -> Fetched:
-        dataset = self.dataset
-        asked: Sequence[Any] = numbers  # what is being read
-        samples: Any = []
+        dataset, samples = self.dataset, []
+        at_once = getattr(dataset, "__getitems__", None)
         try:
-            if getattr(dataset, "__getitems__", None):
-                samples = dataset.__getitems__(numbers)
-            else:
-                for number in numbers:
-                    asked = (number,)
-                    samples.append(dataset[number])
+            if at_once:
+                return Fetched(dataset, numbers, at_once(numbers))
+            for number in numbers:
+                samples.append(dataset[number])
         except Exception as error:
-            _note(error, f"raised by the data set {_kind(dataset)} for {Fetched(dataset, asked, None).describe()}")
+            wrong = numbers if at_once else numbers[len(samples) : len(samples) + 1]
+            _note(error, f"raised by the data set {_kind(dataset)} for {Fetched(dataset, wrong, None).describe()}")
             raise
         return Fetched(dataset, numbers, samples)
 
