@@ -49,7 +49,7 @@ class Named:
             if at_once:
                 return Fetched(dataset, numbers, at_once(numbers))
             for number in numbers:
-                samples.append(dataset[number])
+                samples.append(dataset[number])  # noqa: PERF401  # one by one: when one fails, it is the next
         except Exception as error:
             wrong = numbers if at_once else numbers[len(samples) : len(samples) + 1]
             _note(error, f"raised by the data set {_kind(dataset)} for {Fetched(dataset, wrong, None).describe()}")
