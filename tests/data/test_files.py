@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import io
+import multiprocessing
 import pathlib
 import sys
 import tarfile
-import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.data.endpoint import Bucket
 
 import syncline.data
 from syncline.data import ShardSource, Source
@@ -21,53 +20,8 @@ from syncline.data.files import explained, found
 from syncline.errors import ConfigError, DataError
 
 fsspec = pytest.importorskip("fsspec")
-pytest.importorskip("fsspec.asyn")
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loop() -> None:
-    """fsspec's thread and its event loop stay for the life of the process: not what a test leaves behind."""
-    fsspec.asyn.get_loop()
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    """An empty bucket at an endpoint of its own."""
-
-    url: str  #: s3://…
-    options: dict[str, Any]  #: storage_options that reach it
-    endpoint: str
-
-    def write(self, name: str, content: bytes) -> str:
-        path = f"{self.url}/{name}"
-        with fsspec.open(path, "wb", **self.options) as file:
-            file.write(content)
-        return path
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """A real S3 endpoint on the loopback interface, as long as the test runs."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed")
-    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-    endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    endpoint.start()
-    try:
-        host, port = endpoint.get_host_and_port()
-        url = f"http://{host}:{port}"
-        options = {"key": "any", "secret": "any", "endpoint_url": url, "skip_instance_cache": True}
-        urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/reset", method="POST")).close()
-        s3fs.S3FileSystem(**options).mkdir("bucket")
-        yield Bucket("s3://bucket", options, url)
-    finally:
-        endpoint.stop()
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -155,6 +109,21 @@ def test_s3_is_read_by_file_glob_and_folder(bucket: Bucket) -> None:
         syncline.data.open(f"{bucket.url}/none/*.parquet", storage_options=bucket.options)
     with pytest.raises(DataError, match=r"s3://bucket/none\.parquet: there is no such file"):
         syncline.data.open(f"{bucket.url}/none.parquet", storage_options=bucket.options)
+
+
+def test_a_forked_process_reads_from_s3(bucket: Bucket) -> None:
+    """torch's data processes are forked; the driver's own thread stays behind, and a driver as it is would refuse."""
+    bucket.write("a.parquet", table_bytes(0, 25))
+    source = syncline.data.open(f"{bucket.url}/a.parquet", storage_options=bucket.options)
+    assert values(source, [3]) == [3]
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    with here, there:
+        process = fork.Process(target=lambda: there.send(values(source, [24, 0])))
+        process.start()
+        assert here.poll(30) and here.recv() == [24, 0]
+        process.join()
+        process.close()
 
 
 def test_tar_shards_are_read_from_s3(bucket: Bucket) -> None:

@@ -16,6 +16,7 @@ from tests.leased import Desk, FakeJob, alone
 from syncline.core.order import order
 from syncline.data import ArraySource, IterableSource, batches
 from syncline.data import batching as module
+from syncline.errors import ConfigError
 
 of_thread = threading.local()
 
@@ -78,6 +79,17 @@ def test_the_last_batch_may_be_left_out() -> None:
     world = desk.run(lambda job: train(job, source, drop_last=True))
     assert sorted(map(len, itertools.chain(*world))) == [4] * 4 and desk.left == 0
     assert len(list(batches(numbers(21), 4, drop_last=True))) == 5
+
+
+def test_sources_of_different_length_are_refused_with_both_named() -> None:
+    desk = Desk(2)
+    of_thread.job = desk[0]
+    batches(numbers(20), 4)
+    of_thread.job = desk[1]
+    with pytest.raises(
+        ConfigError, match=r"worker-1 has 21 samples .*others have 20 samples.*must read the same data"
+    ):
+        batches(numbers(21), 4)
 
 
 def test_a_loop_that_is_left_gives_back() -> None:

@@ -224,6 +224,21 @@ def test_lists_of_another_length_in_another_row_group_are_an_error(tmp_path: pat
         source.read(np.array([0, 1]))  # type: ignore[union-attr]
 
 
+def test_a_row_group_with_lists_is_read_in_pieces_and_is_whole(tmp_path: pathlib.Path) -> None:
+    """Large lists come piece by piece, and with them every other column of the row group."""
+    lists = np.arange(3000 * 500, dtype=np.float64).reshape(3000, 500)
+    columns = {"v": arrow.FixedSizeListArray.from_arrays(lists.ravel(), 500), "s": [str(n) for n in range(3000)]}
+    parquet.write_table(arrow.table(columns), tmp_path / "v.parquet", row_group_size=2000)
+    source = syncline.data.open(tmp_path / "v.parquet")
+    assert isinstance(source, TableSource) and len(list(source._files[0].read_chunk(0, ["v"]))) > 1
+    batch = source.read(np.arange(3000))
+    assert np.array_equal(batch["v"], lists) and batch["s"].tolist() == columns["s"]
+    uneven = [[1.0] * (500 if n < 1500 else 400) for n in range(2000)]
+    parquet.write_table(arrow.table({"v": uneven}), tmp_path / "u.parquet", use_dictionary=False)
+    with pytest.raises(DataError, match=r"u\.parquet: column 'v' has lists of (different lengths; pad them|500)"):
+        syncline.data.open(tmp_path / "u.parquet").read(np.array([0]))  # type: ignore[union-attr]
+
+
 def test_nested_lists_dictionaries_and_slices_of_lists(tmp_path: pathlib.Path) -> None:
     grid = arrow.array([[[n, n], [n, n + 1]] for n in range(6)], arrow.list_(arrow.list_(arrow.int64())))
     word = arrow.array(["a", "b"] * 3).dictionary_encode()

@@ -154,7 +154,7 @@ def test_images_become_arrays_with_pillow(tmp_path: pathlib.Path) -> None:
 
 def test_samples_with_different_fields_are_not_put_together(tmp_path: pathlib.Path) -> None:
     (tmp_path / "d.tar").write_bytes(tar({"a.cls": b"1", "b.txt": b"one"}))
-    with pytest.raises(DataError, match=r"some samples of a batch have 'cls' and some do not"):
+    with pytest.raises(DataError, match=r"some samples of a batch have 'cls' \(a\) and some do not \(b\); choose"):
         list(batches(opened(tmp_path / "d.tar"), 2))
 
 
@@ -168,3 +168,9 @@ def test_whatever_can_be_iterated_over_is_a_shard() -> None:
     assert [batch["n"].tolist() for batch in read if isinstance(batch, dict)] == [[0, 2, 4, 6], [8, 1, 3, 5], [7, 9]]
     with pytest.raises(ConfigError, match="there is no shard"):
         IterableSource({})
+
+
+def test_shards_without_any_sample_are_an_error() -> None:
+    source = IterableSource({"a": list, "b": list})
+    with pytest.raises(DataError, match="2 iterables: there is no sample in any of them; write some"):
+        list(batches(source, 4))

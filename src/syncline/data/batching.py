@@ -11,9 +11,9 @@ import numpy.typing as npt
 from syncline.client.job import current_job, has_current_job
 from syncline.core.order import ChunkedOrder, Order
 from syncline.data.leased import leased_numbers, leased_shards
-from syncline.data.source import Batch, ShardSource, Source
+from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, DataError
 
 _STRETCH = 1 << 13  # positions whose order is worked out at once: by the batch, the calls alone would cost more
 _AT_ONCE_BYTES = 4 << 20  # for the same reason: as much as a processor's cache holds
@@ -106,4 +106,13 @@ def _all(
         return read_batches(source, stretches, order, batch_size)
     shards = Order(len(source.shards), seed, epoch, shuffle).at(np.arange(len(source.shards))).tolist()
     samples = itertools.chain.from_iterable(source.iter_shard(shard, 0) for shard in shards)
-    return (stacked(some) for some in iter(lambda: list(itertools.islice(samples, batch_size)), []))
+    return _stacked(source, samples, batch_size)
+
+
+def _stacked(source: ShardSource, samples: Iterator[Sample], batch_size: int) -> Iterator[Batch]:
+    some = list(itertools.islice(samples, batch_size))
+    if not some:
+        raise DataError(f"{source.describe()}: there is no sample in any of them; write some, or check the path")
+    while some:
+        yield stacked(some)
+        some = list(itertools.islice(samples, batch_size))

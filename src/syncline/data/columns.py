@@ -45,11 +45,15 @@ def as_array(column: Any, name: str, where: str) -> Array:
     return cast(Array, values.to_numpy(zero_copy_only=False))
 
 
+def unequal(name: str, where: str) -> str:
+    return f"{where}: column '{name}' has lists of different lengths; pad them, or leave it out with columns="
+
+
 def _joined(pieces: list[Array], name: str, where: str) -> Array:
     """The pieces in which Arrow holds a column, as one array."""
     widths = {piece.shape[1:] for piece in pieces if len(piece)}
     if len(widths) > 1:
-        raise DataError(f"{where}: column '{name}' has lists of different lengths; pad them, or leave it out")
+        raise DataError(unequal(name, where))
     return np.concatenate([piece for piece in pieces if len(piece)] or pieces[:1])
 
 

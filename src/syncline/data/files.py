@@ -48,6 +48,7 @@ class Files:
     path: str  #: as it was asked for
     paths: tuple[str, ...]
     driver: Any = None  #: fsspec's file system; None: this machine's
+    made_in: int = dataclasses.field(default_factory=os.getpid)
 
     @property
     def is_local(self) -> bool:
@@ -56,7 +57,13 @@ class Files:
     def open(self, path: str) -> IO[bytes]:
         """One of the files, to be read. Raises DataError, which names it."""
         with explained(path):
-            return open(path, "rb") if self.driver is None else self.driver.open(path, "rb")
+            return open(path, "rb") if self.driver is None else self._driver_here().open(path, "rb")
+
+    def _driver_here(self) -> Any:
+        """A driver may have threads, which a fork leaves behind: then one like it, which fsspec keeps."""
+        if os.getpid() == self.made_in:
+            return self.driver
+        return type(self.driver)(*self.driver.storage_args, **self.driver.storage_options)
 
 
 def found(path: str | os.PathLike[str], suffixes: tuple[str, ...], options: Mapping[str, Any] | None = None) -> Files:

@@ -20,6 +20,7 @@ from syncline.core.splits import Share
 from syncline.data.batching import order_of
 from syncline.data.source import Batch, ShardSource, Source
 from syncline.errors import ConfigError
+from syncline.torch.naming import Read
 
 
 class Aim(torch.utils.data.Sampler[list[Any]]):
@@ -125,8 +126,9 @@ class Sharded:
         self._num_shards = len(dataset.shards)
         if not self._num_shards:
             raise ConfigError("DataLoader: the data set has no shards; check the path that they come from")
+        self._shards = list(dataset.shards)
         is_source = isinstance(dataset, ShardSource)
-        self._open: OpenShard[Any] = dataset.iter_shard if is_source else _opening(dataset, list(dataset.shards))
+        self._open: OpenShard[Any] = dataset.iter_shard if is_source else _opening(dataset, self._shards)
 
     @property
     def num_samples(self) -> None:
@@ -137,17 +139,54 @@ class Sharded:
 
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
         order = self._order(seed, epoch, shuffle)
-        shards = LeasedShards(loop, lambda turn, skip: self._open(order[turn], skip))
-        return iter(shards.next, None)
+        reading = _Counting("", iter(()), 0)
+
+        def open_shard(turn: int, skip: int) -> Iterator[Any]:
+            nonlocal reading
+            reading = self._counting(order[turn], skip)
+            return reading
+
+        shards = LeasedShards(loop, open_shard)
+        return (reading.read(samples) for samples in iter(shards.next, None))
 
     def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
         for shard in self._order(seed, epoch, shuffle)[share.rank :: share.world_size]:
-            samples = self._open(shard, 0)
+            samples = self._counting(shard, 0)
             while batch := list(itertools.islice(samples, share.batch_size)):
-                yield batch
+                yield samples.read(batch)
+
+    def _counting(self, shard: int, skip: int) -> _Counting:
+        return _Counting(str(self._shards[shard]), self._open(shard, skip), skip)
 
     def _order(self, seed: int, epoch: int, shuffle: bool) -> list[int]:
         found: list[int] = Order(self._num_shards, seed, epoch, shuffle).at(np.arange(self._num_shards)).tolist()
+        return found
+
+
+class _Counting:
+    """A shard that is being read: where it is, for messages."""
+
+    def __init__(self, name: str, samples: Iterator[Any], number: int) -> None:
+        self._name, self._samples, self._number = name, samples, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise
+        except Exception as error:
+            error.add_note(f"raised for sample {self._number} of {self._name}")
+            raise
+        self._number += 1
+        return sample
+
+    def read(self, samples: list[Any]) -> Read:
+        """What was read last."""
+        found = Read(samples)
+        found.where = f"samples {self._number - len(samples)} to {self._number - 1} of {self._name}"
         return found
 
 

@@ -13,8 +13,9 @@ import torch.utils.data
 from syncline.client.job import current_job, has_current_job
 from syncline.client.loop import Loop, TakesSamples
 from syncline.core.splits import Share
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, DataError
 from syncline.torch.batches import Aim, Rows, data_of
+from syncline.torch.naming import Beginning, Collating, Named
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -132,6 +133,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._aim.at(self._data.by_rank(share, self._seed, number, self._shuffle))
             batches = self._new_iterator(alone)
             return self._read_by(alone, (batch for batch in batches))
+        if self._data.num_samples == 0:
+            raise DataError(
+                f"DataLoader: the data set {type(self._given_data).__name__} is empty: there is nothing to train on; "
+                "check the path or the filter that it comes from"
+            )
         name = self._name_in(job)
         epoch = self._next_epoch
         self._next_epoch += 1
@@ -143,6 +149,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _new_iterator(self, alone: bool) -> Iterator[_T_co]:
         return super().__iter__() if alone else self._get_iterator()
+
+    def _get_iterator(self) -> Any:
+        """torch's iterators keep what they find here when they are made: so they read what names its samples."""
+        given = {key: self.__dict__[key] for key in ("dataset", "collate_fn", "worker_init_fn")}
+        self.__dict__.update(
+            dataset=Named(self.dataset),
+            collate_fn=Collating(self.collate_fn),
+            worker_init_fn=Beginning(self.worker_init_fn),
+        )
+        try:
+            return super()._get_iterator()
+        finally:
+            self.__dict__.update(given)
 
     def _read_by(self, alone: bool, batches: Generator[_T_co]) -> Generator[_T_co]:
         if self.persistent_workers and alone:
