@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from syncline.client.portion import Piece, Portion
 from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
 from syncline.core.leasing import Loader
 from syncline.core.message import Message
 from syncline.core.places import Places, merged, without
-from syncline.core.spans import Span
 from syncline.errors import SynclineError
 
 #: An answer that did not come: the coordinator is away, and asked again so soon.
@@ -40,29 +38,6 @@ class Asked(Protocol):
 
     def wait(self, timeout_seconds: float) -> Message:
         """The answer, or what keeps it from coming."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """What one batch is to hold: places of a lease, which stand for positions of its span."""
-
-    lease: int
-    span: Span
-    begin: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-
-@dataclasses.dataclass
-class _Own:
-    """A lease of this worker: what of it is cut into batches, and where it ends."""
-
-    number: int
-    span: Span
-    begin: int  # the next place to be read
-    end: int
 
 
 class Uses:
@@ -141,11 +116,7 @@ class Reading:
         self.loader, self.epoch = loader, epoch
         self._asks, self._uses, self._data = asks, uses, data
         self._times, self._pause = times, pause
-        self._lock = threading.Lock()
-        self._own: collections.deque[_Own] = collections.deque()
-        self._numbers: set[int] = set()  # of all leases of this loop
-        self._size = 0  # of the last lease
-        self._newest = 0  # of them
+        self._portion = Portion(data.batch)
         self._asked: Asked | None = None
         self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = (0, 0.0)  # samples and seconds of work, as last said
@@ -157,7 +128,7 @@ class Reading:
         """The next batch to read; None when the epoch is finished, or when there is none without a wait."""
         while True:
             self._ask_ahead()
-            piece = self._cut()
+            piece = self._portion.cut()
             if piece is not None or self._is_finished or not may_wait:
                 return piece
             self._times.lap("compute")
@@ -169,23 +140,10 @@ class Reading:
     def is_finished(self) -> bool:
         return self._is_finished
 
-    def _cut(self) -> Piece | None:
-        with self._lock:
-            while self._own and self._own[0].begin >= self._own[0].end:
-                self._own.popleft()
-            if not self._own:
-                return None
-            own = self._own[0]
-            end = min(own.begin + (own.span.width or self._data.batch), own.end)
-            piece = Piece(own.number, own.span, own.begin, end)
-            own.begin = end
-            return piece
-
     @property
     def num_left(self) -> int:
         """Samples that are leased and not cut into batches yet."""
-        with self._lock:
-            return sum(own.end - own.begin for own in self._own)
+        return self._portion.num_left
 
     # -- asking -------------------------------------------------------------------------------------------
 
@@ -193,8 +151,8 @@ class Reading:
         samples, seconds = self._uses.samples, self._times.work_seconds
         before, self._told = self._told, (samples, seconds)
         return AskLease(
-            self.loader, self.epoch, self._uses.held(self._numbers), self.num_left,
-            samples - before[0], seconds - before[1], waits, self._newest,
+            self.loader, self.epoch, self._uses.held(self._portion.numbers), self.num_left,
+            samples - before[0], seconds - before[1], waits, self._portion.newest,
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:
@@ -206,7 +164,7 @@ class Reading:
                 self._take(asked.wait(0))
             if self._is_finished or self._asked is not None or now < self._not_before:
                 return
-            if self.num_left <= self._size:
+            if self._portion.is_low:
                 self._asked = self._asks.try_ask(self._question(waits=False))
         except SynclineError:
             self._not_before = now + _AGAIN_SECONDS
@@ -231,45 +189,30 @@ class Reading:
         if answer.is_finished:
             self._is_finished = True
         elif answer.lease:
-            with self._lock:
-                self._numbers.add(answer.lease)
-                self._newest = answer.lease
-                self._size = len(answer.span)
-                self._own.append(_Own(answer.lease, answer.span, 0, self._size))
+            self._portion.take(answer)
         else:
             self._not_before = time.monotonic() + _AGAIN_SECONDS
 
     def end_shard(self, piece: Piece, num_read: int) -> Piece | None:
         """Of this batch only so much was there: the shard ends with it. What of the batch there is, if anything."""
-        end = piece.begin + num_read
-        with self._lock:
-            for own in self._own:
-                if own.number == piece.lease:
-                    own.begin = own.end = end
-        self._asks.ask(EndShard(self.loader, self.epoch, piece.span.start + end))
-        return dataclasses.replace(piece, end=end) if num_read else None
+        found = self._portion.end_shard(piece, num_read)
+        self._asks.ask(EndShard(self.loader, self.epoch, piece.span.start + piece.begin + num_read))
+        return found
 
     # -- giving back --------------------------------------------------------------------------------------
 
     def give_back(self) -> list[tuple[int, int]]:
-        """What is not cut into batches yet is others'; in the thread that hears the coordinator."""
-        return self._give_back(keeps_begun=self._data.num_shards > 0)
+        """What is not cut into batches yet is others'; in the thread that hears the coordinator.
 
-    def _give_back(self, *, keeps_begun: bool) -> list[tuple[int, int]]:
-        """`keeps_begun`: not of what is begun; whoever goes on with a shard must read it from its first sample."""
-        with self._lock:
-            given = [own for own in self._own if own.begin < own.end and not (keeps_begun and own.begin)]
-            for own in given:
-                own.end = own.begin
-        return [(own.number, own.begin) for own in given]
+        Nothing of a shard that is begun: whoever goes on with it must read it from its first sample.
+        """
+        return self._portion.give_back(keeps_begun=self._data.num_shards > 0)
 
     def leave(self, unread: list[Piece], *, passes_over: bool) -> None:
         """The loop is left: what was not given to the script goes back, what it made no step with is passed over."""
-        given = dict(self._give_back(keeps_begun=False))
-        for piece in unread:
-            given[piece.lease] = min(piece.begin, given.get(piece.lease, piece.begin))
-        dropped = self._uses.drop(self._numbers) if passes_over else []
+        given = self._portion.leave(unread)
+        dropped = self._uses.drop(self._portion.numbers) if passes_over else []
         if given or dropped or not self._is_finished:
-            self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped, self._newest))
+            self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped, self._portion.newest))
         self._is_finished = True
-        self._uses.forget(self._numbers)
+        self._uses.forget(self._portion.numbers)

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from syncline.client.leases import Asks, Piece, Reading, Uses
+from syncline.client.leases import Asks, Reading, Uses
+from syncline.client.portion import Piece
 from syncline.client.times import StepClock
 from syncline.core.handing import GaveBack, Recall, Use
 from syncline.core.leasing import Loader
