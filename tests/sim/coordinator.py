@@ -15,7 +15,7 @@ from syncline.core.membership import Barriers, JobState, Membership
 from syncline.core.seats import Plan, Seat
 from syncline.errors import ConfigError
 
-from .planning import Planning
+from .handing import Handing
 from .world import Frame, Session, StoreFull, Superseded
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LOOK_SECONDS = 0.05
 APART, MOST_TIMES = 2 / 3, 5
 
 
-class Coordinator(Planning):
+class Coordinator(Handing):
     """One term of the job's coordinator."""
 
     role = "coordinator"
@@ -61,6 +61,7 @@ class Coordinator(Planning):
         self.num_keys = 0
         self.is_dirty = state.formed  # in this house every generation is installed, also one in which nobody moves
         self.later = 0.0
+        self.open_desk()
         self._look()
 
     # -- what it remembers --------------------------------------------------------------------------------
@@ -92,6 +93,7 @@ class Coordinator(Planning):
         for name, reason in self.liveness.dead(self.world.now):
             self.evict(name, reason)
         self.after(LOOK_SECONDS, self._look)
+        self.look_at_leases()
         self.pump()
 
     def evict(self, name: str, reason: str) -> None:
@@ -110,7 +112,7 @@ class Coordinator(Planning):
         self.links.pop(name, None)
         self.at_barrier.pop(name, None)
         self.is_dirty = True
-        self.seeding = None
+        self.seeding = self.handing_back = None
         if member.role == "worker":
             self.departed = True
         if member.role == "server" or self.restoring is not None:
@@ -191,6 +193,8 @@ class Coordinator(Planning):
             return
         self.links[frame.name] = session
         self.liveness.heard(frame.name, self.world.now)
+        if member.role == "server":
+            self.were_used(*frame.body)
         if member.role == "worker" and frame.generation < self.released:
             self._tell(frame.name)
 
@@ -248,12 +252,14 @@ class Coordinator(Planning):
     def pump(self) -> None:
         if not self.membership.formed or not self.is_alive or self.attempt is not None:
             return
+        if self.handing_back is not None:
+            return
         if self.world.now < self.later or not self.membership.servers():
             return
         self.deciding.strangers.clear()  # nobody needs to be told of the layout
         if self.is_dirty or self.deciding.is_urgent:
             self._begin(None)
-        elif self.seeding is None:
+        elif not self.hand_back() and self.seeding is None:
             self._plan()
 
     def _wait(self, seconds: float) -> None:

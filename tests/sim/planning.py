@@ -49,6 +49,8 @@ class Planning(Process):
 
     def _key(self) -> tuple[int, int]: ...  # type: ignore[empty-body]
 
+    def uses_are_lost(self) -> None: ...
+
     # -- plans --------------------------------------------------------------------------------------------
 
     def sizes(self) -> dict[int, int]:
@@ -180,6 +182,8 @@ class Planning(Process):
             state.lost, self.attempt = lost, None
             self._wait(0.05)
             return
+        if 0 in lost:
+            self.uses_are_lost()
         self._prepare(restoring["attempt"])
 
 

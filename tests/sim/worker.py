@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncline.core.handing import Use
 from syncline.core.members import Member
 from syncline.core.rounds import is_apart
 from syncline.core.slices import Copy, life_of
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 class Open:
     """A step that is not acknowledged: how far it is, server by server."""
 
-    __slots__ = ("back_at", "requests", "states", "stretch")
+    __slots__ = ("back_at", "requests", "states", "stretch", "uses")
 
-    def __init__(self, stretch: int, back_at: int | None) -> None:
-        self.stretch, self.back_at = stretch, back_at
+    def __init__(self, stretch: int, back_at: int | None, uses: tuple[Use, ...]) -> None:
+        self.stretch, self.back_at, self.uses = stretch, back_at, uses
         self.states: dict[str, str] = {}  # life: staging, staged, committing, done
         self.requests: dict[str, int] = {}
 
@@ -58,6 +59,10 @@ class Worker(SimMember):
         self.has_entered = not late
         self.pump()
 
+    def what(self) -> str:
+        """What else it is about, for whoever looks for the reason of a wait."""
+        return ""
+
     def servers(self) -> list[str]:
         return sorted(set(self.seats.values()))
 
@@ -66,7 +71,7 @@ class Worker(SimMember):
     def pump(self) -> None:
         if not self.generation or not self.incarnation:
             return
-        if self.place < len(self.script) and not self.has_entered:
+        if self.must_enter() and not self.has_entered:
             if "enter" not in self.asks:
                 self.asks["enter"] = ()
                 self.ask()
@@ -75,14 +80,21 @@ class Worker(SimMember):
         for clock in sorted(self.open):
             self._advance(clock, self.open[clock])
 
+    def must_enter(self) -> bool:
+        """Whether it is to take part from now on."""
+        return self.place < len(self.script)
+
+    def _leave(self) -> None:
+        if not self.open and "leave" not in self.asks:
+            self.asks["leave"] = ()
+            self.job.ledger.fenced.add((self.name, self.incarnation))
+            self.ask()
+
     def _go_on(self) -> None:
         if self.is_computing:
             return
         if self.place >= len(self.script):
-            if not self.open and "leave" not in self.asks:
-                self.asks["leave"] = ()
-                self.job.ledger.fenced.add((self.name, self.incarnation))
-                self.ask()
+            self._leave()
             return
         what = self.script[self.place]
         if what == "step":
@@ -95,14 +107,18 @@ class Worker(SimMember):
             self._ask_all("rest", (self.stretch, what == "barrier"))
 
     def _begin_step(self) -> None:
-        self.clock += 1
-        self.open[self.clock] = Open(self.stretch, self.back_at)
-        self.begun_at[self.clock] = self.place
-        self.back_at, self.needs_place = None, False
-        self.job.ledger.step_sent((self.name, self.incarnation, self.clock))
+        self.begun_at[self.clock + 1] = self.place
         self.place += 1
+        self._open_step((), (), self.place)
+
+    def _open_step(self, uses: tuple[Use, ...], samples: tuple[tuple[int, int], ...], place: int) -> None:
+        """`samples`: epochs and positions that it has read."""
+        self.clock += 1
+        self.open[self.clock] = Open(self.stretch, self.back_at, uses)
+        self.back_at, self.needs_place = None, False
+        self.job.ledger.step_sent((self.name, self.incarnation, self.clock), samples)
         self.is_computing = True
-        self.after(0.004 + 0.03 * self.world.draw("compute", self.name, self.place), self._computed)
+        self.after(0.004 + 0.03 * self.world.draw("compute", self.name, place), self._computed)
 
     def _computed(self) -> None:
         self.is_computing = False
@@ -149,7 +165,7 @@ class Worker(SimMember):
         if self.heed(session, frame) and not self.has_entered and frame.body[0] == self.incarnation:
             self.has_entered = True
             self.asks.pop("enter", None)
-            self.stretch, self.back_at = frame.body[1:]
+            self.stretch, self.back_at = max(frame.body[1], self.stretch), frame.body[2]
             self.pump()
 
     def on_left(self, session: Session, frame: Frame) -> None:
@@ -172,7 +188,7 @@ class Worker(SimMember):
                 step.states[life] = "committing" if alone else "staging"
                 request = step.requests[life] = self._request()
                 slices = frozenset(n for n, primary in self.seats.items() if primary == life)
-                body = (request, clock, step.stretch, slices, step.back_at, alone)
+                body = (request, clock, step.stretch, slices, step.back_at, alone, step.uses)
                 self.send(life, self.frame("stage", body))
         unready = alone or any(step.states.get(life, "staging") == "staging" for life in servers)
         if unready and "commit_early" not in self.job.bugs:
@@ -213,6 +229,8 @@ class Worker(SimMember):
             return
         clock, step = found
         step.states[session.other(self).life] = "done"
+        if frame.body[3]:
+            self.was_late(step)
         lands = self.job.policy.in_rounds or clock % self.job.scenario.pull_every == 0
         for number, epoch, version, clocks, ledger in frame.body[2]:
             self.job.ledger.seen(self.life, number, epoch, version)
@@ -229,6 +247,9 @@ class Worker(SimMember):
             self.acknowledge(self.acked)
         self.pump()
 
+    def was_late(self, step: Open) -> None:
+        """Nothing of it counts."""
+
     def acknowledge(self, clock: int) -> None:
         holders = {}
         for number, life in self.seats.items():
@@ -238,7 +259,7 @@ class Worker(SimMember):
         frozen = any(life in self.ignored for life in self.seats.values())
         when = self.frozen_at if frozen else self.world.now
         self.job.ledger.acknowledge((self.name, self.incarnation, clock), holders, when)
-        self._done_with(self.begun_at.pop(clock))
+        self._done_with(self.begun_at.pop(clock, 0))
 
     def on_refresh(self, session: Session, frame: Frame) -> None:
         life = session.other(self).life

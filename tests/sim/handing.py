@@ -1,0 +1,154 @@
+"""What a coordinator's twin does about leases: it answers by the core's desk, keeps, confirms, and hands back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from syncline.core.desk import Desk
+from syncline.core.handing import Use
+
+from .planning import Planning
+from .world import Frame, Session
+
+#: Between two saves of what was used; and how long somebody waits before what others do not fetch is given to it.
+KEEP_SECONDS, RECLAIM_SECONDS = 0.2, 1.0
+#: For slice 0's server to say what of the dead counts.
+ASK_SECONDS = 0.3
+LOADER = "loader"
+
+
+class Handing(Planning):
+    """Samples, handed out."""
+
+    def open_desk(self) -> None:
+        self.desk: Desk[tuple[Session, int]] = Desk(self.membership)
+        self.handing_back: dict[str, Any] | None = None
+        self.kept_at = 0.0
+
+    def what(self) -> str:
+        leases = [
+            (number, epoch.todo, list(epoch.leases.values())) for number, epoch in self.state.leases.epochs.get(LOADER, {}).items()
+        ]
+        return f" leases {leases} asking {self.desk.asking} recalled {self.desk.leasing._recalled}"
+
+    # -- what workers say ---------------------------------------------------------------------------------
+
+    def _may_ask(self, session: Session, frame: Frame) -> bool:
+        return self._is_member(frame) and self.membership.formed and not session.is_ghost
+
+    def _reply(self, session: Session, kind: str, body: Any) -> None:
+        self.answer(session, Frame(kind, "coordinator", 0, self.state.generation, self.term, body))
+
+    def on_open_epoch(self, session: Session, frame: Frame) -> None:
+        if self._may_ask(session, frame):
+            (number, data), owner = frame.body, (frame.name, frame.incarnation)
+            workers = max(1, len(self.desk.taking_part()))
+            is_left = self.desk.leasing.open(owner, LOADER, number, data, workers)
+            self._reply(session, "opened", (number, is_left))
+
+    def on_ask_lease(self, session: Session, frame: Frame) -> None:
+        if self._may_ask(session, frame):
+            number, message = frame.body
+            self.desk.ask((frame.name, frame.incarnation), message, (session, number), self.world.now)
+            self.answer_all()
+            if message.waits and self.is_alive:
+                self._ask_uses()
+
+    def on_leave_epoch(self, session: Session, frame: Frame) -> None:
+        if self._may_ask(session, frame):
+            self.desk.leave((frame.name, frame.incarnation), frame.body)
+            self._reply(session, "left_epoch", (frame.body.epoch,))
+            self.answer_all()
+
+    def on_gave_back(self, session: Session, frame: Frame) -> None:
+        if self._may_ask(session, frame):
+            number, leases = frame.body
+            self.desk.leasing.gave_back((frame.name, frame.incarnation), LOADER, number, leases)
+            self.answer_all()
+
+    def answer_all(self) -> None:
+        answers, recalls = self.desk.answers()
+        if any(given.lease for _, given in answers) and not self.keep():
+            self.desk.not_kept(answers)
+            answers = []
+        for owner, recall in recalls:
+            self.say(owner[0], "recall", (recall.epoch,))
+        for asked, given in answers:
+            session, number = asked.request
+            if given.lease:
+                self.job.ledger.samples.lease_given(given.lease, *asked.owner, given.span)
+            self._reply(session, "given_lease", (number, given))
+
+    # -- what servers say ---------------------------------------------------------------------------------
+
+    def were_used(self, uses: list[Use], late: list[Use]) -> None:
+        if uses or late:
+            self.desk.use(uses, late)
+            self.answer_all()
+
+    def _ask_uses(self, key: Any = None) -> None:
+        seat = self.state.seats.get(0)
+        if seat is not None:
+            self.say(seat.primary, "ask_uses", (key,))
+
+    def on_uses(self, session: Session, frame: Frame) -> None:
+        if not self._may_ask(session, frame):
+            return
+        key, uses, late = frame.body
+        self.were_used(uses, late)
+        back = self.handing_back
+        if back is not None and back["key"] == key and self.is_alive:
+            self.handing_back = None
+            self.desk.out(back["gone"])
+            self.keep()
+            if self.is_alive:
+                self.answer_all()
+                self.pump()
+
+    # -- now and then -------------------------------------------------------------------------------------
+
+    def look_at_leases(self) -> None:
+        if not self.desk.is_open or not self.is_alive:
+            return
+        self.desk.reclaim(self.world.now, RECLAIM_SECONDS)
+        for owner, recall in self.desk.recut():
+            self.say(owner[0], "recall", (recall.epoch,))
+        self.answer_all()
+        if self.desk.somebody_waits and self.is_alive:
+            self._ask_uses()
+        if self.desk.has_news and self.world.now - self.kept_at > KEEP_SECONDS and self.is_alive:
+            self._confirm()
+
+    def _confirm(self) -> None:
+        self.kept_at = self.world.now
+        used, late, finished = self.desk.take_news()
+        for _, number, epoch in finished:
+            self.job.ledger.samples.set_aside(number, epoch.aside)
+        if not self.keep():
+            self.desk.put_back_news(used, late)
+            return
+        seat = self.state.seats.get(0)
+        for name in (seat.primary, seat.backup) if seat is not None else ():
+            self.say(name, "confirm", (sorted(set(used)), sorted(set(late))))
+
+    # -- the dead -----------------------------------------------------------------------------------------
+
+    def hand_back(self) -> bool:
+        """Leases of those who are out and fenced go to others; whether slice 0's server is asked what counts."""
+        gone = self.desk.gone()
+        if not gone:
+            return False
+        back = self.handing_back = {"key": self._key(), "gone": gone}
+        self._ask_uses(back["key"])
+        self.after(ASK_SECONDS, lambda: self._ask_again(back))
+        return True
+
+    def _ask_again(self, back: dict[str, Any]) -> None:
+        if self.handing_back is back:
+            self.handing_back = None
+            self.pump()
+
+    def uses_are_lost(self) -> None:
+        """Slice 0 came back from a copy: the workers that live say what they have used."""
+        for name in self.membership.workers():
+            self.say(name, "ask_uses", (None,))
