@@ -24,6 +24,8 @@ class Handing(Planning):
         self.desk: Desk[tuple[Session, int]] = Desk(self.membership)
         self.handing_back: dict[str, Any] | None = None
         self.kept_at = 0.0
+        self.recalls: dict[tuple[str, int], tuple[tuple[str, int], Session | None]] = {}  # name and epoch: whom, where
+        self.leaving_epoch: list[tuple[Session, int]] = []
 
     def what(self) -> str:
         leases = [
@@ -57,27 +59,35 @@ class Handing(Planning):
     def on_leave_epoch(self, session: Session, frame: Frame) -> None:
         if self._may_ask(session, frame):
             self.desk.leave((frame.name, frame.incarnation), frame.body)
-            self._reply(session, "left_epoch", (frame.body.epoch,))
+            self.leaving_epoch.append((session, frame.body.epoch))
             self.answer_all()
 
     def on_gave_back(self, session: Session, frame: Frame) -> None:
         if self._may_ask(session, frame):
             number, leases = frame.body
+            self.recalls.pop((frame.name, number), None)
             self.desk.leasing.gave_back((frame.name, frame.incarnation), LOADER, number, leases)
             self.answer_all()
 
     def answer_all(self) -> None:
         answers, recalls = self.desk.answers()
-        if any(given.lease for _, given in answers) and not self.keep():
+        leaving, self.leaving_epoch = self.leaving_epoch, []
+        if (leaving or any(given.lease for _, given in answers)) and not self.keep():
             self.desk.not_kept(answers)
-            answers = []
+            answers, leaving, self.leaving_epoch = [], [], leaving
         for owner, recall in recalls:
-            self.say(owner[0], "recall", (recall.epoch,))
+            self._recall(owner, recall.epoch)
+        for session, number in leaving:
+            self._reply(session, "left_epoch", (number,))
         for asked, given in answers:
             session, number = asked.request
             if given.lease:
                 self.job.ledger.samples.lease_given(given.lease, *asked.owner, given.span)
             self._reply(session, "given_lease", (number, given))
+
+    def _recall(self, owner: tuple[str, int], number: int) -> None:
+        self.recalls[owner[0], number] = (owner, self.links.get(owner[0]))
+        self.say(owner[0], "recall", (number,))
 
     # -- what servers say ---------------------------------------------------------------------------------
 
@@ -112,7 +122,11 @@ class Handing(Planning):
             return
         self.desk.reclaim(self.world.now, RECLAIM_SECONDS)
         for owner, recall in self.desk.recut():
-            self.say(owner[0], "recall", (recall.epoch,))
+            self._recall(owner, recall.epoch)
+        for (name, number), (owner, session) in list(self.recalls.items()):
+            if session is None or self in session.heard:  # the question, or the answer, got lost
+                del self.recalls[name, number]
+                self.desk.leasing.not_recalled(owner, LOADER, number)
         self.answer_all()
         if self.desk.somebody_waits and self.is_alive:
             self._ask_uses()

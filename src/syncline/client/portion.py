@@ -44,6 +44,7 @@ class Portion:
         self._batch = batch
         self._lock = threading.Lock()
         self._own: collections.deque[_Own] = collections.deque()
+        self._given: dict[int, int] = {}  # leases that end early, and where
         self._size = 0  # of the last lease
         self.numbers: set[int] = set()  # of all leases of this loop
         self.newest = 0  # of them
@@ -90,12 +91,15 @@ class Portion:
         return dataclasses.replace(piece, end=end) if num_read else None
 
     def give_back(self, *, keeps_begun: bool) -> list[tuple[int, int]]:
-        """What is not cut into batches yet is others'; `keeps_begun`: not of what is begun."""
+        """What is not cut into batches yet is others'; `keeps_begun`: not of what is begun.
+
+        With all that was given back before: a coordinator may have died before it kept that.
+        """
         with self._lock:
-            given = [own for own in self._own if own.begin < own.end and not (keeps_begun and own.begin)]
-            for own in given:
-                own.end = own.begin
-        return [(own.number, own.begin) for own in given]
+            for own in self._own:
+                if own.begin < own.end and not (keeps_begun and own.begin):
+                    self._given[own.number] = own.end = own.begin
+            return list(self._given.items())
 
     def leave(self, unread: Iterable[Piece]) -> dict[int, int]:
         """The loop is left, and these pieces were not given to the script: all leases that end early by it, where."""

@@ -171,5 +171,7 @@ class Desk(Generic[R]):
     def out(self, gone: dict[Identity, bool]) -> None:
         """What of the dead counts is known, by the word of slice 0's server: the rest is to do again."""
         for owner, failed in gone.items():
-            self.asking.pop(owner[0], None)
+            asked = self.asking.get(owner[0])
+            if asked is not None and asked.owner == owner:  # a later life of it may ask already
+                del self.asking[owner[0]]
             self.leasing.out(owner, failed=failed)

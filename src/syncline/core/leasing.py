@@ -216,6 +216,10 @@ class Leasing:
             self._recalled.setdefault(one, set()).add((name, number))
         return tuple(fresh)
 
+    def not_recalled(self, owner: Identity, name: str, number: int) -> None:
+        """It could not be asked to give back, or its answer got lost: it is asked again when somebody needs it."""
+        self._recalled.get(owner, set()).discard((name, number))
+
     def _is_recalling(self, name: str, number: int) -> bool:
         return any((name, number) in asked for asked in self._recalled.values())
 

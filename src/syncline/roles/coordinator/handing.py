@@ -46,6 +46,7 @@ class Handing:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._desk: Desk[Request] = Desk(coordinator.membership)
+        self._leaving: list[Request] = []  # answered when what they gave back is kept
         self._kept_at = 0.0
         self._measured: dict[str, tuple[int, float]] = {}  # samples and seconds of work, as last said
         self.num_samples = 0  # that workers were handed, all together
@@ -96,7 +97,7 @@ class Handing:
     def leave(self, request: Request, message: LeaveEpoch) -> None:
         with self._c.lock:
             self._desk.leave(_owner(request), message)
-        request.reply(Done())
+            self._leaving.append(request)
         self.answer()
 
     def end_shard(self, request: Request, message: EndShard) -> None:
@@ -109,14 +110,16 @@ class Handing:
         self.answer()
 
     def _gave_back(self, owner: Identity, recall: Recall, call: Call) -> None:
-        """In the thread that brings the answer; from one that is gone, its eviction brings it."""
-        try:
+        """In the thread that brings the answer. When that got lost it is asked again; or its eviction brings it."""
+        answer: Message | None = None
+        with contextlib.suppress(SynclineError):
             answer = call.wait(0)
-        except SynclineError:
-            return
-        if isinstance(answer, GaveBack):
-            with self._c.lock:
+        with self._c.lock:
+            if isinstance(answer, GaveBack):
                 self.leasing.gave_back(owner, recall.loader, recall.epoch, answer.leases)
+            else:
+                self.leasing.not_recalled(owner, recall.loader, recall.epoch)
+        if answer is not None:
             self.answer()
 
     # -- what servers say ---------------------------------------------------------------------------------
@@ -193,13 +196,16 @@ class Handing:
         """Whoever asks is answered as far as there is something to say; leases are kept before they are told."""
         with self._c.lock:
             answers, recalls = self._desk.answers()
-            if any(given.lease for _, given in answers) and not self._keep_leases():
+            leaving, self._leaving = self._leaving, []
+            if (leaving or any(given.lease for _, given in answers)) and not self._keep_leases():
                 self._desk.not_kept(answers)
-                answers = []
+                answers, leaving, self._leaving = [], [], leaving
             for owner, recall in recalls:
                 self._recall(owner, recall)
         for asked, given in answers:
             asked.request.reply(given)
+        for request in leaving:
+            request.reply(Done())
 
     def _keep_leases(self) -> bool:
         try:
@@ -213,12 +219,13 @@ class Handing:
     def _recall(self, owner: Identity, recall: Recall) -> None:
         """Under the lock."""
         endpoint = self._c.endpoints.get(owner[0])
-        if endpoint is None:
-            return  # it comes back and is asked again, or is evicted
         try:
+            if endpoint is None:
+                raise ConnectionLost(f"{owner[0]} is not there")
             call = endpoint.call(recall)
         except ConnectionLost:
-            return
+            self.leasing.not_recalled(owner, recall.loader, recall.epoch)
+            return  # it comes back and is asked again, or is evicted
         call.when_done(functools.partial(self._gave_back, owner, recall, call))
 
     # -- the dead -----------------------------------------------------------------------------------------
