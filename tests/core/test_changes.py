@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from syncline.core.changes import Change
 from syncline.core.control import Prepared
-from syncline.core.rounds import ERA, Standing, apart
+from syncline.core.rounds import ERA, apart
 from syncline.core.seats import Seat
+from syncline.core.standings import Standing
 
 
 def change(

@@ -10,8 +10,8 @@ from syncline.core.changes import Change
 from syncline.core.control import Entered, Prepared
 from syncline.core.deciding import Deciding
 from syncline.core.membership import JobState, Membership
-from syncline.core.rounds import Standing
 from syncline.core.seats import Plan, Seat
+from syncline.core.standings import Standing
 from syncline.errors import ConfigError
 
 SIZES = {0: 4, 1: 4}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.core.policy import Policy, parse_policy
-from syncline.core.rounds import Rounds, Verdict, after_barrier, by_name
+from syncline.core.rounds import Rounds, Verdict, after_barrier
+from syncline.core.standings import by_name
 from syncline.errors import FencedError, ProtocolError
 
 SYNC = Policy("sync")

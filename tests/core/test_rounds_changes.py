@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from syncline.core.policy import parse_policy
-from syncline.core.rounds import ERA, Rounds, Standing, Verdict, merged, next_turn
+from syncline.core.rounds import ERA, Rounds, Verdict, next_turn
+from syncline.core.standings import Standing, merged
 from syncline.errors import FencedError
 
 

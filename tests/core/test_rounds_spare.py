@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.core.policy import Policy
-from syncline.core.rounds import Rounds, Standing, Verdict, after_barrier
+from syncline.core.rounds import Rounds, Verdict, after_barrier
+from syncline.core.standings import Standing
 
 Round = tuple[tuple[str, int], ...]
 

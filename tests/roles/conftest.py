@@ -17,9 +17,9 @@ from syncline.core.layout import ITEM_BYTES, Parameter, Segment, Slice, to_range
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.registry import Registry
-from syncline.core.rounds import Standing
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat, without
+from syncline.core.standings import Standing
 from syncline.core.traffic import CommitStaged, Stage, Upload
 from syncline.errors import ConnectionLost
 from syncline.net import memory

@@ -28,9 +28,9 @@ from syncline.core.handing import AskUses, GaveBack, Recall, Uses
 from syncline.core.layout import Parameter
 from syncline.core.membership import JobState
 from syncline.core.message import Done, Message
-from syncline.core.rounds import Standing
 from syncline.core.rule import Rule
 from syncline.core.slices import Copy
+from syncline.core.standings import Standing
 from syncline.errors import ProtocolError, StoreError
 from syncline.net.memory import pair
 from syncline.net.rpc import Call, Endpoint, Request, Stamp

@@ -30,9 +30,9 @@ from syncline.core.control import (
     Scale,
 )
 from syncline.core.message import Done
-from syncline.core.rounds import Standing
 from syncline.core.seats import Seat, protection
 from syncline.core.slices import life_of
+from syncline.core.standings import Standing
 from syncline.errors import ConnectionLost, FencedError
 from syncline.net.memory import pair
 from syncline.net.rpc import Endpoint, Stamp

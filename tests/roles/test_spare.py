@@ -113,7 +113,7 @@ def test_late_places_are_handed_out_again_and_confirmed_once_kept(jobs: Any) -> 
 def test_there_is_one_server_and_there_will_be_no_other(jobs: Any) -> None:
     job = jobs(workers=2, servers=1, policy="sync:spare=1").begin()
     with pytest.raises(ConfigError, match="sync:spare=1 and 2 servers exclude each other"):
-        job.coordinator.scale({"server": 2})
+        job.coordinator.scaling.scale({"server": 2})
     other = job.play("server", "server-1")
     with pytest.raises(ConfigError, match="no server server-1 is expected"):
         other.joined(other.ask_to_join())

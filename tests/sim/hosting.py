@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.core.control import Install, Prepare
 from syncline.core.handing import Use
-from syncline.core.rounds import Rounds, Standing, Verdict
+from syncline.core.rounds import Rounds, Verdict
 from syncline.core.seats import Seat
 from syncline.core.slices import SliceState
+from syncline.core.standings import Standing
 from syncline.errors import FencedError, ProtocolError
 
 from .member import SimMember

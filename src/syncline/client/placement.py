@@ -14,8 +14,8 @@ from syncline.core.control import AskWhy, GivenWhy, Roster
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.message import Message
-from syncline.core.rounds import by_name
 from syncline.core.seats import Seat
+from syncline.core.standings import by_name
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.stats import WireStats

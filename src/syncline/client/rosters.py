@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from syncline.core.control import Roster
 from syncline.core.members import Member
-from syncline.core.rounds import by_name
+from syncline.core.standings import by_name
 
 
 class Rosters:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.members import Member
-from syncline.core.rounds import Standing, merged, next_turn
+from syncline.core.rounds import next_turn
 from syncline.core.seats import Seat
 from syncline.core.slices import Identity, life_of
+from syncline.core.standings import Standing, merged
 
 #: Where primaries change a hold lasts so many times longer: who has installed the change drops what is open, so who
 #: has not must not go on meanwhile.

@@ -9,10 +9,10 @@ from syncline.core.handing import Use
 from syncline.core.layout import Parameter, Segment
 from syncline.core.members import Address, Member
 from syncline.core.message import Message
-from syncline.core.rounds import Standing
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy
+from syncline.core.standings import Standing
 from syncline.stats import EpochProgress, JobStatus, ServerStats, StepTimes, Wait
 
 

@@ -12,8 +12,9 @@ from syncline.core.leasing import LeaseState
 from syncline.core.members import Address, Member
 from syncline.core.pacing import Paced
 from syncline.core.policy import parse_policy
-from syncline.core.rounds import after_barrier, apart, by_name
+from syncline.core.rounds import after_barrier, apart
 from syncline.core.seats import Seat, without
+from syncline.core.standings import by_name
 from syncline.errors import ConfigError
 
 

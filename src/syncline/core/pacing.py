@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from syncline.core.message import Message
-from syncline.core.rounds import by_name
+from syncline.core.standings import by_name
 
 #: Nobody means a longer pause before every step; who does holds the worker.
 MOST_DELAY_SECONDS = 24 * 3600.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from syncline.core.rounds import by_name
+from syncline.core.standings import by_name
 from syncline.stats import Wait
 
 #: A member that was heard of within this long is not the one that cannot be heard.

@@ -36,9 +36,8 @@ from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.message import Done, Message
 from syncline.core.pacing import Pace
-from syncline.core.policy import policy_of
 from syncline.core.registry import Registry
-from syncline.errors import ConfigError, FencedError, ProtocolError, StoreError
+from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
 from syncline.roles.coordinator.changing import Changing
@@ -49,6 +48,7 @@ from syncline.roles.coordinator.meeting import Meeting
 from syncline.roles.coordinator.pacing import Pacing
 from syncline.roles.coordinator.registering import Registering
 from syncline.roles.coordinator.reporting import Reporting
+from syncline.roles.coordinator.scaling import Scaling
 from syncline.roles.coordinator.sizing import WorkerSizing
 from syncline.roles.coordinator.watching import Watching
 
@@ -122,6 +122,7 @@ class Coordinator:
         self.changing = Changing(self)
         self.handing = Handing(self)
         self.pacing = Pacing(self)
+        self.scaling = Scaling(self)
         self.sizing = WorkerSizing(self)
         self.watching = Watching(self) if watches else None
         self._handlers = self._all_handlers()
@@ -202,7 +203,7 @@ class Coordinator:
             Watch: self.reporting.watch,
             Leave: self._leave,
             Died: self._died,
-            Scale: self._scale,
+            Scale: self.scaling.handle,
             Pace: self.pacing.handle,
             OpenEpoch: self.handing.open,
             AskLease: self.handing.ask,
@@ -331,53 +332,6 @@ class Coordinator:
                 self.membership.end_if_done()
         self.ending.conclude()
         request.reply(Done())
-
-    def _scale(self, request: Request, message: Scale) -> None:
-        asked = {"worker": message.workers, "server": message.servers}
-        self.scale({role: count for role, count in asked.items() if count is not None})
-        request.reply(Done())
-
-    def scale(self, wanted: Mapping[str, int]) -> None:
-        """So many there are to be of each of these roles from now on."""
-        with self.lock:
-            for role, count in wanted.items():
-                self._set_wanted(role, count)
-            self.membership.state.num_scalings += 1
-            self.keep()
-
-    def _set_wanted(self, role: str, count: int) -> None:
-        config = self.config
-        if count < 1:
-            raise ConfigError(f"{count} {role}s: there must be at least one")
-        policy_of(msgspec.structs.replace(config, servers=count if role == "server" else config.servers))
-        if role == "server" and count < max(1, config.replicas):
-            raise ConfigError(f"{count} servers cannot have {config.replicas} replicas of each slice")
-        if role == "worker" and config.most_workers and count > config.most_workers:
-            raise ConfigError(f"{count} workers: the job was started with -w …:{config.most_workers}")
-        self.membership.state.wanted[role] = count
-        live = [name for name in self.membership.named(role) if name not in self.retiring]
-        surplus = live[count:]
-        self.event(
-            f"from now on there are to be {count} {role}s" + (f"; {', '.join(surplus)} retires" if surplus else "")
-        )
-        for name in surplus:
-            self.retiring.add(name)
-            endpoint = self.endpoints.get(name)
-            if endpoint is not None:
-                endpoint.mention(Retire())
-
-    def remind_to_retire(self, name: str) -> None:
-        """There are more of its role than are wanted; whoever was asked to leave may not have heard it."""
-        with self.lock:
-            member = self.membership.state.members.get(name)
-            if member is None:
-                return
-            surplus = self.membership.named(member.role)[self.membership.state.wanted[member.role] :]
-            if name in self.retiring or (name in surplus and self.membership.formed):
-                self.retiring.add(name)
-                endpoint = self.endpoints.get(name)
-                if endpoint is not None:
-                    endpoint.mention(Retire())
 
     def close(self) -> None:
         self.changing.close()

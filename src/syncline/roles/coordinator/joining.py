@@ -132,7 +132,7 @@ class Joining:
         request.reply(answer)
         if is_server:
             self._c.registering.try_again()
-        self._c.remind_to_retire(message.name)
+        self._c.scaling.remind_to_retire(message.name)
         self._c.pacing.tell()
 
     def roster(self) -> Roster:

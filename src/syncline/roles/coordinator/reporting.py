@@ -23,8 +23,8 @@ from syncline.core.control import (
 )
 from syncline.core.message import Done, Message
 from syncline.core.progress import progress, shares
-from syncline.core.rounds import by_name
 from syncline.core.seats import protection
+from syncline.core.standings import by_name
 from syncline.core.why import FRESH_SECONDS, Known, causes, why
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request

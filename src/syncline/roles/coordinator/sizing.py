@@ -29,7 +29,7 @@ class WorkerSizing:
         )
         if found is not None:
             self._c.event(found.reason)
-            self._c.scale({"worker": found.count})
+            self._c.scaling.scale({"worker": found.count})
 
     def _waiting(self, names: list[str]) -> float:
         """The part of their steps in which these workers waited for servers, or for each other."""

@@ -13,9 +13,10 @@ import numpy as np
 from syncline import faults
 from syncline.core.layout import Segment, Slice
 from syncline.core.message import Done
-from syncline.core.rounds import Commit, Rounds, Standing
+from syncline.core.rounds import Commit, Rounds
 from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.slices import Identity
+from syncline.core.standings import Standing
 from syncline.core.traffic import AskClip, CommitStaged, GiveClip, Rest, Stage
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request

@@ -1,0 +1,71 @@
+"""How many members of each role there are to be: said by people, or by `-w auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from syncline.core.control import Retire, Scale
+from syncline.core.message import Done
+from syncline.core.policy import policy_of
+from syncline.errors import ConfigError
+from syncline.net.rpc import Request
+
+if TYPE_CHECKING:
+    from syncline.roles.coordinator.coordinator import Coordinator
+
+
+class Scaling:
+    """The launcher starts who is missing; who is too many is asked to leave, and reminded of it."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+
+    def handle(self, request: Request, message: Scale) -> None:
+        asked = {"worker": message.workers, "server": message.servers}
+        self.scale({role: count for role, count in asked.items() if count is not None})
+        request.reply(Done())
+
+    def scale(self, wanted: Mapping[str, int]) -> None:
+        """So many there are to be of each of these roles from now on."""
+        with self._c.lock:
+            for role, count in wanted.items():
+                self._set_wanted(role, count)
+            self._c.membership.state.num_scalings += 1
+            self._c.keep()
+
+    def _set_wanted(self, role: str, count: int) -> None:
+        config = self._c.config
+        if count < 1:
+            raise ConfigError(f"{count} {role}s: there must be at least one")
+        policy_of(msgspec.structs.replace(config, servers=count if role == "server" else config.servers))
+        if role == "server" and count < max(1, config.replicas):
+            raise ConfigError(f"{count} servers cannot have {config.replicas} replicas of each slice")
+        if role == "worker" and config.most_workers and count > config.most_workers:
+            raise ConfigError(f"{count} workers: the job was started with -w …:{config.most_workers}")
+        self._c.membership.state.wanted[role] = count
+        live = [name for name in self._c.membership.named(role) if name not in self._c.retiring]
+        surplus = live[count:]
+        self._c.event(
+            f"from now on there are to be {count} {role}s" + (f"; {', '.join(surplus)} retires" if surplus else "")
+        )
+        for name in surplus:
+            self._c.retiring.add(name)
+            endpoint = self._c.endpoints.get(name)
+            if endpoint is not None:
+                endpoint.mention(Retire())
+
+    def remind_to_retire(self, name: str) -> None:
+        """There are more of its role than are wanted; whoever was asked to leave may not have heard it."""
+        with self._c.lock:
+            member = self._c.membership.state.members.get(name)
+            if member is None:
+                return
+            surplus = self._c.membership.named(member.role)[self._c.membership.state.wanted[member.role] :]
+            if name in self._c.retiring or (name in surplus and self._c.membership.formed):
+                self._c.retiring.add(name)
+                endpoint = self._c.endpoints.get(name)
+                if endpoint is not None:
+                    endpoint.mention(Retire())
