@@ -24,26 +24,11 @@ from syncline.errors import FencedError, ProtocolError
 T = TypeVar("T")
 #: Stretches are numbered on through a job; those of one era, from barrier to barrier, share the upper bits.
 ERA = 1 << 32
-#: Within an era, from here on, stretches of workers that go on by themselves: so many in turn, each for many rests.
-_APART, _LANES, _LANE = 1 << 31, 1 << 10, 1 << 8
 
 
 def after_barrier(stretch: int) -> int:
     """The first stretch of the era that follows."""
     return (stretch // ERA + 1) * ERA
-
-
-def apart(stretch: int, incarnation: int) -> int:
-    """The next stretch of this era that no other worker comes to by itself, also not by some rests after it."""
-    lane = incarnation % _LANES * _LANE
-    before = stretch if is_apart(stretch) else stretch // ERA * ERA + _APART
-    found = before - before % (_LANES * _LANE) + lane
-    return found if found > stretch else found + _LANES * _LANE
-
-
-def is_apart(stretch: int) -> bool:
-    """Whether it is one worker's own."""
-    return stretch % ERA >= _APART
 
 
 class Standing(msgspec.Struct, array_like=True):
@@ -224,13 +209,13 @@ class Rounds(Generic[T]):
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def enter(self, standing: Standing) -> None:
-        """A worker takes part from now on; an earlier incarnation of it has left, or this one has not begun.
+        """A worker takes part from now on: a new life of it, or one that was away and has not committed since.
 
         When all who enter are in, `release` gives the rounds that are whole by that.
         """
         self._enter_era(standing.stretch)  # else the first commit of the new era would move it to its beginning
         known = self.standings.get(standing.name)
-        if known is None or known.incarnation < standing.incarnation or known.clock == 0:
+        if known is None or (known.incarnation, known.clock) <= (standing.incarnation, standing.clock):
             self.standings[standing.name] = standing
 
     def release(self) -> Verdict[T]:
@@ -362,9 +347,5 @@ def merged(reports: Iterable[Iterable[Standing]]) -> dict[str, Standing]:
 
 
 def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
-    """The highest round of all workers that any server has opened, of all these standings.
-
-    Not one that is a worker's own: here that one may be back from its barrier, and there not yet. Were another beside
-    it, a round would wait for it on some servers only.
-    """
-    return max((s.turn() for s in standings if not is_apart(s.stretch)), default=(0, 0))
+    """The highest round that any server has opened, of all these standings."""
+    return max((s.turn() for s in standings), default=(0, 0))
