@@ -32,5 +32,6 @@ BUGS: dict[str, tuple[str, int]] = {
     ),
     "forget_standings": ("with the last server that knew them, workers are forgotten that live", 7),
     "install_late": ("a server installs a generation although its hold has ended by itself", 851),
-    "old_era": ("those who enter behind a barrier are put into the era before it", 72),
+    "old_era": ("those who enter behind a barrier are put into the era before it", 175),
+    "no_second_entry": ("who came late to a barrier goes on in the rounds as if it had been there", 664),
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from syncline.core.changes import Change
-from syncline.core.control import Entered, Prepared
+from syncline.core.control import Entered, Passed, Prepared
 from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
@@ -206,9 +206,9 @@ class Coordinator(Handing):
 
     def on_enter(self, session: Session, frame: Frame) -> None:
         if self._is_member(frame) and self.membership.formed and not session.is_broken:
-            place = self.deciding.enter(frame.name, frame.incarnation)
+            place = self.deciding.enter(frame.name, frame.incarnation, frame.body[0])
             if place is not None:  # a second change would give it another place
-                self._say_place(frame.name, frame.incarnation, place)
+                self._say_place(frame.name, frame.incarnation, frame.body[0], place)
             self.pump()
 
     def on_leave(self, session: Session, frame: Frame) -> None:
@@ -229,8 +229,7 @@ class Coordinator(Handing):
         if not self._is_member(frame):
             return
         if not self.barriers.arrive("epoch", turn, frame.name, stretch):
-            begun, life = self.state.stretch, self.state.entered.get(frame.name)
-            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, begun, life)))
+            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, self.state.stretch)))
             return
         self.at_barrier[frame.name] = (turn, session)
         self._release_barriers()
@@ -239,13 +238,15 @@ class Coordinator(Handing):
         if self.world.now < self.world.disk.full_until:  # nobody is told of what could not be kept
             self.after(0.05, self._release_barriers)
             return
-        for _, turn in self.barriers.whole([*self.state.entered, *self.state.fencing]):
-            self.state.stretch = self.barriers.next_stretch()
+        whole = self.barriers.ready([*self.state.entered, *self.state.fencing])
+        stretches = self.barriers.pass_all(whole)
+        self.barriers.forget(whole)
+        for (_, turn), self.state.stretch in zip(whole, stretches, strict=True):
             self.keep()
             for name, (known, _) in list(self.at_barrier.items()):
                 if known == turn:
                     del self.at_barrier[name]
-                    self.say(name, "passed", (turn, self.state.stretch))
+                    self.say(name, "passed", (turn, Passed(self.state.stretch)))
 
     # -- what is to be done -------------------------------------------------------------------------------
 
@@ -370,6 +371,7 @@ class Coordinator(Handing):
             self._wait(0.05)
             return
         self.attempt, self.released = None, change.generation
+        entries = dict(self.deciding.entering)
         places = self.deciding.finish(change)
         if self.job.is_new:
             self.job.is_new, self.job.first_generation = False, change.generation
@@ -377,15 +379,15 @@ class Coordinator(Handing):
         for name in self.links:
             self._tell(name)
         for name, place in places.items():
-            self._say_place(name, change.entering[name], place)
+            self._say_place(name, change.entering[name], entries[name], place)
         for name, incarnation in self.leaving.items():
             if name in state.left and name not in state.fencing:
                 self.say(name, "left", (incarnation,))
         self._release_barriers()
         self.pump()
 
-    def _say_place(self, name: str, incarnation: int, place: Entered) -> None:
-        self.say(name, "entered", (incarnation, place.stretch, place.back_at))
+    def _say_place(self, name: str, incarnation: int, entry: int, place: Entered) -> None:
+        self.say(name, "entered", (incarnation, entry, place.stretch, place.back_at))
 
     def _tell(self, name: str) -> None:
         seats = {number: seat.primary for number, seat in self.state.seats.items()}

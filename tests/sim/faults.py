@@ -93,7 +93,7 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
     data, epochs = None, 0
     if draw(seed, "leases") < LEASED:
         data, epochs = Loader(number(20, 60, "samples"), number(1, 5, "batch")), number(2, 3, "epochs")
-        scripts = {name: ("epoch",) * epochs for name in scripts}
+        scripts = dict.fromkeys(scripts, ("epoch",) * epochs)
         more = tuple(fault_of(seed, k) for k in range(count, count + number(0, 3, "more faults")) if keep is None)
         faults = tuple(dataclasses.replace(fault, when=1.7 * fault.when) for fault in faults + more)
         if draw(seed, "spare") < 0.15:

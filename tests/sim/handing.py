@@ -24,12 +24,15 @@ class Handing(Planning):
         self.desk: Desk[tuple[Session, int]] = Desk(self.membership)
         self.handing_back: dict[str, Any] | None = None
         self.kept_at = 0.0
-        self.recalls: dict[tuple[str, int], tuple[tuple[str, int], Session | None]] = {}  # name and epoch: whom, where
+        self.recalls: dict[
+            tuple[str, int], tuple[tuple[str, int], Session | None]
+        ] = {}  # name and epoch: whom, where
         self.leaving_epoch: list[tuple[Session, int]] = []
 
     def what(self) -> str:
         leases = [
-            (number, epoch.todo, list(epoch.leases.values())) for number, epoch in self.state.leases.epochs.get(LOADER, {}).items()
+            (number, epoch.todo, list(epoch.leases.values()))
+            for number, epoch in self.state.leases.epochs.get(LOADER, {}).items()
         ]
         return f" leases {leases} asking {self.desk.asking} recalled {self.desk.leasing._recalled}"
 

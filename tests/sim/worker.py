@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncline.core.control import Passed
 from syncline.core.handing import Use
 from syncline.core.members import Member
-from syncline.core.rounds import is_apart
 from syncline.core.slices import Copy, life_of
 
 from .member import SimMember
@@ -40,7 +40,7 @@ class Worker(SimMember):
         self.open: dict[int, Open] = {}
         self.begun_at: dict[int, int] = {}
         self.seats: dict[int, str] = {}  # slice: life of its primary
-        self.has_entered = False
+        self.has_entered, self.num_entries = False, 0
         self.is_computing = False
         self.num_requests = 0
         self.asked: dict[str, int] = {}  # a rest, or a place: life and request
@@ -56,7 +56,7 @@ class Worker(SimMember):
         self.giving: dict[Any, dict[str, Any]] = {}
 
     def joined(self, late: bool) -> None:
-        self.has_entered = not late
+        self.has_entered, self.num_entries = not late, int(not late)
         self.pump()
 
     def what(self) -> str:
@@ -71,9 +71,9 @@ class Worker(SimMember):
     def pump(self) -> None:
         if not self.generation or not self.incarnation:
             return
-        if self.must_enter() and not self.has_entered:
+        if not self.has_entered and self.must_enter():
             if "enter" not in self.asks:
-                self.asks["enter"] = ()
+                self.asks["enter"] = (self.num_entries,)
                 self.ask()
             return
         self._go_on()
@@ -82,7 +82,7 @@ class Worker(SimMember):
 
     def must_enter(self) -> bool:
         """Whether it is to take part from now on."""
-        return self.place < len(self.script)
+        return self.script[self.place : self.place + 1] == ("step",)
 
     def _leave(self) -> None:
         if not self.open and "leave" not in self.asks:
@@ -125,7 +125,8 @@ class Worker(SimMember):
         self.pump()
 
     def _ask_all(self, kind: str, body: tuple[Any, ...]) -> None:
-        if not set(self.servers()) - set(self.given):
+        is_counted = self.has_entered or self.num_entries
+        if not (is_counted and set(self.servers()) - set(self.given)):
             self._all_given(kind)
             return
         for life in self.servers():
@@ -155,17 +156,21 @@ class Worker(SimMember):
     def on_passed(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame) and self.asks.get("barrier", (0,))[0] == frame.body[0]:
             del self.asks["barrier"]
-            self.stretch = max(self.stretch, frame.body[1])
-            self.needs_place = is_apart(self.stretch)
+            passed = frame.body[1]
+            if "no_second_entry" in self.job.bugs:
+                passed = Passed(passed.stretch)
+            self.stretch, self.needs_place = passed.stretch, passed.is_away
+            self.has_entered = self.has_entered and not (passed.is_away and self.job.policy.in_rounds)
             self._done_with(self.place)
             self.place += 1
             self.pump()
 
     def on_entered(self, session: Session, frame: Frame) -> None:
-        if self.heed(session, frame) and not self.has_entered and frame.body[0] == self.incarnation:
-            self.has_entered = True
+        this = (self.incarnation, self.num_entries)
+        if self.heed(session, frame) and not self.has_entered and frame.body[:2] == this:
+            self.has_entered, self.num_entries = True, self.num_entries + 1
             self.asks.pop("enter", None)
-            self.stretch, self.back_at = max(frame.body[1], self.stretch), frame.body[2]
+            self.stretch, self.back_at = max(self.stretch, frame.body[2]), frame.body[3]
             self.pump()
 
     def on_left(self, session: Session, frame: Frame) -> None:

@@ -10,6 +10,7 @@ from syncline.client.arrays import Bytes
 from syncline.client.copies import KeptArrays
 from syncline.client.sinks import ArraySink, Sink
 from syncline.client.times import StepClock
+from syncline.core.control import Passed
 from syncline.core.layout import Layout, Ranges, Segment, Slice
 from syncline.core.rule import Option
 from syncline.core.seats import Seat
@@ -107,7 +108,7 @@ class Exchange(Protocol):
     def step_aside(self) -> int:
         """No round waits for this worker until its next commit; the stretch it was in."""
 
-    def begin_stretch(self, stretch: int) -> None:
+    def pass_barrier(self, passed: Passed) -> None:
         """Behind a barrier everyone is in the same, new stretch."""
 
     def read_state(self, slices: Sequence[Slice]) -> list[tuple[StateEntry, Bytes]]:

@@ -237,7 +237,7 @@ class Job:
         turn = self._turns[name] = self._turns.get(name, 0) + 1
         answer = self._ask(Barrier(name, turn, self.exchange.step_aside()))
         assert isinstance(answer, Passed)
-        self.exchange.begin_stretch(answer.stretch)
+        self.exchange.pass_barrier(answer)
 
     def _ask(self, message: Message) -> Message:
         what = _WAITS.get(type(message), type(message).__name__.lower())

@@ -26,7 +26,7 @@ from syncline.client.times import StepClock
 from syncline.client.values import pull, upload
 from syncline.client.waits import LOUD_SECONDS, Waits
 from syncline.config import JobConfig
-from syncline.core.control import AskWhy, GivenWhy
+from syncline.core.control import AskWhy, GivenWhy, Passed
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.message import Message
@@ -77,7 +77,7 @@ class ServersExchange:
         )
         self._part = TakingPart(
             self._placement, link,
-            is_bounded=policy.kind == "bounded", is_late=is_late, wait_seconds=config.wait_seconds,
+            policy=policy, is_late=is_late, wait_seconds=config.wait_seconds,
         )  # fmt: skip
         self._rosters = hearing.rosters
         self._redo = self._part.redo = Redo(
@@ -186,7 +186,7 @@ class ServersExchange:
 
     def stage(self, slices: Sequence[Slice]) -> None:
         """Sends slices early where a socket carries them; shared memory is read at the commit anyway."""
-        if not self._part.is_late:
+        if not self._part.must_enter:
             self._sending.stage(self._draft(_NOTHING, None), slices)
 
     def restage(self, part: Slice) -> None:
@@ -375,8 +375,8 @@ class ServersExchange:
         self.times.pause()
         return self._part.step_aside()
 
-    def begin_stretch(self, stretch: int) -> None:
-        self._part.begin_stretch(stretch)
+    def pass_barrier(self, passed: Passed) -> None:
+        self._part.pass_barrier(passed)
         self.times.resume()
 
     def settle(self) -> None:

@@ -89,9 +89,9 @@ class Changing:
         self._c.joining.tell()
 
     def enter(self, request: Request, message: Enter) -> None:
-        """A worker that joined late is about to push."""
+        """A worker is about to push that takes part in no rounds."""
         with self._wakes:
-            place = self._deciding.enter(request.peer.name, request.peer.incarnation)
+            place = self._deciding.enter(request.peer.name, request.peer.incarnation, message.entry)
             if place is None:
                 self._asking[request.peer.name] = request
                 self._wakes.notify_all()
