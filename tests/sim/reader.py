@@ -29,7 +29,7 @@ class Reader(Worker):
         self.place, self.phase = 0, "open"
         self.uses, self.portion, self.piece = Uses(), Portion(self.data.batch), None
         self.piece: Piece | None
-        self.is_finished, self.has_paused = False, False
+        self.is_finished, self.has_paused, self.enters_again = False, False, False
         self.level = 0  # of its wait: 0 none, 1 asked once more, 2 asked to be told when there is more
         self.not_before = 0.0
         self.told = (0, 0.0)
@@ -85,6 +85,9 @@ class Reader(Worker):
         self._ask_ahead()
         if self.piece is None:
             self.piece = self.portion.cut()
+            if self.piece is not None and self.enters_again:
+                self.has_entered, self.enters_again = False, False
+                self.stretch = self.stretch // LOOP * LOOP
             if self.piece is not None and not self.has_entered:
                 self.pump()
                 return
@@ -156,7 +159,7 @@ class Reader(Worker):
 
     def on_ask_uses(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):
-            self.reply(session, "uses", (frame.body[0], self.uses.committed(), []))
+            self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late()))
 
     def was_late(self, step: Open) -> None:
         self.uses.was_late(step.uses)
@@ -188,6 +191,9 @@ class Reader(Worker):
         self.stretch, self.needs_place, self.has_paused = self.rests_from + 1, True, True
         if self.phase == "rest":
             self.place, self.phase = self.place + 1, "open"
+            self.enters_again = False
+        else:
+            self.enters_again = self.has_entered and self.job.policy.stands_still
 
     def _end(self) -> None:
         """The loop is left."""

@@ -47,6 +47,7 @@ class Uses:
         self._lock = threading.Lock()
         self._read: list[Use] = []
         self._committed: dict[int, list[Places]] = {}
+        self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
 
     def read(self, piece: Piece) -> None:
@@ -68,17 +69,24 @@ class Uses:
         with self._lock:
             for lease, begin, end in uses:
                 self._committed[lease] = without(self._committed.get(lease, ()), (begin, end))
+                self._late[lease] = merged([*self._late.get(lease, ()), (begin, end)])
 
     def committed(self) -> list[Use]:
         """What commits have taken along, of leases that are not through."""
         with self._lock:
             return [(lease, begin, end) for lease, places in self._committed.items() for begin, end in places]
 
+    def late(self) -> list[Use]:
+        """What was in commits that were late, of leases that are not through."""
+        with self._lock:
+            return [(lease, begin, end) for lease, places in self._late.items() for begin, end in places]
+
     def forget(self, leases: set[int]) -> None:
         """The epoch of these leases is over."""
         with self._lock:
             for lease in leases - {use[0] for use in self._read}:
                 self._committed.pop(lease, None)
+                self._late.pop(lease, None)
 
     def held(self, leases: set[int]) -> list[Use]:
         """What of these leases waits for a commit, from the first place to the last."""

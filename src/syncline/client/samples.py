@@ -110,6 +110,10 @@ class Samples:
         """What commits of this worker have used so far, of leases that it may still have."""
         return self.uses.committed()
 
+    def late(self) -> list[Use]:
+        """Likewise, of commits that were late."""
+        return self.uses.late()
+
     @property
     def work_seconds(self) -> float:
         """Time spent on steps, waits for others left out."""

@@ -55,7 +55,8 @@ class TakingPart:
                 faults.reach("enter.asked")
             answer = self._link.call(Enter(self._num_entries), self._wait_seconds)
             assert isinstance(answer, Entered)
-            self._stretch, self._rested = max(answer.stretch, self.stretch), False
+            # Who has paused is in its loop's rounds again, not in a stretch of its own behind them.
+            self._stretch, self._rested = max(answer.stretch, self.stretch // LOOP * LOOP), False
             self.back_at = answer.back_at if is_bounded else None
             self.is_late = self._enters_again = False
             self._num_entries += 1
@@ -65,13 +66,19 @@ class TakingPart:
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
     def pause(self) -> None:
-        """In no more rounds of this stretch; said once, until there is a commit in the next."""
+        """In no more rounds of this stretch; said once, until there is a commit in the next.
+
+        In rounds there is no next stretch within a loop: its rounds would wait for all who have paused, and they maybe
+        for it. The next commit enters again, beside the others.
+        """
         has_paused = self._rested and self.stretch % LOOP > 0
         if not has_paused:
             self._rest_from(self.stretch)
+            self._enters_again = self._policy.stands_still
 
     def rest(self) -> None:
         """In no more rounds of this loop."""
+        self._enters_again = False
         self._rest_from(self.stretch // LOOP * LOOP + LOOP - 1)
 
     def _rest_from(self, stretch: int) -> None:
