@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.client.leases import Uses
 from syncline.client.portion import Piece, Portion
 from syncline.core.handing import AskLease, GivenLease, LeaveEpoch
+from syncline.core.members import Member
 from syncline.core.rounds import LOOP
 
 from .handing import LOADER
@@ -30,6 +31,7 @@ class Reader(Worker):
         self.uses, self.portion, self.piece = Uses(), Portion(self.data.batch), None
         self.piece: Piece | None
         self.is_finished, self.has_paused, self.enters_again = False, False, False
+        self.must_tell = False
         self.level = 0  # of its wait: 0 none, 1 asked once more, 2 asked to be told when there is more
         self.not_before = 0.0
         self.told = (0, 0.0)
@@ -52,6 +54,12 @@ class Reader(Worker):
 
     # -- the loop -----------------------------------------------------------------------------------------
 
+    def take_roster(self, generation: int, members: list[Member], seats: dict[int, str]) -> None:
+        lives = {m.name: m.address.unix for m in members if m.address is not None}
+        if generation > self.generation and self.seats != {n: lives[name] for n, name in seats.items()}:
+            self.must_tell = self.has_paused  # servers that have come since do not know that it rests
+        super().take_roster(generation, members, seats)
+
     def must_enter(self) -> bool:
         return self.piece is not None
 
@@ -62,6 +70,8 @@ class Reader(Worker):
             return
         if self.place >= len(self.script):
             self._leave()
+        elif self.must_tell and self.has_paused and self.has_entered:
+            self._ask_all("rest", (self.rests_from, False))
         else:
             getattr(self, "_" + self.phase)()
 
@@ -184,7 +194,10 @@ class Reader(Worker):
             super()._all_given(kind)
             return
         self.given, self.asked = {}, {}
-        self._are_told()
+        if self.must_tell:
+            self.must_tell = False
+        else:
+            self._are_told()
         self.pump()
 
     def _are_told(self) -> None:

@@ -243,7 +243,7 @@ class Job:
         what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
             with self.exchange.waits.of(what):
-                look = self._leave_if_retiring if isinstance(message, _FOR_OTHERS) else None
+                look = self._while_waiting if isinstance(message, _FOR_OTHERS) else None
                 return self._link.call(message, self.config.wait_seconds, look)
         except WaitTimeout:
             seconds, why = self.config.wait_seconds, self._why()
@@ -254,6 +254,11 @@ class Job:
             raise
         except ConnectionLost as error:
             raise self.explain(error) from None
+
+    def _while_waiting(self) -> None:
+        """For other workers: a server that has come meanwhile, and knows nobody, must not wait for this one."""
+        self._leave_if_retiring()
+        self.exchange.follow()
 
     def _why(self) -> str:
         try:

@@ -379,6 +379,11 @@ class ServersExchange:
         self._part.pass_barrier(passed)
         self.times.resume()
 
+    def follow(self) -> None:
+        """While this worker waits: servers that have come since are told whether it rests."""
+        if self._redo.roster is not self._rosters.newest:
+            self._again(self._redo.take_over)
+
     def settle(self) -> None:
         """Waits for everything that is still open."""
         while self._open:
