@@ -179,7 +179,7 @@ class Coordinator(Handing):
             self.state.is_changing = False
             self.state.formed, self.state.generation, self.state.entered, self.state.seats = False, 0, {}, {}
             return
-        self.deciding.entering.update(self.state.entered)
+        self.deciding.entering.update(dict.fromkeys(self.state.entered, 0))
         self.deciding.moves = self.is_dirty = True
         for member in self.membership.ordered():
             self._welcome(member, False)

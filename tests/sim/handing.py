@@ -6,6 +6,7 @@ from typing import Any
 
 from syncline.core.desk import Desk
 from syncline.core.handing import Use
+from syncline.core.slices import Identity
 
 from .planning import Planning
 from .world import Frame, Session
@@ -13,7 +14,7 @@ from .world import Frame, Session
 #: Between two saves of what was used; and how long somebody waits before what others do not fetch is given to it.
 KEEP_SECONDS, RECLAIM_SECONDS = 0.2, 1.0
 #: For slice 0's server to say what of the dead counts.
-ASK_SECONDS = 0.3
+ASK_SECONDS, AGAIN_SECONDS = 0.3, 0.02
 LOADER = "loader"
 
 
@@ -23,7 +24,7 @@ class Handing(Planning):
     def open_desk(self) -> None:
         self.desk: Desk[tuple[Session, int]] = Desk(self.membership)
         self.handing_back: dict[str, Any] | None = None
-        self.kept_at = 0.0
+        self.kept_at = self.back_later = 0.0
         self.recalls: dict[
             tuple[str, int], tuple[tuple[str, int], Session | None]
         ] = {}  # name and epoch: whom, where
@@ -67,9 +68,9 @@ class Handing(Planning):
 
     def on_gave_back(self, session: Session, frame: Frame) -> None:
         if self._may_ask(session, frame):
-            number, leases = frame.body
-            self.recalls.pop((frame.name, number), None)
-            self.desk.leasing.gave_back((frame.name, frame.incarnation), LOADER, number, leases)
+            number, owner, leases = frame.body  # who was meant: a new life may answer for it
+            self.recalls.pop((owner, number), None)
+            self.desk.leasing.gave_back(owner, LOADER, number, leases)
             self.answer_all()
 
     def answer_all(self) -> None:
@@ -88,9 +89,9 @@ class Handing(Planning):
                 self.job.ledger.samples.lease_given(given.lease, *asked.owner, given.span)
             self._reply(session, "given_lease", (number, given))
 
-    def _recall(self, owner: tuple[str, int], number: int) -> None:
-        self.recalls[owner[0], number] = (owner, self.links.get(owner[0]))
-        self.say(owner[0], "recall", (number,))
+    def _recall(self, owner: Identity, number: int) -> None:
+        self.recalls[owner, number] = self.links.get(owner[0])
+        self.say(owner[0], "recall", (number, owner))
 
     # -- what servers say ---------------------------------------------------------------------------------
 
@@ -107,16 +108,18 @@ class Handing(Planning):
     def on_uses(self, session: Session, frame: Frame) -> None:
         if not self._may_ask(session, frame):
             return
-        key, uses, late = frame.body
+        key, uses, late, waiting = frame.body
         self.were_used(uses, late)
         back = self.handing_back
         if back is not None and back["key"] == key and self.is_alive:
             self.handing_back = None
-            self.desk.out(back["gone"])
+            self.desk.out(back["gone"], waiting)
             self.keep()
-            if self.is_alive:
-                self.answer_all()
-                self.pump()
+            if not self.is_alive:
+                return
+            self.answer_all()
+            self.back_later = self.world.now + AGAIN_SECONDS if set(waiting) & set(back["gone"]) else 0.0
+            self.pump()
 
     # -- now and then -------------------------------------------------------------------------------------
 
@@ -126,9 +129,9 @@ class Handing(Planning):
         self.desk.reclaim(self.world.now, RECLAIM_SECONDS)
         for owner, recall in self.desk.recut():
             self._recall(owner, recall.epoch)
-        for (name, number), (owner, session) in list(self.recalls.items()):
+        for (owner, number), session in list(self.recalls.items()):
             if session is None or self in session.heard:  # the question, or the answer, got lost
-                del self.recalls[name, number]
+                del self.recalls[owner, number]
                 self.desk.leasing.not_recalled(owner, LOADER, number)
         self.answer_all()
         if self.desk.somebody_waits and self.is_alive:
@@ -153,7 +156,7 @@ class Handing(Planning):
     def hand_back(self) -> bool:
         """Leases of those who are out and fenced go to others; whether slice 0's server is asked what counts."""
         gone = self.desk.gone()
-        if not gone:
+        if not gone or self.world.now < self.back_later:
             return False
         back = self.handing_back = {"key": self._key(), "gone": gone}
         self._ask_uses(back["key"])

@@ -74,6 +74,7 @@ class Host(SimMember):
         self.waiting: dict[tuple[Identity, int], list[tuple[Session, Any]]] = {}
         self.limits: dict[Identity, int] = {}  # of the fenced: what was settled
         self.fences: dict[str, int] = {}
+        self.entered_in: dict[str, int] = {}  # workers: generation in which they entered last
         self.out: set[Identity] = set()  # servers of which nothing is taken any more
         self.seeding: dict[str, Any] | None = None
         self.standings: list[Standing] = []
@@ -172,6 +173,9 @@ class Host(SimMember):
 
     def _rest(self, session: Session, frame: Frame) -> None:
         request, stretch, away = frame.body
+        if frame.generation < self.entered_in.get(frame.name, 0):  # since it said this
+            self.reply(session, "refresh", (request,))
+            return
         try:
             verdict = self.rounds.rest(frame.name, frame.incarnation, stretch, away)
         except FencedError:
@@ -252,17 +256,17 @@ class Host(SimMember):
     # -- uses ---------------------------------------------------------------------------------------------
 
     def beat(self) -> Any:
-        return self._uses_here()
+        return self._uses_here()[:2]
 
-    def _uses_here(self) -> tuple[list[Use], list[Use]]:
-        """What is not confirmed yet, where slice 0 is; with what the dead have committed and is not applied yet."""
+    def _uses_here(self) -> tuple[list[Use], list[Use], list[Identity]]:
+        """What is not confirmed yet, where slice 0 is; and who is out and has commits that are not applied yet."""
         if 0 not in self.primaries():
-            return [], []
+            return [], [], []
         hosted = self.hosted[0]
-        waiting = [(who, uses) for update in hosted.queue for who, _, uses, is_late in update if not is_late]
-        waiting += [((c.worker, c.incarnation), c.item.uses) for c in self.rounds.open_commits()]
-        fenced = [use for who, uses in waiting if self._is_out(who) for use in uses]
-        return hosted.state.use_entries() + fenced, hosted.state.late_entries()
+        waiting = {part[0] for update in hosted.queue for part in update}
+        waiting |= {(c.worker, c.incarnation) for c in self.rounds.open_commits()}
+        fenced = sorted(who for who in waiting if self._is_out(who))
+        return hosted.state.use_entries(), hosted.state.late_entries(), fenced
 
     def _is_out(self, who: Identity) -> bool:
         standing = self.rounds.standings.get(who[0])

@@ -97,8 +97,8 @@ class Reader(Worker):
             self.piece = self.portion.cut()
             if self.piece is not None and self.enters_again:
                 self.has_entered, self.enters_again = False, False
-                self.stretch = self.stretch // LOOP * LOOP
             if self.piece is not None and not self.has_entered:
+                self.stretch, self.has_paused, self.must_tell = self.stretch // LOOP * LOOP, False, False
                 self.pump()
                 return
         if self.piece is not None:
@@ -133,7 +133,7 @@ class Reader(Worker):
         before, self.told = self.told, (self.uses.samples, self.world.now)
         message = AskLease(
             LOADER, self.place, self.uses.held(self.portion.numbers), self.portion.num_left,
-            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest,
+            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, self.portion.given,
         )  # fmt: skip
         self._ask_for("ask_lease", (self.num_asked, message))
 
@@ -165,11 +165,11 @@ class Reader(Worker):
         if self.heed(session, frame):
             is_here = self.phase == "read" and frame.body[0] == self.place
             given = self.portion.give_back(keeps_begun=False) if is_here else []
-            self.reply(session, "gave_back", (frame.body[0], given))
+            self.reply(session, "gave_back", (*frame.body, given))
 
     def on_ask_uses(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):
-            self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late()))
+            self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late(), []))
 
     def was_late(self, step: Open) -> None:
         self.uses.was_late(step.uses)

@@ -170,6 +170,7 @@ class Server(Host):
                 self._begin_anew()
             for standing in install.standings:
                 self.rounds.enter(msgspec.structs.replace(standing))
+                self.entered_in[standing.name] = install.generation
             self._take(self.rounds.release())
             self._let_go()
         self.reply(session, "installed", (install.generation,))

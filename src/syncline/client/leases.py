@@ -160,7 +160,7 @@ class Reading:
         before, self._told = self._told, (samples, seconds)
         return AskLease(
             self.loader, self.epoch, self._uses.held(self._portion.numbers), self.num_left,
-            samples - before[0], seconds - before[1], waits, self._portion.newest,
+            samples - before[0], seconds - before[1], waits, self._portion.newest, self._portion.given,
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:

@@ -101,6 +101,12 @@ class Portion:
                     self._given[own.number] = own.end = own.begin
             return list(self._given.items())
 
+    @property
+    def given(self) -> list[tuple[int, int]]:
+        """All that was given back so far: leases, and the places from which on."""
+        with self._lock:
+            return list(self._given.items())
+
     def leave(self, unread: Iterable[Piece]) -> dict[int, int]:
         """The loop is left, and these pieces were not given to the script: all leases that end early by it, where."""
         given = dict(self.give_back(keeps_begun=False))

@@ -68,8 +68,8 @@ class TakingPart:
     def pause(self) -> None:
         """In no more rounds of this stretch; said once, until there is a commit in the next.
 
-        In rounds there is no next stretch within a loop: its rounds would wait for all who have paused, and they maybe
-        for it. The next commit enters again, beside the others.
+        In rounds there is no next stretch within a loop: its rounds would wait for all who have paused, and those
+        maybe for it. The next commit enters again, beside the others.
         """
         has_paused = self._rested and self.stretch % LOOP > 0
         if not has_paused:

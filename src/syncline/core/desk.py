@@ -6,7 +6,7 @@ and before servers may forget what was used. The deterministic simulator runs th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from syncline.core.handing import AskLease, GivenLease, LeaveEpoch, Recall, Use
@@ -90,7 +90,7 @@ class Desk(Generic[R]):
     def _decide(self, owner: Identity, message: AskLease) -> tuple[GivenLease | None, list[tuple[Identity, Recall]]]:
         answer = self.leasing.ask(
             owner, message.loader, message.epoch, self.taking_part(), message.held,
-            is_idle=not message.left, newest=message.newest,
+            is_idle=not message.left, newest=message.newest, given=message.given,
         )  # fmt: skip
         recalls = [(other, Recall(message.loader, message.epoch)) for other in answer.recall]
         if answer.lease is not None:
@@ -168,9 +168,15 @@ class Desk(Generic[R]):
                     found[lease.owner] = name not in state.left
         return found
 
-    def out(self, gone: dict[Identity, bool]) -> None:
-        """What of the dead counts is known, by the word of slice 0's server: the rest is to do again."""
+    def out(self, gone: dict[Identity, bool], waiting: Collection[Identity]) -> None:
+        """What of the dead counts is known, by the word of slice 0's server: the rest is to do again.
+
+        But not of those of which something is `waiting` there: it is applied with its round, or dropped when
+        primaries change before that; which of both is not known yet.
+        """
         for owner, failed in gone.items():
+            if owner in waiting:
+                continue
             asked = self.asking.get(owner[0])
             if asked is not None and asked.owner == owner:  # a later life of it may ask already
                 del self.asking[owner[0]]

@@ -32,7 +32,8 @@ class AskLease(Message, frozen=True):
     `held`: what it has read and not committed. `left`: what it has still to read. With how many samples it has spent
     how much time of work since it asked last. `waits`: it takes part in no round, and is answered when there is more,
     or the epoch is finished; else also when all that is left is in others' hands. `newest`: the last lease that it
-    has heard of; one that it was given after that got lost on the way, and is given once more.
+    has heard of; one that it was given after that got lost on the way, and is given once more. `given`: leases of
+    which it reads nothing from some place on; a coordinator may have died before it kept that.
     """
 
     loader: str
@@ -43,6 +44,7 @@ class AskLease(Message, frozen=True):
     seconds: float = 0.0
     waits: bool = False
     newest: int | None = None
+    given: list[tuple[int, int]] = []
 
 
 class GivenLease(Message, frozen=True):
@@ -88,7 +90,7 @@ class EndShard(Message, frozen=True):
 
 
 class AskUses(Message, frozen=True):
-    """What have commits used, that was not confirmed yet? Also those that count and are not applied yet."""
+    """What have commits used, that was not confirmed yet? Those that are applied."""
 
 
 class Uses(Message, frozen=True):
@@ -96,6 +98,7 @@ class Uses(Message, frozen=True):
 
     uses: list[Use]
     late: list[Use] = []  # of commits that were late: to do again
+    open: list[tuple[str, int]] = []  # lives of workers that are out, with commits that may still be applied
 
 
 class Confirm(Message, frozen=True):

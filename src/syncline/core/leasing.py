@@ -120,11 +120,15 @@ class Leasing:
         *,
         is_idle: bool = True,
         newest: int | None = None,
+        given: Iterable[tuple[int, int]] = (),
     ) -> Answer:
         """A worker wants more. `held`: what it has read and not committed, by lease and places. `is_idle`: it has
-        nothing left to read. `newest`: the last lease it knows of; others that it was told of got lost on the way."""
+        nothing left to read. `newest`: the last lease it knows of; others that it was told of got lost on the way.
+        `given`: leases that it has given back, from which place on."""
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
+        if epoch is not None:
+            self._give_back(epoch, owner, given)
         if epoch is None or self._is_through(name, number, epoch):
             return Answer(is_finished=True)
         self._lost_on_the_way(epoch, owner, newest)
@@ -231,8 +235,12 @@ class Leasing:
         if epoch is None:
             return 0
         untold = [(lease.number, 0) for lease in epoch.of(owner) if not lease.is_told]
+        return self._give_back(epoch, owner, [*leases, *untold])
+
+    @staticmethod
+    def _give_back(epoch: Epoch, owner: Identity, leases: Iterable[tuple[int, int]]) -> int:
         mine = {lease.number for lease in epoch.of(owner)}
-        return sum(epoch.give_back(lease, begin) for lease, begin in [*leases, *untold] if lease in mine)
+        return sum(epoch.give_back(lease, begin) for lease, begin in leases if lease in mine)
 
     def leave(
         self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]], newest: int | None = None

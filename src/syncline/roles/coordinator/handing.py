@@ -256,15 +256,21 @@ class Handing:
         """Under the lock: what comes under this name next has another count."""
         self._measured.pop(name, None)
 
-    def out(self, gone: dict[Identity, bool], answers: Iterable[Message]) -> None:
-        """What of the dead counts is known, by the word of slice 0's server: the rest is to do again."""
+    def out(self, gone: dict[Identity, bool], answers: Iterable[Message]) -> bool:
+        """What of the dead counts is known, by the word of slice 0's server: the rest is to do again.
+
+        Whether that is so of all of them; who has a commit that waits for its round is asked for again.
+        """
+        waiting: set[Identity] = set()
         with self._c.lock:
             for answer in answers:
                 if isinstance(answer, Uses):
                     self._desk.use(answer.uses, answer.late)
-            self._desk.out(gone)
+                    waiting.update(answer.open)
+            self._desk.out(gone, waiting)
             self._c.keep()
         self.answer()
+        return waiting.isdisjoint(gone)
 
     def waits(self, now: float) -> list[Wait]:
         """Under the lock: who waits for whom to finish an epoch."""

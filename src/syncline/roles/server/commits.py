@@ -52,6 +52,7 @@ class Commits:
         self.order = pulls.order = flow.order
         pulls.check = self.check_generation
         self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
+        self.entered: dict[str, int] = {}  # workers: the generation in which they entered last
         self._ranks: list[str] = []  # workers, the chief first
         self._staged: dict[Key, Staged] = {}
         self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self._choose_chief)
@@ -258,6 +259,8 @@ class Commits:
                 self._held.append((request, functools.partial(self.rest, request, message, was_held=True)))
                 return
             self.check_generation(request)
+            if request.generation < self.entered.get(peer.name, 0):
+                raise Refresh(f"{peer} has entered since it said that it rests")
             verdict = self.rounds.rest(peer.name, peer.incarnation, message.stretch, message.away)
             works = self.flow.enqueue(verdict)
         self.flow.run(works)
