@@ -115,6 +115,7 @@ class Coordinator(Handing):
         self.seeding = self.handing_back = None
         if member.role == "worker":
             self.departed = True
+            self.worker_is_out((name, member.incarnation))
         if member.role == "server" or self.restoring is not None:
             self.attempt = self.restoring = None
         self.pump()
@@ -193,7 +194,7 @@ class Coordinator(Handing):
             return
         self.links[frame.name] = session
         self.liveness.heard(frame.name, self.world.now)
-        if member.role == "server":
+        if frame.body:
             self.were_used(*frame.body)
         if member.role == "worker" and frame.generation < self.released:
             self._tell(frame.name)

@@ -23,6 +23,9 @@ class Handing(Planning):
 
     def open_desk(self) -> None:
         self.desk: Desk[tuple[Session, int]] = Desk(self.membership)
+        if "reuse_lease" in self.job.bugs:
+            epochs = self.state.leases.epochs.get(LOADER, {}).values()
+            self.state.leases.next_lease = 1 + max((n for epoch in epochs for n in epoch.leases), default=0)
         self.handing_back: dict[str, Any] | None = None
         self.kept_at = self.back_later = 0.0
         self.recalls: dict[
@@ -76,7 +79,8 @@ class Handing(Planning):
     def answer_all(self) -> None:
         answers, recalls = self.desk.answers()
         leaving, self.leaving_epoch = self.leaving_epoch, []
-        if (leaving or any(given.lease for _, given in answers)) and not self.keep():
+        must_keep = leaving or any(given.lease for _, given in answers)
+        if must_keep and "lease_unkept" not in self.job.bugs and not self.keep():
             self.desk.not_kept(answers)
             answers, leaving, self.leaving_epoch = [], [], leaving
         for owner, recall in recalls:
@@ -113,6 +117,8 @@ class Handing(Planning):
         back = self.handing_back
         if back is not None and back["key"] == key and self.is_alive:
             self.handing_back = None
+            if "back_while_open" in self.job.bugs:
+                waiting = []
             self.desk.out(back["gone"], waiting)
             self.keep()
             if not self.is_alive:
@@ -144,7 +150,7 @@ class Handing(Planning):
         used, late, finished = self.desk.take_news()
         for _, number, epoch in finished:
             self.job.ledger.samples.set_aside(number, epoch.aside)
-        if not self.keep():
+        if "confirm_unkept" not in self.job.bugs and not self.keep():
             self.desk.put_back_news(used, late)
             return
         seat = self.state.seats.get(0)
@@ -167,6 +173,10 @@ class Handing(Planning):
         if self.handing_back is back:
             self.handing_back = None
             self.pump()
+
+    def worker_is_out(self, owner: Identity) -> None:
+        if "back_before_fence" in self.job.bugs:
+            self.desk.out({owner: True}, ())
 
     def uses_are_lost(self) -> None:
         """Slice 0 came back from a copy: the workers that live say what they have used."""

@@ -246,9 +246,10 @@ class Host(SimMember):
             hosted.ledger[entry] = hosted.ledger.get(entry, 0) + 1
         hosted.state.applied([(who, clock) for who, clock, _, _ in fresh], changed=True)
         if number == 0 and (is_primary or "uses_unreplicated" not in self.job.bugs):
+            counts = "late_counts" in self.job.bugs
             hosted.state.used(
-                [use for _, _, uses, is_late in fresh if not is_late for use in uses],
-                [use for _, _, uses, is_late in fresh if is_late for use in uses],
+                [use for _, _, uses, is_late in fresh if not is_late or counts for use in uses],
+                [use for _, _, uses, is_late in fresh if is_late and not counts for use in uses],
             )
         self.job.ledger.were_late((who[0], who[1], clock) for who, clock, _, is_late in fresh if is_late)
         self.job.ledger.applied(self, number, hosted, entries, is_primary)
@@ -266,7 +267,11 @@ class Host(SimMember):
         waiting = {part[0] for update in hosted.queue for part in update}
         waiting |= {(c.worker, c.incarnation) for c in self.rounds.open_commits()}
         fenced = sorted(who for who in waiting if self._is_out(who))
-        return hosted.state.use_entries(), hosted.state.late_entries(), fenced
+        uses = hosted.state.use_entries()
+        if "open_is_done" in self.job.bugs:
+            uses += [u for c in self.rounds.open_commits() if (c.worker, c.incarnation) in fenced for u in c.item.uses]
+            fenced = []
+        return uses, hosted.state.late_entries(), fenced
 
     def _is_out(self, who: Identity) -> bool:
         standing = self.rounds.standings.get(who[0])

@@ -131,9 +131,10 @@ class Reader(Worker):
     def _question(self, *, waits: bool) -> None:
         self.num_asked += 1
         before, self.told = self.told, (self.uses.samples, self.world.now)
+        given = [] if "given_once" in self.job.bugs else self.portion.given
         message = AskLease(
             LOADER, self.place, self.uses.held(self.portion.numbers), self.portion.num_left,
-            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, self.portion.given,
+            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, given,
         )  # fmt: skip
         self._ask_for("ask_lease", (self.num_asked, message))
 
@@ -164,12 +165,17 @@ class Reader(Worker):
     def on_recall(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):
             is_here = self.phase == "read" and frame.body[0] == self.place
+            before = self.portion.given if "given_once" in self.job.bugs else []
             given = self.portion.give_back(keeps_begun=False) if is_here else []
+            given = [one for one in given if one not in before]
             self.reply(session, "gave_back", (*frame.body, given))
 
     def on_ask_uses(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):
             self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late(), []))
+
+    def beat(self) -> Any:
+        return (self.uses.committed(), []) if "done_by_word" in self.job.bugs else ()
 
     def was_late(self, step: Open) -> None:
         self.uses.was_late(step.uses)
