@@ -31,7 +31,7 @@ class Handing(Planning):
         self.recalls: dict[
             tuple[str, int], tuple[tuple[str, int], Session | None]
         ] = {}  # name and epoch: whom, where
-        self.leaving_epoch: list[tuple[Session, int]] = []
+        self.kept_first: list[tuple[Session, str, Any]] = []  # answers that are given when the state is kept
 
     def what(self) -> str:
         leases = [
@@ -53,7 +53,8 @@ class Handing(Planning):
             (number, data), owner = frame.body, (frame.name, frame.incarnation)
             workers = max(1, len(self.desk.taking_part()))
             is_left = self.desk.leasing.open(owner, LOADER, number, data, workers)
-            self._reply(session, "opened", (number, is_left))
+            self.kept_first.append((session, "opened", (number, is_left)))
+            self.answer_all()
 
     def on_ask_lease(self, session: Session, frame: Frame) -> None:
         if self._may_ask(session, frame):
@@ -66,7 +67,7 @@ class Handing(Planning):
     def on_leave_epoch(self, session: Session, frame: Frame) -> None:
         if self._may_ask(session, frame):
             self.desk.leave((frame.name, frame.incarnation), frame.body)
-            self.leaving_epoch.append((session, frame.body.epoch))
+            self.kept_first.append((session, "left_epoch", (frame.body.epoch,)))
             self.answer_all()
 
     def on_gave_back(self, session: Session, frame: Frame) -> None:
@@ -78,15 +79,15 @@ class Handing(Planning):
 
     def answer_all(self) -> None:
         answers, recalls = self.desk.answers()
-        leaving, self.leaving_epoch = self.leaving_epoch, []
-        must_keep = leaving or any(given.lease for _, given in answers)
+        later, self.kept_first = self.kept_first, []
+        must_keep = later or any(given.lease for _, given in answers)
         if must_keep and "lease_unkept" not in self.job.bugs and not self.keep():
             self.desk.not_kept(answers)
-            answers, leaving, self.leaving_epoch = [], [], leaving
+            answers, later, self.kept_first = [], [], later
         for owner, recall in recalls:
             self._recall(owner, recall.epoch)
-        for session, number in leaving:
-            self._reply(session, "left_epoch", (number,))
+        for session, kind, body in later:
+            self._reply(session, kind, body)
         for asked, given in answers:
             session, number = asked.request
             if given.lease:
@@ -113,6 +114,8 @@ class Handing(Planning):
         if not self._may_ask(session, frame):
             return
         key, uses, late, waiting = frame.body
+        if self.state.members[frame.name].role == "worker":
+            self.desk.heard((frame.name, frame.incarnation), uses, late)
         self.were_used(uses, late)
         back = self.handing_back
         if back is not None and back["key"] == key and self.is_alive:
@@ -142,6 +145,8 @@ class Handing(Planning):
         self.answer_all()
         if self.desk.somebody_waits and self.is_alive:
             self._ask_uses()
+        for name, _ in self.desk.unheard():
+            self.say(name, "ask_uses", (None,))
         if self.desk.has_news and self.world.now - self.kept_at > KEEP_SECONDS and self.is_alive:
             self._confirm()
 
@@ -180,5 +185,4 @@ class Handing(Planning):
 
     def uses_are_lost(self) -> None:
         """Slice 0 came back from a copy: the workers that live say what they have used."""
-        for name in self.membership.workers():
-            self.say(name, "ask_uses", (None,))
+        self.desk.uses_are_lost()

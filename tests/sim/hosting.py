@@ -269,7 +269,9 @@ class Host(SimMember):
         fenced = sorted(who for who in waiting if self._is_out(who))
         uses = hosted.state.use_entries()
         if "open_is_done" in self.job.bugs:
-            uses += [u for c in self.rounds.open_commits() if (c.worker, c.incarnation) in fenced for u in c.item.uses]
+            uses += [
+                u for c in self.rounds.open_commits() if (c.worker, c.incarnation) in fenced for u in c.item.uses
+            ]
             fenced = []
         return uses, hosted.state.late_entries(), fenced
 

@@ -134,7 +134,7 @@ class Reader(Worker):
         given = [] if "given_once" in self.job.bugs else self.portion.given
         message = AskLease(
             LOADER, self.place, self.uses.held(self.portion.numbers), self.portion.num_left,
-            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, given,
+            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, given, self.num_asked,
         )  # fmt: skip
         self._ask_for("ask_lease", (self.num_asked, message))
 

@@ -49,6 +49,7 @@ class Uses:
         self._committed: dict[int, list[Places]] = {}
         self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
+        self.num_questions = 0  # asked so far
 
     def read(self, piece: Piece) -> None:
         """The script has got this batch."""
@@ -158,9 +159,10 @@ class Reading:
     def _question(self, *, waits: bool) -> AskLease:
         samples, seconds = self._uses.samples, self._times.work_seconds
         before, self._told = self._told, (samples, seconds)
+        self._uses.num_questions += 1
         return AskLease(
             self.loader, self.epoch, self._uses.held(self._portion.numbers), self.num_left,
-            samples - before[0], seconds - before[1], waits, self._portion.newest, self._portion.given,
+            samples - before[0], seconds - before[1], waits, self._portion.newest, self._portion.given, self._uses.num_questions,
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:

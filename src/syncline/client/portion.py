@@ -52,6 +52,8 @@ class Portion:
     def take(self, given: GivenLease) -> None:
         """The next lease."""
         with self._lock:
+            if given.lease in self.numbers:
+                return  # it was here already
             self.numbers.add(given.lease)
             self.newest = given.lease
             self._size = len(given.span)

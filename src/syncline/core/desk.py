@@ -37,6 +37,7 @@ class Desk(Generic[R]):
         self._membership = membership
         self._leasing: Leasing | None = None  # once the policy is known
         self.asking: dict[str, Asked[R]] = {}
+        self._asked: dict[str, tuple[Identity, int]] = {}  # the number of each worker's last question
         self._used: list[Use] = []  # known here, not kept yet
         self._late: list[Use] = []  # likewise, of commits that were late
 
@@ -59,6 +60,10 @@ class Desk(Generic[R]):
     # -- what workers say ---------------------------------------------------------------------------------
 
     def ask(self, owner: Identity, message: AskLease, request: R, now: float) -> None:
+        known, number = self._asked.get(owner[0], (owner, 0))
+        if known == owner and message.number < number:
+            return
+        self._asked[owner[0]] = (owner, message.number)
         self.leasing.measured(owner[0], message.samples, message.seconds)
         self.asking[owner[0]] = Asked(owner, message, now, request)
 
@@ -152,6 +157,29 @@ class Desk(Generic[R]):
     def put_back_news(self, used: Iterable[Use], late: Iterable[Use]) -> None:
         """It could not be kept."""
         self._used, self._late = [*used, *self._used], [*late, *self._late]
+
+    # -- uses that were lost ------------------------------------------------------------------------------
+
+    def uses_are_lost(self) -> None:
+        """Slice 0 came back from a worker's copy, without what was used: the workers that live are to say it.
+
+        To be kept together with the slice's return.
+        """
+        if self._membership.state.leases.epochs:
+            members = self._membership.state.members
+            self._membership.state.leases.unheard = {n: members[n].incarnation for n in self._membership.workers()}
+
+    def unheard(self) -> list[Identity]:
+        """Of which workers that is still to be heard."""
+        state = self._membership.state
+        lives = {(name, member.incarnation) for name, member in state.members.items()}
+        return [life for life in state.leases.unheard.items() if life in lives]
+
+    def heard(self, owner: Identity, uses: Iterable[Use], late: Iterable[Use]) -> None:
+        """A worker has said what it has used."""
+        self.use(uses, late)
+        if self._membership.state.leases.unheard.get(owner[0]) == owner[1]:
+            del self._membership.state.leases.unheard[owner[0]]
 
     # -- the dead -----------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class LeaseState(msgspec.Struct):
     loaders: dict[str, Loader] = {}
     epochs: dict[str, dict[int, Epoch]] = {}  # that are under way
     finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
+    unheard: dict[str, int] = {}  # lives of workers that are to say what they have used: servers do not know it
 
 
 @dataclasses.dataclass(frozen=True)

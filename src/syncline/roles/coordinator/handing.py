@@ -46,7 +46,8 @@ class Handing:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._desk: Desk[Request] = Desk(coordinator.membership)
-        self._leaving: list[Request] = []  # answered when what they gave back is kept
+        self._later: list[tuple[Request, Message]] = []  # answers that are given when the state is kept
+        self._asked_workers: set[Identity] = set()  # what they have used; the answer is not here yet
         self._kept_at = 0.0
         self._measured: dict[str, tuple[int, float]] = {}  # samples and seconds of work, as last said
         self.num_samples = 0  # that workers were handed, all together
@@ -63,7 +64,9 @@ class Handing:
             is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             epoch = self.leasing.epoch(message.loader, message.epoch)
             size, done = (epoch.num_samples, epoch.num_done) if epoch else (message.data.num_samples, 0)
-        request.reply(Opened(is_left, size, done))
+            # A coordinator that comes next must not take one that it has never heard of for a finished one.
+            self._later.append((request, Opened(is_left, size, done)))
+        self.answer()
 
     def ask(self, request: Request, message: AskLease) -> None:
         """Answered now; or, from one that has nothing to do, when there is something."""
@@ -97,7 +100,7 @@ class Handing:
     def leave(self, request: Request, message: LeaveEpoch) -> None:
         with self._c.lock:
             self._desk.leave(_owner(request), message)
-            self._leaving.append(request)
+            self._later.append((request, Done()))
         self.answer()
 
     def end_shard(self, request: Request, message: EndShard) -> None:
@@ -136,6 +139,7 @@ class Handing:
 
     def look(self, now: float) -> None:
         """Now and then: keeps what was used and confirms it, cuts parts anew, sees to those who wait in vain."""
+        self._ask_workers()
         if not self._desk.is_open:
             return
         with self._c.lock:
@@ -196,16 +200,16 @@ class Handing:
         """Whoever asks is answered as far as there is something to say; leases are kept before they are told."""
         with self._c.lock:
             answers, recalls = self._desk.answers()
-            leaving, self._leaving = self._leaving, []
-            if (leaving or any(given.lease for _, given in answers)) and not self._keep_leases():
+            later, self._later = self._later, []
+            if (later or any(given.lease for _, given in answers)) and not self._keep_leases():
                 self._desk.not_kept(answers)
-                answers, leaving, self._leaving = [], [], leaving
+                answers, later, self._later = [], [], later
             for owner, recall in recalls:
                 self._recall(owner, recall)
         for asked, given in answers:
             asked.request.reply(given)
-        for request in leaving:
-            request.reply(Done())
+        for request, answer in later:
+            request.reply(answer)
 
     def _keep_leases(self) -> bool:
         try:
@@ -231,22 +235,39 @@ class Handing:
     # -- the dead -----------------------------------------------------------------------------------------
 
     def uses_are_lost(self) -> None:
-        """Slice 0 came back from a worker's copy: what was used and not told yet went with its server.
+        """Under the lock, to be kept: slice 0 came back from a worker's copy, and what was used and not told yet went
+        with its server.
 
         The workers that live say what they have used; their updates may be revoked, and the samples count as read. Of
         those who died nobody knows: what they had not told is read again.
         """
-        with self._c.lock:
-            if not self._desk.is_open:
-                return
-            endpoints = [
-                self._c.endpoints[name] for name in self._c.membership.workers() if name in self._c.endpoints
-            ]
+        if self._c.membership.state.leases.epochs:
+            self._desk.uses_are_lost()
             self._c.event("samples that were used just before count as read; of workers that died too, maybe twice")
-        for endpoint in endpoints:
-            with contextlib.suppress(ConnectionLost):
+
+    def _ask_workers(self) -> None:
+        """Those who have not said yet what they have used; again, when the answer got lost."""
+        with self._c.lock:
+            fresh = [owner for owner in self._desk.unheard() if owner not in self._asked_workers]
+            endpoints = {owner: self._c.endpoints[owner[0]] for owner in fresh if owner[0] in self._c.endpoints}
+            self._asked_workers.update(endpoints)
+        for owner, endpoint in endpoints.items():
+            try:
                 call = endpoint.call(AskUses())
-                call.when_done(functools.partial(self._were_used, call))
+            except ConnectionLost:
+                self._asked_workers.discard(owner)
+            else:
+                call.when_done(functools.partial(self._has_said, owner, call))
+
+    def _has_said(self, owner: Identity, call: Call) -> None:
+        answer: Message | None = None
+        with contextlib.suppress(SynclineError):
+            answer = call.wait(0)
+        with self._c.lock:
+            self._asked_workers.discard(owner)
+            if isinstance(answer, Uses):
+                self._desk.heard(owner, answer.uses, answer.late)
+        self.answer()
 
     def gone(self) -> dict[Identity, bool]:
         """Under the lock: who has leases and is a member no more, and fenced everywhere; whether it died."""
