@@ -9,7 +9,7 @@ from syncline.client.taking_part import TakingPart
 from syncline.core.control import Enter, Entered, Passed
 from syncline.core.message import Message
 from syncline.core.policy import Policy
-from syncline.core.rounds import ERA
+from syncline.core.rounds import ERA, LOOP
 from syncline.core.traffic import AskPlace, GivenPlace, Rest
 
 BOUNDED = Policy("bounded", 2)
@@ -85,3 +85,30 @@ def test_in_sync_who_came_late_to_a_barrier_is_away_and_enters_again() -> None:
         part.committed(part.stretch)
         assert not part.must_come_back
         part.pass_barrier(Passed(ERA))
+
+
+def test_in_sync_who_has_paused_in_a_loop_enters_again_beside_the_others() -> None:
+    """In a stretch of its own it would wait for all who have paused, and they, for the end of the epoch, for it."""
+    servers, coordinator = Servers(), Coordinator()
+    part = part_of(servers, Policy("sync"), coordinator)
+    part.pause()
+    part.pause()
+    assert servers.heard == [Rest(0, False)] and part.must_enter
+    part.come_back()
+    assert coordinator.heard == [Enter(0)] and part.stretch == ERA + 3
+    part.committed(part.stretch)
+    assert not part.must_come_back
+
+
+def test_who_has_paused_until_the_end_of_the_loop_is_in_the_next_one_like_all_others() -> None:
+    part = part_of(Servers(), Policy("sync"))
+    part.pause()
+    part.rest()
+    assert not part.must_enter and part.stretch == LOOP
+
+
+def test_with_spare_workers_nobody_enters_again() -> None:
+    """There is one server, which decides who is late."""
+    part = part_of(Servers(), Policy("sync", spare=1))
+    part.pause()
+    assert not part.must_enter and part.stretch == 1

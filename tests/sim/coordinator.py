@@ -239,7 +239,7 @@ class Coordinator(Handing):
         if self.world.now < self.world.disk.full_until:  # nobody is told of what could not be kept
             self.after(0.05, self._release_barriers)
             return
-        whole = self.barriers.ready([*self.state.entered, *self.state.fencing])
+        whole = self.barriers.ready([*self.state.entered, *self.state.fencing] or self.membership.workers())
         stretches = self.barriers.pass_all(whole)
         self.barriers.forget(whole)
         for (_, turn), self.state.stretch in zip(whole, stretches, strict=True):

@@ -100,10 +100,11 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
             policy, servers, replicas, workers, late_servers, retires = "sync:spare=1", 1, 1, max(2, workers), {}, {}
             scripts = {f"worker-{k}": ("epoch",) * epochs for k in range(workers)}
             late = {}
+    in_rounds = policy.startswith("sync")
     return Scenario(
         seed=seed, policy=policy, replicas=replicas, servers=servers, workers=workers,
-        window=0 if policy.startswith("sync") else 2 * number(0, 1, "window"), slices=servers + number(0, 2, "slices"),
-        pull_every=1 if policy.startswith("sync") else number(1, 3, "pull"), scripts=scripts, late_workers=late,
+        window=0 if in_rounds else 2 * number(0, 1, "window"), slices=servers + number(0, 2, "slices"),
+        pull_every=1 if in_rounds else number(1, 3, "pull"), scripts=scripts, late_workers=late,
         late_servers=late_servers, retires=retires, hold_seconds=0.03 if draw(seed, "hold") < 0.2 else 0.15,
         faults=faults, data=data, epochs=epochs,
     )  # fmt: skip

@@ -177,8 +177,8 @@ class Reader(Worker):
     def beat(self) -> Any:
         return (self.uses.committed(), []) if "done_by_word" in self.job.bugs else ()
 
-    def was_late(self, step: Open) -> None:
-        self.uses.was_late(step.uses)
+    def step_answered(self, step: Open) -> None:
+        self.uses.answered(step.uses, is_late=step.is_late)
 
     # -- rests --------------------------------------------------------------------------------------------
 

@@ -57,9 +57,7 @@ class Samples:
             for sample in self.read.get(entry, ()) if entry not in self.late else ():
                 other = hosted.samples.setdefault(sample, entry)
                 if other != entry and sample not in self.excused:
-                    self.fail(
-                        f"sample {sample[1]} of epoch {sample[0]} is applied twice on slice {number}: {other}, {entry}"
-                    )
+                    self.fail(f"sample {sample} is applied twice on slice {number}: by {other} and {entry}")
 
     # -- the end ------------------------------------------------------------------------------------------
 

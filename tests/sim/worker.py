@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Open:
     """A step that is not acknowledged: how far it is, server by server."""
 
-    __slots__ = ("back_at", "requests", "states", "stretch", "uses")
+    __slots__ = ("back_at", "is_late", "requests", "states", "stretch", "uses")
 
     def __init__(self, stretch: int, back_at: int | None, uses: tuple[Use, ...]) -> None:
-        self.stretch, self.back_at, self.uses = stretch, back_at, uses
+        self.stretch, self.back_at, self.uses, self.is_late = stretch, back_at, uses, False
         self.states: dict[str, str] = {}  # life: staging, staged, committing, done
         self.requests: dict[str, int] = {}
 
@@ -234,8 +234,7 @@ class Worker(SimMember):
             return
         clock, step = found
         step.states[session.other(self).life] = "done"
-        if frame.body[3]:
-            self.was_late(step)
+        step.is_late = step.is_late or frame.body[3]
         lands = self.job.policy.in_rounds or clock % self.job.scenario.pull_every == 0
         for number, epoch, version, clocks, ledger in frame.body[2]:
             self.job.ledger.seen(self.life, number, epoch, version)
@@ -249,11 +248,12 @@ class Worker(SimMember):
                 break
             del self.open[self.acked + 1]
             self.acked += 1
+            self.step_answered(step)
             self.acknowledge(self.acked)
         self.pump()
 
-    def was_late(self, step: Open) -> None:
-        """Nothing of it counts."""
+    def step_answered(self, step: Open) -> None:
+        """By all servers."""
 
     def acknowledge(self, clock: int) -> None:
         holders = {}

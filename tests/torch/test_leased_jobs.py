@@ -104,7 +104,7 @@ def test_a_job_inside_one_process_forgets_what_is_done(
     with local_job(workers=1, folder=str(tmp_path)) as jobs:
         jobs.run(lambda job: count_samples(job, 9, 20))
         kept = jobs._process.coordinator.handing
-        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and len(kept._used) < 10
+        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and len(kept._desk._used) < 10
 
 
 def test_the_end_of_an_epoch_is_no_long_wait(tmp_path: pathlib.Path) -> None:

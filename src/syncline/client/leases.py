@@ -13,7 +13,7 @@ from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
 from syncline.core.leasing import Loader
 from syncline.core.message import Message
-from syncline.core.places import Places, merged, without
+from syncline.core.places import Places, merged
 from syncline.errors import SynclineError
 
 #: An answer that did not come: the coordinator is away, and asked again so soon.
@@ -61,19 +61,17 @@ class Uses:
         """All of it, for the commit that is made now."""
         with self._lock:
             taken, self._read = self._read, []
-            for lease, begin, end in taken:
-                self._committed[lease] = merged([*self._committed.get(lease, ()), (begin, end)])
         return taken
 
-    def was_late(self, uses: Iterable[Use]) -> None:
-        """A commit that took these along counts for nothing: they are not used, and others' from now on."""
+    def answered(self, uses: Iterable[Use], *, is_late: bool) -> None:
+        """A commit that took these along is answered; `is_late`: it counts for nothing, they are others' by now."""
+        known = self._late if is_late else self._committed
         with self._lock:
             for lease, begin, end in uses:
-                self._committed[lease] = without(self._committed.get(lease, ()), (begin, end))
-                self._late[lease] = merged([*self._late.get(lease, ()), (begin, end)])
+                known[lease] = merged([*known.get(lease, ()), (begin, end)])
 
     def committed(self) -> list[Use]:
-        """What commits have taken along, of leases that are not through."""
+        """What was in commits that are answered, of leases that are not through. What is open servers will tell."""
         with self._lock:
             return [(lease, begin, end) for lease, places in self._committed.items() for begin, end in places]
 
@@ -160,9 +158,10 @@ class Reading:
         samples, seconds = self._uses.samples, self._times.work_seconds
         before, self._told = self._told, (samples, seconds)
         self._uses.num_questions += 1
+        portion, number = self._portion, self._uses.num_questions
         return AskLease(
-            self.loader, self.epoch, self._uses.held(self._portion.numbers), self.num_left,
-            samples - before[0], seconds - before[1], waits, self._portion.newest, self._portion.given, self._uses.num_questions,
+            self.loader, self.epoch, self._uses.held(portion.numbers), portion.num_left,
+            samples - before[0], seconds - before[1], waits, portion.newest, portion.given, number,
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:

@@ -265,9 +265,9 @@ class ServersExchange:
             assert lane.answer is not None
             parts = lane.landing.versions if lane.landing is not None else None
             told[lane.server] = (hosted[lane.server], parts or lane.answer)
-        if any(lane.answer.late for lane in ticket.lanes if lane.answer is not None):
-            self.num_late += 1
-            self.uses.was_late(ticket.uses)
+        is_late = any(lane.answer.late for lane in ticket.lanes if lane.answer is not None)
+        self.num_late += is_late
+        self.uses.answered(ticket.uses, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
             faults.reach("commit.landed")

@@ -168,6 +168,7 @@ class Commits:
             if again:
                 contribution.is_late = verdict.kind == "late"
                 contribution.clocks = self.flow.clocks_now()
+                self._note_uses(key, contribution)
             if again and (self._is_asked_again(key, request) or self.flow.answer_later(key, contribution)):
                 return
             works = self.flow.enqueue(verdict)
@@ -176,6 +177,15 @@ class Commits:
         if again:
             self.flow.reply(Commit(peer.name, peer.incarnation, clock, contribution))
         self.flow.run(works)
+
+    def _note_uses(self, key: Key, contribution: Contribution) -> None:
+        """A slice 0 that came from a worker's copy has lost what was used: of a commit that is in it, and is made
+        anew, it is known again."""
+        slot = self._slices.get(0)
+        if slot is not None and slot.copied is not None and not contribution.is_late:
+            with slot.lock:
+                if slot.state.clocks.get(key[:2], 0) >= key[2]:
+                    slot.state.used(contribution.uses)
 
     def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> Contribution:
         """What this commit brings: what is staged; said again, what it brought before."""
