@@ -6,7 +6,7 @@ import pytest
 
 from syncline.core.changes import Change
 from syncline.core.control import Prepared
-from syncline.core.rounds import ERA
+from syncline.core.rounds import ERA, LOOP
 from syncline.core.seats import Seat
 from syncline.core.standings import Standing
 
@@ -158,3 +158,17 @@ def test_whom_no_server_knows_any_more_stays_nevertheless() -> None:
     one = answered(change(staying={"worker-0": 2}, moves=True), Prepared([], 0), Prepared([], 0))
     (found,) = one.standings()
     assert (found.name, found.incarnation, found.stretch) == ("worker-0", 2, -1)
+
+
+def test_who_enters_is_beside_those_in_the_loop_not_beside_one_that_has_left_it() -> None:
+    """Its rounds would wait for those in the loop, and they, for the end of the epoch, for it."""
+    inside = Standing("worker-1", 2, clock=20, stretch=LOOP, stretch_began=3, resting=True)
+    outside = Standing("worker-2", 3, clock=30, stretch=2 * LOOP - 1, stretch_began=30, resting=True)
+    assert answered(change(entering={"worker-5": 9}), Prepared([inside], 0), Prepared([outside], 0)).turn() == (
+        LOOP,
+        17,
+    )
+    assert answered(change(entering={"worker-5": 9}), Prepared([outside], 0), Prepared([], 0)).turn() == (
+        2 * LOOP - 1,
+        0,
+    )

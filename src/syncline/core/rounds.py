@@ -334,5 +334,11 @@ class Rounds(Generic[T]):
 
 
 def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
-    """The highest round that any server has opened, of all these standings."""
-    return max((s.turn() for s in standings), default=(0, 0))
+    """The highest round that any server has opened, of all these standings.
+
+    Of those who have left their loop only when there are no others: a round at the loop's end would wait for whoever
+    is still in the loop, and they, for the end of the epoch, maybe for it.
+    """
+    known = list(standings)
+    inside = [s.turn() for s in known if not (s.resting and s.stretch % LOOP == LOOP - 1)]
+    return max(inside or [s.turn() for s in known], default=(0, 0))
