@@ -269,7 +269,7 @@ class Leasing:
         if not worth_a_change(known, wanted):
             return ()
         self._widths[name, number] = wanted
-        return self._recall({lease.owner for lease in epoch.leases.values()}, name, number)
+        return self._recall(sorted({lease.owner for lease in epoch.leases.values()}), name, number)
 
     # -- what is said of leases ---------------------------------------------------------------------------
 
