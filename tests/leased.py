@@ -97,7 +97,7 @@ class Desk:
     def _lease(self, job: FakeJob, message: AskLease) -> GivenLease | None:
         answer = self.leasing.ask(
             job.owner, message.loader, message.epoch, [one.owner for one in self.jobs], message.held,
-            is_idle=not message.left, newest=message.newest, given=message.given, stretch=message.stretch,
+            is_idle=not message.left, newest=message.newest, given=message.given,
         )  # fmt: skip
         for other in answer.recall:
             self.recall(other, message.loader, message.epoch)
@@ -221,9 +221,7 @@ class FakeJob:
     def notice(self, text: str) -> None:
         self.noticed.append(text)
 
-    stretch = 0
-
-    def pause(self, upto: int = 0) -> None:
+    def pause(self) -> None:
         self.num_pauses += 1
         self.desk.rest(self)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from syncline.core.changes import Change
 from syncline.core.control import Prepared
-from syncline.core.rounds import ERA, apart
+from syncline.core.rounds import ERA, LOOP
 from syncline.core.seats import Seat
 from syncline.core.standings import Standing
 
@@ -111,13 +113,18 @@ def test_those_who_enter_begin_after_the_highest_round_that_any_server_has_opene
     assert entered.turn() == (1, 2), "its first commit is the third of stretch 1"
 
 
-def test_those_who_enter_are_not_beside_one_that_goes_on_by_itself() -> None:
-    """It came late to a barrier: here it is back already, and there still away, where no round waits for it."""
-    others = Standing("worker-1", 2, clock=3, stretch=ERA, away=True)
-    back = Standing("worker-2", 7, clock=2, stretch=apart(ERA, 7), stretch_began=1)
-    away = Standing("worker-2", 7, clock=1, stretch=ERA, away=True)
-    one = answered(change(entering={"worker-5": 9}), Prepared([others, back], 0), Prepared([others, away], 0))
-    assert one.turn() == (ERA, 3)
+@pytest.mark.parametrize("moves", [False, True])
+def test_who_enters_again_goes_on_with_its_clock_in_the_round_after_all_that_were_opened(moves: bool) -> None:
+    """It came late to a barrier, and was away meanwhile: one server has gone a round further than the other."""
+    away = Standing("worker-2", 7, clock=4, stretch=ERA, away=True)
+    here, there = (Standing("worker-1", 2, clock=k, stretch=ERA) for k in (6, 5))
+    one = answered(
+        change(entering={"worker-2": 7}, staying={"worker-1": 2, "worker-2": 7}, moves=moves),
+        Prepared([here, away], 0), Prepared([there, away], 0),
+    )  # fmt: skip
+    (back,) = [standing for standing in one.standings() if standing.name == "worker-2"]
+    assert (back.clock, back.turn(), back.active) == (4, (ERA, 6), True)
+    assert ("worker-2", 7, 4) in one.settle() or not moves
 
 
 def test_those_who_enter_behind_a_barrier_are_in_the_new_era() -> None:
@@ -151,3 +158,17 @@ def test_whom_no_server_knows_any_more_stays_nevertheless() -> None:
     one = answered(change(staying={"worker-0": 2}, moves=True), Prepared([], 0), Prepared([], 0))
     (found,) = one.standings()
     assert (found.name, found.incarnation, found.stretch) == ("worker-0", 2, -1)
+
+
+def test_who_enters_is_beside_those_in_the_loop_not_beside_one_that_has_left_it() -> None:
+    """Its rounds would wait for those in the loop, and they, for the end of the epoch, for it."""
+    inside = Standing("worker-1", 2, clock=20, stretch=LOOP, stretch_began=3, resting=True)
+    outside = Standing("worker-2", 3, clock=30, stretch=2 * LOOP - 1, stretch_began=30, resting=True)
+    assert answered(change(entering={"worker-5": 9}), Prepared([inside], 0), Prepared([outside], 0)).turn() == (
+        LOOP,
+        17,
+    )
+    assert answered(change(entering={"worker-5": 9}), Prepared([outside], 0), Prepared([], 0)).turn() == (
+        2 * LOOP - 1,
+        0,
+    )

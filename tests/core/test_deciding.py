@@ -77,16 +77,31 @@ def test_what_could_not_be_kept_is_done_once_more() -> None:
 def test_whoever_enters_gets_one_place_however_often_it_asks() -> None:
     deciding = formed(Seat(0, "server-0"))
     member = Membership(deciding.state).join("worker", "worker-2", "host-9", None)
-    assert deciding.enter("worker-2", member.incarnation) is None and deciding.is_urgent
+    assert deciding.enter("worker-2", member.incarnation, 0) is None and deciding.is_urgent
     change = begun(deciding)
     assert change.entering == {"worker-2": member.incarnation} and "worker-2" not in change.staying
     for server in change.servers:
         change.prepared(server, Prepared([Standing("worker-0", 3, clock=5, stretch=2, stretch_began=1)], 0))
     deciding.settle(change)
     assert deciding.finish(change) == {"worker-2": Entered(2, 0)}
-    assert deciding.enter("worker-2", member.incarnation) == Entered(2, 0)
+    assert deciding.enter("worker-2", member.incarnation, 0) == Entered(2, 0)
     assert not deciding.is_urgent, "it has its place"
-    assert deciding.enter("worker-2", member.incarnation + 1) is None, "another process of that name has none"
+    assert deciding.enter("worker-2", member.incarnation + 1, 0) is None, "another process of that name has none"
+
+
+def test_who_enters_again_stays_and_gets_another_place() -> None:
+    """It came late to a barrier, and was away. Until it has its place, it counts as one who takes part."""
+    deciding = formed(Seat(0, "server-0"))
+    life = deciding.state.entered["worker-1"]
+    assert deciding.enter("worker-1", life, 0) is None
+    change = begun(deciding)
+    assert change.entering == {"worker-1": life} and change.staying["worker-1"] == life
+    for server in change.servers:
+        change.prepared(server, Prepared([Standing("worker-1", life, clock=5, stretch=2, away=True)], 0))
+    deciding.settle(change)
+    assert deciding.finish(change) == {"worker-1": Entered(2, 0)}
+    assert deciding.enter("worker-1", life, 0) == Entered(2, 0)
+    assert deciding.enter("worker-1", life, 1) is None, "that was the time before"
 
 
 def test_the_last_server_cannot_retire() -> None:

@@ -249,7 +249,7 @@ def test_who_did_not_answer_a_recall_is_asked_anew() -> None:
         pass
     assert leasing.ask(B, "a", 0, [A, B]).recall == (A,)
     assert leasing.ask(B, "a", 0, [A, B]).recall == ()
-    leasing.not_heard(A, "a", 0)
+    leasing.not_recalled(A, "a", 0)
     assert leasing.ask(B, "a", 0, [A, B]).recall == (A,)
 
 
@@ -262,14 +262,6 @@ def test_what_was_given_back_and_not_heard_of_is_said_with_the_next_question() -
     assert answer.lease is not None and leasing.ask(A, "a", 0, [A, B], given=given).lease is not None
     epoch = leasing.epoch("a", 0)
     assert epoch is not None and sum(lease.num_left for lease in epoch.leases.values()) == 8
-
-
-def test_who_waits_rests_from_the_stretch_of_whoever_is_at_work() -> None:
-    """Else the rounds of the one that got what was left would wait for the other, and it for the end of the epoch."""
-    leasing = opened(Loader(1, 4), A, B)
-    assert leasing.ask(B, "a", 0, [A, B], stretch=3).lease is not None
-    assert leasing.ask(A, "a", 0, [A, B], stretch=2).rest_from == 3
-    assert leasing.ask(A, "a", 0, [A, B], stretch=4).rest_from == 0
 
 
 def test_what_was_held_beyond_the_end_of_an_epoch_by_one_that_died_is_passed_over() -> None:

@@ -111,6 +111,19 @@ def test_who_enters_again_before_its_first_commit_gets_a_later_round() -> None:
     assert rounds.standings["worker-1"].incarnation == 12
 
 
+def test_who_was_away_and_enters_again_is_in_the_others_rounds() -> None:
+    """It came to a barrier that the others had passed: none waited for it, and from its place on all do."""
+    rounds = rounds_of("sync", 2)
+    for clock in (1, 2):
+        commit(rounds, 0, clock)
+        commit(rounds, 1, clock)
+    rounds.rest("worker-1", 11, 0, away=True)
+    assert items(commit(rounds, 0, 3)) == [("0@3",)]
+    rounds.enter(Standing("worker-1", 11, clock=2, stretch_began=-1))
+    assert items(commit(rounds, 0, 4)) == []
+    assert items(commit(rounds, 1, 3)) == [("0@4", "1@3")]
+
+
 def test_where_slices_came_or_went_open_commits_are_made_anew_from_what_every_slice_has() -> None:
     rounds = rounds_of("sync", 2)
     for clock in (1, 2):

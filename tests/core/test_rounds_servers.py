@@ -143,8 +143,9 @@ class Job:
 
     def release_barriers(self) -> None:
         there = [name for name, worker in self.workers.items() if worker.todo]
-        for _ in self.barriers.whole(there):
-            stretch = self.barriers.next_stretch()
+        whole = self.barriers.ready(there)
+        self.barriers.forget(whole)
+        for stretch in self.barriers.pass_all(whole):
             for name in there:
                 worker = self.workers[name]
                 worker.stretch, worker.rested, worker.at_barrier = stretch, False, False

@@ -196,3 +196,43 @@ def test_nobody_waits_for_who_is_at_a_barrier_and_behind_it_all_are_level(policy
         updates = [server.num_updates for server in jobs[0].stats().servers]
     slices = 4
     assert sum(updates) == slices * (3 * 7 if policy == "sync" else 3 * 9)
+
+
+@pytest.mark.parametrize("policy", ["sync", "bounded:1", "async"])
+def test_who_comes_to_barriers_that_all_have_passed_is_in_the_rounds_again_with_its_next_push(policy: str) -> None:
+    """A script that began anew comes to old barriers: it must neither stop the others nor wait for their next one."""
+    back, most = threading.Event(), 10_000
+    with local_job(workers=2, servers=2, policy=policy, slice_bytes=64, wait_seconds=20.0) as jobs:
+
+        def work(job: Job) -> int:
+            job.kv.register({"x": np.zeros(32)}, Rule("SGD", lr=1.0), reduce="sum")
+            num_pushes = 0
+
+            def push() -> None:
+                nonlocal num_pushes
+                job.kv.push({"x": np.ones(32)}).wait()
+                num_pushes += 1
+
+            push()
+            job.barrier("one")
+            job.barrier("two")
+            if job.rank == 0:
+                while not back.is_set() and num_pushes < most:
+                    push()
+            else:
+                push()
+                job._turns.clear()
+                job.barrier("one")
+                for _ in range(3):
+                    push()
+                job.barrier("two")
+                push()
+                back.set()
+            job.barrier("end")
+            assert job.kv.pull()["x"][0] == job.kv.pull()["x"][-1]
+            return num_pushes
+
+        pushes = jobs.run(work)
+        assert pushes[1] == 6 and pushes[0] < most
+        found = jobs[0].kv.pull()["x"]
+    assert set(found) == {-float(sum(pushes))}

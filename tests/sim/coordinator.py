@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from syncline.core.changes import Change
-from syncline.core.control import Entered, Prepared
+from syncline.core.control import Entered, Passed, Prepared
 from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
@@ -15,7 +15,7 @@ from syncline.core.membership import Barriers, JobState, Membership
 from syncline.core.seats import Plan, Seat
 from syncline.errors import ConfigError
 
-from .planning import Planning
+from .handing import Handing
 from .world import Frame, Session, StoreFull, Superseded
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LOOK_SECONDS = 0.05
 APART, MOST_TIMES = 2 / 3, 5
 
 
-class Coordinator(Planning):
+class Coordinator(Handing):
     """One term of the job's coordinator."""
 
     role = "coordinator"
@@ -61,6 +61,7 @@ class Coordinator(Planning):
         self.num_keys = 0
         self.is_dirty = state.formed  # in this house every generation is installed, also one in which nobody moves
         self.later = 0.0
+        self.open_desk()
         self._look()
 
     # -- what it remembers --------------------------------------------------------------------------------
@@ -92,6 +93,7 @@ class Coordinator(Planning):
         for name, reason in self.liveness.dead(self.world.now):
             self.evict(name, reason)
         self.after(LOOK_SECONDS, self._look)
+        self.look_at_leases()
         self.pump()
 
     def evict(self, name: str, reason: str) -> None:
@@ -110,9 +112,10 @@ class Coordinator(Planning):
         self.links.pop(name, None)
         self.at_barrier.pop(name, None)
         self.is_dirty = True
-        self.seeding = None
+        self.seeding = self.handing_back = None
         if member.role == "worker":
             self.departed = True
+            self.worker_is_out((name, member.incarnation))
         if member.role == "server" or self.restoring is not None:
             self.attempt = self.restoring = None
         self.pump()
@@ -177,7 +180,7 @@ class Coordinator(Planning):
             self.state.is_changing = False
             self.state.formed, self.state.generation, self.state.entered, self.state.seats = False, 0, {}, {}
             return
-        self.deciding.entering.update(self.state.entered)
+        self.deciding.entering.update(dict.fromkeys(self.state.entered, 0))
         self.deciding.moves = self.is_dirty = True
         for member in self.membership.ordered():
             self._welcome(member, False)
@@ -191,6 +194,8 @@ class Coordinator(Planning):
             return
         self.links[frame.name] = session
         self.liveness.heard(frame.name, self.world.now)
+        if frame.body:
+            self.were_used(*frame.body)
         if member.role == "worker" and frame.generation < self.released:
             self._tell(frame.name)
 
@@ -202,9 +207,9 @@ class Coordinator(Planning):
 
     def on_enter(self, session: Session, frame: Frame) -> None:
         if self._is_member(frame) and self.membership.formed and not session.is_broken:
-            place = self.deciding.enter(frame.name, frame.incarnation)
+            place = self.deciding.enter(frame.name, frame.incarnation, frame.body[0])
             if place is not None:  # a second change would give it another place
-                self._say_place(frame.name, frame.incarnation, place)
+                self._say_place(frame.name, frame.incarnation, frame.body[0], place)
             self.pump()
 
     def on_leave(self, session: Session, frame: Frame) -> None:
@@ -225,8 +230,7 @@ class Coordinator(Planning):
         if not self._is_member(frame):
             return
         if not self.barriers.arrive("epoch", turn, frame.name, stretch):
-            begun, life = self.state.stretch, self.state.entered.get(frame.name)
-            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, begun, life)))
+            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, self.state.stretch)))
             return
         self.at_barrier[frame.name] = (turn, session)
         self._release_barriers()
@@ -235,25 +239,29 @@ class Coordinator(Planning):
         if self.world.now < self.world.disk.full_until:  # nobody is told of what could not be kept
             self.after(0.05, self._release_barriers)
             return
-        for _, turn in self.barriers.whole([*self.state.entered, *self.state.fencing]):
-            self.state.stretch = self.barriers.next_stretch()
+        whole = self.barriers.ready([*self.state.entered, *self.state.fencing] or self.membership.workers())
+        stretches = self.barriers.pass_all(whole)
+        self.barriers.forget(whole)
+        for (_, turn), self.state.stretch in zip(whole, stretches, strict=True):
             self.keep()
             for name, (known, _) in list(self.at_barrier.items()):
                 if known == turn:
                     del self.at_barrier[name]
-                    self.say(name, "passed", (turn, self.state.stretch))
+                    self.say(name, "passed", (turn, Passed(self.state.stretch)))
 
     # -- what is to be done -------------------------------------------------------------------------------
 
     def pump(self) -> None:
         if not self.membership.formed or not self.is_alive or self.attempt is not None:
             return
+        if self.handing_back is not None:
+            return
         if self.world.now < self.later or not self.membership.servers():
             return
         self.deciding.strangers.clear()  # nobody needs to be told of the layout
         if self.is_dirty or self.deciding.is_urgent:
             self._begin(None)
-        elif self.seeding is None:
+        elif not self.hand_back() and self.seeding is None:
             self._plan()
 
     def _wait(self, seconds: float) -> None:
@@ -364,6 +372,7 @@ class Coordinator(Planning):
             self._wait(0.05)
             return
         self.attempt, self.released = None, change.generation
+        entries = dict(self.deciding.entering)
         places = self.deciding.finish(change)
         if self.job.is_new:
             self.job.is_new, self.job.first_generation = False, change.generation
@@ -371,15 +380,15 @@ class Coordinator(Planning):
         for name in self.links:
             self._tell(name)
         for name, place in places.items():
-            self._say_place(name, change.entering[name], place)
+            self._say_place(name, change.entering[name], entries[name], place)
         for name, incarnation in self.leaving.items():
             if name in state.left and name not in state.fencing:
                 self.say(name, "left", (incarnation,))
         self._release_barriers()
         self.pump()
 
-    def _say_place(self, name: str, incarnation: int, place: Entered) -> None:
-        self.say(name, "entered", (incarnation, place.stretch, place.back_at))
+    def _say_place(self, name: str, incarnation: int, entry: int, place: Entered) -> None:
+        self.say(name, "entered", (incarnation, entry, place.stretch, place.back_at))
 
     def _tell(self, name: str) -> None:
         seats = {number: seat.primary for number, seat in self.state.seats.items()}

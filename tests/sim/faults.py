@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from syncline.core.leasing import Loader
+
 from .world import draw
 
 
@@ -38,6 +40,8 @@ class Scenario:
     late_servers: dict[str, float]
     retires: dict[str, float]
     faults: tuple[Fault, ...]
+    data: Loader | None = None  # that workers loop over
+    epochs: int = 0
 
     @property
     def is_even(self) -> bool:
@@ -52,6 +56,10 @@ KINDS = (
     "crash_coordinator", "torn", "torn", "pause_worker", "pause_worker", "pause_server", "pause_coordinator",
     "second", "break", "break", "break", "wall", "wall", "wall", "replay", "replay", "full",
 )  # fmt: skip
+
+
+#: So many jobs read leases of samples; the others make steps by their scripts.
+LEASED = 0.5
 
 
 def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
@@ -81,12 +89,24 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
     if draw(seed, "retires") < 0.25 and servers + len(late_servers) > 1:
         retires = {f"server-{number(0, servers - 1, 'who')}": 0.1 + draw(seed, "retires when") * 0.6}
     count = number(0, 5, "faults")
+    faults = tuple(fault_of(seed, k) for k in range(count) if keep is None or k in keep)
+    data, epochs = None, 0
+    if draw(seed, "leases") < LEASED:
+        data, epochs = Loader(number(20, 60, "samples"), number(1, 5, "batch")), number(2, 3, "epochs")
+        scripts = dict.fromkeys(scripts, ("epoch",) * epochs)
+        more = tuple(fault_of(seed, k) for k in range(count, count + number(0, 3, "more faults")) if keep is None)
+        faults = tuple(dataclasses.replace(fault, when=1.7 * fault.when) for fault in faults + more)
+        if draw(seed, "spare") < 0.15:
+            policy, servers, replicas, workers, late_servers, retires = "sync:spare=1", 1, 1, max(2, workers), {}, {}
+            scripts = {f"worker-{k}": ("epoch",) * epochs for k in range(workers)}
+            late = {}
+    in_rounds = policy.startswith("sync")
     return Scenario(
         seed=seed, policy=policy, replicas=replicas, servers=servers, workers=workers,
-        window=0 if policy == "sync" else 2 * number(0, 1, "window"), slices=servers + number(0, 2, "slices"),
-        pull_every=1 if policy == "sync" else number(1, 3, "pull"), scripts=scripts, late_workers=late,
+        window=0 if in_rounds else 2 * number(0, 1, "window"), slices=servers + number(0, 2, "slices"),
+        pull_every=1 if in_rounds else number(1, 3, "pull"), scripts=scripts, late_workers=late,
         late_servers=late_servers, retires=retires, hold_seconds=0.03 if draw(seed, "hold") < 0.2 else 0.15,
-        faults=tuple(fault_of(seed, k) for k in range(count) if keep is None or k in keep),
+        faults=faults, data=data, epochs=epochs,
     )  # fmt: skip
 
 

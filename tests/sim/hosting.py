@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from syncline.core.control import Install, Prepare
+from syncline.core.handing import Use
 from syncline.core.rounds import Rounds, Verdict
 from syncline.core.seats import Seat
 from syncline.core.slices import SliceState
@@ -22,22 +23,25 @@ if TYPE_CHECKING:
 AGAIN_SECONDS = 0.03
 
 Identity = tuple[str, int]
-Part = tuple[Identity, int]  # whose, clock
+Part = tuple[Identity, int, tuple[Use, ...], bool]  # whose, clock, what it has used of leases, whether it was late
 
 
 class Item:
     """What is staged for a clock."""
 
-    __slots__ = ("back_at", "incarnation", "slices", "stretch")
+    __slots__ = ("back_at", "incarnation", "slices", "stretch", "uses")
 
-    def __init__(self, incarnation: int, stretch: int, slices: frozenset[int], back_at: int | None) -> None:
+    def __init__(
+        self, incarnation: int, stretch: int, slices: frozenset[int], back_at: int | None, uses: tuple[Use, ...] = ()
+    ) -> None:
         self.incarnation, self.stretch, self.slices, self.back_at = incarnation, stretch, slices, back_at
+        self.uses = uses
 
 
 class Hosted:
     """One slice: its state, its ledger in the place of parameters, the updates that wait."""
 
-    __slots__ = ("acks", "digest", "epoch", "ledger", "queue", "sent", "since", "state", "targets")
+    __slots__ = ("acks", "digest", "epoch", "ledger", "queue", "samples", "sent", "since", "state", "targets")
 
     def __init__(self, epoch: int = 0) -> None:
         self.state, self.ledger, self.epoch, self.digest = SliceState(), {}, epoch, 0
@@ -47,6 +51,7 @@ class Hosted:
         self.sent: set[str] = set()
         self.acks: set[str] = set()
         self.ledger: dict[tuple[str, int, int], int]
+        self.samples: dict[tuple[int, int], tuple[str, int, int]] | None = None  # applied, by which step
 
 
 class Host(SimMember):
@@ -69,6 +74,7 @@ class Host(SimMember):
         self.waiting: dict[tuple[Identity, int], list[tuple[Session, Any]]] = {}
         self.limits: dict[Identity, int] = {}  # of the fenced: what was settled
         self.fences: dict[str, int] = {}
+        self.entered_in: dict[str, int] = {}  # workers: generation in which they entered last
         self.out: set[Identity] = set()  # servers of which nothing is taken any more
         self.seeding: dict[str, Any] | None = None
         self.standings: list[Standing] = []
@@ -101,8 +107,8 @@ class Host(SimMember):
     def on_stage(self, session: Session, frame: Frame) -> None:
         if not self._is_welcome(session, frame):
             return
-        request, clock, stretch, slices, back_at, commit = frame.body
-        item = Item(frame.incarnation, stretch, slices, back_at)
+        request, clock, stretch, slices, back_at, commit, uses = frame.body
+        item = Item(frame.incarnation, stretch, slices, back_at, uses)
         self.staged.setdefault((frame.name, frame.incarnation), {})[clock] = item
         if commit:
             self.on_commit(session, frame_of_commit(frame, request, clock))
@@ -140,13 +146,19 @@ class Host(SimMember):
                 self.job.ledger.fail(f"{self.life} refuses {who}: {error}")
             return
         if verdict.kind == "open" and "forget_open" in self.job.bugs:
-            self._enqueue((((who, clock),),))
+            self._enqueue((((who, clock, (), False),),))
         self.waiting.setdefault((who, clock), []).append((session, request))
+        first = self.hosted.get(0) if 0 in self.primaries() else None
+        is_known = first is not None and first.epoch and verdict.kind == "already applied"
+        if is_known and first.state.clocks.get(who, 0) >= clock:
+            first.state.used(item.uses)  # it came from a copy, without what was used
         self._take(verdict)
 
     def _take(self, verdict: Verdict[Item]) -> None:
+        is_late = verdict.kind == "late"
         self._enqueue(
-            tuple((((c.worker, c.item.incarnation), c.clock)) for c in commits) for commits in verdict.apply
+            tuple(((c.worker, c.item.incarnation), c.clock, c.item.uses, is_late) for c in commits)
+            for commits in verdict.apply
         )
 
     def _enqueue(self, updates: Iterable[tuple[Part, ...]]) -> None:
@@ -165,6 +177,9 @@ class Host(SimMember):
 
     def _rest(self, session: Session, frame: Frame) -> None:
         request, stretch, away = frame.body
+        if frame.generation < self.entered_in.get(frame.name, 0):  # since it said this
+            self.reply(session, "refresh", (request,))
+            return
         try:
             verdict = self.rounds.rest(frame.name, frame.incarnation, stretch, away)
         except FencedError:
@@ -194,7 +209,7 @@ class Host(SimMember):
                 del self.staged[who][known]
             given = tuple(self._shown(number) for number in self.primaries())
             for session, request in requests:
-                self.reply(session, "committed", (request, clock, given))
+                self.reply(session, "committed", (request, clock, given, standing.late == clock))
 
     def _shown(self, number: int) -> tuple[int, int, int, dict[Identity, int], dict[Any, int]]:
         hosted = self.hosted[number]
@@ -230,11 +245,53 @@ class Host(SimMember):
             hosted.acks.clear()
 
     def _apply(self, number: int, hosted: Hosted, fresh: Iterable[Part], is_primary: bool) -> None:
-        entries = [(who[0], who[1], clock) for who, clock in fresh]
+        entries = [(who[0], who[1], clock) for who, clock, _, _ in fresh]
         for entry in entries:
             hosted.ledger[entry] = hosted.ledger.get(entry, 0) + 1
-        hosted.state.applied(list(fresh), changed=True)
+        hosted.state.applied([(who, clock) for who, clock, _, _ in fresh], changed=True)
+        if number == 0 and (is_primary or "uses_unreplicated" not in self.job.bugs):
+            counts = "late_counts" in self.job.bugs
+            hosted.state.used(
+                [use for _, _, uses, is_late in fresh if not is_late or counts for use in uses],
+                [use for _, _, uses, is_late in fresh if is_late and not counts for use in uses],
+            )
+        self.job.ledger.were_late((who[0], who[1], clock) for who, clock, _, is_late in fresh if is_late)
         self.job.ledger.applied(self, number, hosted, entries, is_primary)
+
+    # -- uses ---------------------------------------------------------------------------------------------
+
+    def beat(self) -> Any:
+        return self._uses_here()[:2]
+
+    def _uses_here(self) -> tuple[list[Use], list[Use], list[Identity]]:
+        """What is not confirmed yet, where slice 0 is; and who is out and has commits that are not applied yet."""
+        if 0 not in self.primaries():
+            return [], [], []
+        hosted = self.hosted[0]
+        waiting = {part[0] for update in hosted.queue for part in update}
+        waiting |= {(c.worker, c.incarnation) for c in self.rounds.open_commits()}
+        fenced = sorted(who for who in waiting if self._is_out(who))
+        uses = hosted.state.use_entries()
+        if "open_is_done" in self.job.bugs:
+            uses += [
+                u for c in self.rounds.open_commits() if (c.worker, c.incarnation) in fenced for u in c.item.uses
+            ]
+            fenced = []
+        return uses, hosted.state.late_entries(), fenced
+
+    def _is_out(self, who: Identity) -> bool:
+        standing = self.rounds.standings.get(who[0])
+        return standing is None or standing.incarnation != who[1] or standing.left or standing.fenced
+
+    def on_ask_uses(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame):
+            self.reply(session, "uses", (frame.body[0], *self._uses_here()))
+
+    def on_confirm(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame) and 0 in self.hosted:
+            self.hosted[0].state.confirmed(*frame.body)
+
+    # -- backups ------------------------------------------------------------------------------------------
 
     def on_replicate(self, session: Session, frame: Frame) -> None:
         number, version, fresh, epoch = frame.body

@@ -14,6 +14,7 @@ from .coordinator import Coordinator
 from .faults import Fault, Scenario, scenario_of
 from .hosting import Hosted
 from .ledger import Ledger
+from .reader import Reader
 from .server import Server
 from .worker import Worker
 from .world import Process, Violation, World
@@ -29,7 +30,10 @@ class Job:
         self.scenario, self.bugs = scenario, frozenset(bugs)
         self.world = World(scenario.seed, self.bugs, verbose=verbose)
         self.policy = parse_policy(scenario.policy)
-        self.ledger = Ledger(self.world, scenario.slices, self.policy, is_even=scenario.is_even)
+        self.ledger = Ledger(
+            self.world, scenario.slices, self.policy, is_even=scenario.is_even, epochs=scenario.epochs,
+            num_samples=scenario.data.num_samples if scenario.data is not None else 0,
+        )  # fmt: skip
         self.config = JobConfig(
             workers=scenario.workers, servers=scenario.servers, most_workers=len(scenario.scripts),
             policy=scenario.policy, replicas=scenario.replicas,
@@ -62,9 +66,9 @@ class Job:
         for k in range(scenario.servers):
             world.start(Server(self, f"server-{k}"))
         for k in range(scenario.workers):
-            world.start(Worker(self, f"worker-{k}"))
+            world.start(self._worker(f"worker-{k}"))
         for name, when in scenario.late_workers.items():
-            world.at(when, lambda name=name: world.start(Worker(self, name)))
+            world.at(when, lambda name=name: world.start(self._worker(name)))
         for name, when in scenario.late_servers.items():
             world.at(when, lambda name=name: world.start(Server(self, name)))
         for name, when in scenario.retires.items():
@@ -76,6 +80,9 @@ class Job:
         if not world.ended:
             raise Violation(f"seed {scenario.seed}: not done {DONE_SECONDS:g} s after the last fault: {self.why()}")
         return self
+
+    def _worker(self, name: str) -> Worker:
+        return Worker(self, name) if self.scenario.data is None else Reader(self, name)
 
     def _retire(self, name: str) -> None:
         process = self.world.current.get(name)
@@ -114,7 +121,7 @@ class Job:
         elif isinstance(process, Server):
             self.world.start(Server(self, name))
         else:
-            self.world.start(Worker(self, name))
+            self.world.start(self._worker(name))
 
     # -- faults -------------------------------------------------------------------------------------------
 
@@ -182,7 +189,7 @@ class Job:
                 steps = {clock: dict(step.states) for clock, step in process.open.items()}
                 words.append(
                     f"{process.life} inc {process.incarnation} gen {process.generation} at {process.place} of "
-                    f"{len(process.script)}, open {steps}, asks {process.asks}"
+                    f"{len(process.script)}, open {steps}, asks {process.asks}{process.what()}"
                 )
             elif isinstance(process, Server):
                 queues = {n: len(h.queue) for n, h in process.hosted.items() if h.queue}
@@ -197,7 +204,7 @@ class Job:
                     f"{process.life} gen {state.generation} released {process.released} "
                     f"attempt {process.attempt and process.attempt['change'].servers} entered {state.entered} "
                     f"fencing {state.fencing} lost {state.lost} dirty {process.is_dirty} "
-                    f"entering {process.deciding.entering}"
+                    f"entering {process.deciding.entering}{process.what()}"
                 )
         return "\n  ".join(words)
 

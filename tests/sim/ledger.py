@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 
 from syncline.core.policy import Policy
 
+from .samples import Entry, Sample, Samples
 from .world import Violation, World
 
 if TYPE_CHECKING:
     from .hosting import Host, Hosted
 
 Identity = tuple[str, int]
-Entry = tuple[str, int, int]  # name, incarnation, clock
 
 
 class Ledger:
     """The one-hot ledger: which step of whom is in which slice, and who was told so."""
 
-    def __init__(self, world: World, num_slices: int, policy: Policy, *, is_even: bool) -> None:
+    def __init__(
+        self, world: World, num_slices: int, policy: Policy, *, is_even: bool, epochs: int = 0, num_samples: int = 0
+    ) -> None:
         self.world, self.num_slices, self.policy, self.is_even = world, num_slices, policy, is_even
         self.sent: dict[Entry, float] = {}
         self.acknowledged: dict[Entry, float] = {}
@@ -36,14 +38,20 @@ class Ledger:
         self._rounds: dict[Entry, frozenset[Entry]] = {}
         self._seen: dict[tuple[str, int], tuple[int, int]] = {}
         self.fenced: set[Identity] = set()  # and settled, on every server
+        self.samples = Samples(self.fail, epochs, num_samples)
 
     def fail(self, text: str) -> None:
         raise Violation(f"seed {self.world.seed} at {self.world.now:.4f}: {text}")
 
     # -- events -------------------------------------------------------------------------------------------
 
-    def step_sent(self, entry: Entry) -> None:
+    def step_sent(self, entry: Entry, samples: tuple[Sample, ...] = ()) -> None:
         self.sent.setdefault(entry, self.world.now)
+        self.samples.step_sent(entry, samples)
+
+    def were_late(self, entries: Iterable[Entry]) -> None:
+        """Their clocks advance, and nothing of them counts."""
+        self.samples.late.update(entries)
 
     def applied(self, server: Host, number: int, hosted: Hosted, fresh: Iterable[Entry], is_primary: bool) -> None:
         """After each apply, on primary and backup."""
@@ -58,6 +66,7 @@ class Ledger:
                 self.fail(f"{entry} is applied on {server.life}, where it is fenced and settled at {limit}")
             mark ^= zlib.crc32(repr(entry).encode())
         hosted.digest = mark
+        self.samples.applied(number, hosted, fresh)
         key = (number, hosted.epoch, hosted.state.version)
         is_first = key not in self._digests
         if self._digests.setdefault(key, mark) != mark:
@@ -121,6 +130,7 @@ class Ledger:
         if not self.server_losses:
             self.fail(f"{text}: reported, and no server was lost")
         self.doubles.update(workers or self.fenced)
+        self.samples.reported(entry for entry in self.sent if entry[:2] in self.doubles)
         self.reports.append(text)
 
     def report_restored(self, numbers: Iterable[int], epoch: int, num_revoked: int, is_double: bool) -> None:
@@ -128,6 +138,7 @@ class Ledger:
             self.epochs[number] = epoch
             if num_revoked or is_double:
                 self.revoked[number] = self.world.now
+        self.samples.reported(self.sent)
         self.reports.append(f"{num_revoked} acknowledged updates were revoked")
 
     # -- moments ------------------------------------------------------------------------------------------
@@ -159,3 +170,4 @@ class Ledger:
     def final(self, primaries: dict[int, Hosted | None]) -> None:
         self.released(primaries, ())
         self._all_or_none(primaries, None)
+        self.samples.final(primaries)

@@ -35,9 +35,18 @@ class SimMember(Process):
         """What one wants of the coordinator, again."""
         life = self.world.current["coordinator"].life
         if self.incarnation:
-            self.send(life, self.frame("beat", ()))
+            self.send(life, self.frame("beat", self.beat()))
         for kind, body in list(self.asks.items()):
-            self.send(life, self.frame(kind, body))
+            if not self.is_said(life, kind, body):
+                self.send(life, self.frame(kind, body))
+
+    def beat(self) -> Any:
+        """What goes with a beat."""
+        return ()
+
+    def is_said(self, life: str, kind: str, body: Any) -> bool:
+        """Whether this is on its way, and need not be said again."""
+        return False
 
     def frame(self, kind: str, body: Any, generation: int | None = None) -> Frame:
         number = self.generation if generation is None else generation

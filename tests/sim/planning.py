@@ -49,6 +49,8 @@ class Planning(Process):
 
     def _key(self) -> tuple[int, int]: ...  # type: ignore[empty-body]
 
+    def uses_are_lost(self) -> None: ...
+
     # -- plans --------------------------------------------------------------------------------------------
 
     def sizes(self) -> dict[int, int]:
@@ -176,6 +178,8 @@ class Planning(Process):
         state.num_revoked += restoring["revoked"]
         # Said before it is kept: a crash in between says it twice, the other order would say nothing.
         self.job.ledger.report_restored(lost, restoring["epoch"], restoring["revoked"], self.departed)
+        if 0 in lost:
+            self.uses_are_lost()
         if not self.keep():
             state.lost, self.attempt = lost, None
             self._wait(0.05)

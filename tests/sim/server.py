@@ -170,6 +170,7 @@ class Server(Host):
                 self._begin_anew()
             for standing in install.standings:
                 self.rounds.enter(msgspec.structs.replace(standing))
+                self.entered_in[standing.name] = install.generation
             self._take(self.rounds.release())
             self._let_go()
         self.reply(session, "installed", (install.generation,))
@@ -245,8 +246,9 @@ class Server(Host):
         number = seeding["left"][0]
         hosted = self.hosted[number]
         clocks = [] if "clocks_apart" in self.job.bugs else hosted.state.clock_entries()
+        uses = [] if "uses_unseeded" in self.job.bugs else hosted.state.use_entries()
         body = (number, hosted.state.version, clocks, hosted.state.fence_entries(), dict(hosted.ledger),
-                hosted.epoch, hosted.digest, seeding["key"])  # fmt: skip
+                hosted.epoch, hosted.digest, seeding["key"], uses)  # fmt: skip
         self.send(seeding["life"], self.frame("seed", body))
         if "no_tail" not in self.job.bugs:
             hosted.targets[seeding["life"]] = seeding["name"]
@@ -264,7 +266,7 @@ class Server(Host):
         self.reply(seeding["session"], "seed_failed", (seeding["key"],))
 
     def on_seed(self, session: Session, frame: Frame) -> None:
-        number, version, clocks, fences, ledger, epoch, digest, key = frame.body
+        number, version, clocks, fences, ledger, epoch, digest, key, uses = frame.body
         known = self.hosted.get(number)
         old = known is not None and (known.epoch, known.state.version) > (epoch, version)
         seat = self.seats.get(number)
@@ -272,7 +274,7 @@ class Server(Host):
         if frame.generation < max(self.prepared, self.generation) or old or mine:
             return
         hosted = self.hosted[number] = Hosted(epoch)
-        hosted.state.take_over(version, clocks, fences)
+        hosted.state.take_over(version, clocks, fences, uses)
         hosted.ledger, hosted.digest = dict(ledger), digest
         self.reply(session, "seed_done", (number, key))
 

@@ -112,11 +112,18 @@ def test_seeds_are_of_every_kind() -> None:
     """A generator that never draws a policy, a fault or a move would prove nothing about it."""
     scenarios = [scenario_of(seed) for seed in range(QUICK)]
     assert {s.policy.split(":")[0] for s in scenarios} == {"sync", "bounded", "async"}
+    read = [s for s in scenarios if s.data is not None]
+    assert {s.policy.split(":")[0] for s in read} == {"sync", "bounded", "async"} and {s.epochs for s in read} == {
+        2,
+        3,
+    }
+    assert any(s.policy == "sync:spare=1" for s in read) and {s.replicas for s in read} == {1, 2}
+    assert any(s.late_workers for s in read) and any(s.retires for s in read)
     assert {s.replicas for s in scenarios} == {1, 2}
     assert {s.window for s in scenarios} == {0, 2}
     assert {s.workers for s in scenarios} == {1, 2, 3, 4} and {s.servers for s in scenarios} == {1, 2, 3}
     assert any(s.retires for s in scenarios) and any(s.late_servers for s in scenarios)
     assert any(s.late_workers for s in scenarios)
     words = {word for s in scenarios for script in s.scripts.values() for word in script}
-    assert words == {"step", "rest", "barrier"}
+    assert words == {"step", "rest", "barrier", "epoch"}
     assert {fault.kind for s in scenarios for fault in s.faults} == set(KINDS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncline.core.control import Passed
+from syncline.core.handing import Use
 from syncline.core.members import Member
-from syncline.core.rounds import is_apart
 from syncline.core.slices import Copy, life_of
 
 from .member import SimMember
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 class Open:
     """A step that is not acknowledged: how far it is, server by server."""
 
-    __slots__ = ("back_at", "requests", "states", "stretch")
+    __slots__ = ("back_at", "is_late", "requests", "states", "stretch", "uses")
 
-    def __init__(self, stretch: int, back_at: int | None) -> None:
-        self.stretch, self.back_at = stretch, back_at
+    def __init__(self, stretch: int, back_at: int | None, uses: tuple[Use, ...]) -> None:
+        self.stretch, self.back_at, self.uses, self.is_late = stretch, back_at, uses, False
         self.states: dict[str, str] = {}  # life: staging, staged, committing, done
         self.requests: dict[str, int] = {}
 
@@ -39,7 +40,7 @@ class Worker(SimMember):
         self.open: dict[int, Open] = {}
         self.begun_at: dict[int, int] = {}
         self.seats: dict[int, str] = {}  # slice: life of its primary
-        self.has_entered = False
+        self.has_entered, self.num_entries = False, 0
         self.is_computing = False
         self.num_requests = 0
         self.asked: dict[str, int] = {}  # a rest, or a place: life and request
@@ -55,8 +56,12 @@ class Worker(SimMember):
         self.giving: dict[Any, dict[str, Any]] = {}
 
     def joined(self, late: bool) -> None:
-        self.has_entered = not late
+        self.has_entered, self.num_entries = not late, int(not late)
         self.pump()
+
+    def what(self) -> str:
+        """What else it is about, for whoever looks for the reason of a wait."""
+        return ""
 
     def servers(self) -> list[str]:
         return sorted(set(self.seats.values()))
@@ -66,23 +71,30 @@ class Worker(SimMember):
     def pump(self) -> None:
         if not self.generation or not self.incarnation:
             return
-        if self.place < len(self.script) and not self.has_entered:
+        if not self.has_entered and self.must_enter():
             if "enter" not in self.asks:
-                self.asks["enter"] = ()
+                self.asks["enter"] = (self.num_entries,)
                 self.ask()
             return
         self._go_on()
         for clock in sorted(self.open):
             self._advance(clock, self.open[clock])
 
+    def must_enter(self) -> bool:
+        """Whether it is to take part from now on."""
+        return self.script[self.place : self.place + 1] == ("step",)
+
+    def _leave(self) -> None:
+        if not self.open and "leave" not in self.asks:
+            self.asks["leave"] = ()
+            self.job.ledger.fenced.add((self.name, self.incarnation))
+            self.ask()
+
     def _go_on(self) -> None:
         if self.is_computing:
             return
         if self.place >= len(self.script):
-            if not self.open and "leave" not in self.asks:
-                self.asks["leave"] = ()
-                self.job.ledger.fenced.add((self.name, self.incarnation))
-                self.ask()
+            self._leave()
             return
         what = self.script[self.place]
         if what == "step":
@@ -95,21 +107,26 @@ class Worker(SimMember):
             self._ask_all("rest", (self.stretch, what == "barrier"))
 
     def _begin_step(self) -> None:
-        self.clock += 1
-        self.open[self.clock] = Open(self.stretch, self.back_at)
-        self.begun_at[self.clock] = self.place
-        self.back_at, self.needs_place = None, False
-        self.job.ledger.step_sent((self.name, self.incarnation, self.clock))
+        self.begun_at[self.clock + 1] = self.place
         self.place += 1
+        self._open_step((), (), self.place)
+
+    def _open_step(self, uses: tuple[Use, ...], samples: tuple[tuple[int, int], ...], place: int) -> None:
+        """`samples`: epochs and positions that it has read."""
+        self.clock += 1
+        self.open[self.clock] = Open(self.stretch, self.back_at, uses)
+        self.back_at, self.needs_place = None, False
+        self.job.ledger.step_sent((self.name, self.incarnation, self.clock), samples)
         self.is_computing = True
-        self.after(0.004 + 0.03 * self.world.draw("compute", self.name, self.place), self._computed)
+        self.after(0.004 + 0.03 * self.world.draw("compute", self.name, place), self._computed)
 
     def _computed(self) -> None:
         self.is_computing = False
         self.pump()
 
     def _ask_all(self, kind: str, body: tuple[Any, ...]) -> None:
-        if not set(self.servers()) - set(self.given):
+        is_counted = self.has_entered or self.num_entries
+        if not (is_counted and set(self.servers()) - set(self.given)):
             self._all_given(kind)
             return
         for life in self.servers():
@@ -139,17 +156,21 @@ class Worker(SimMember):
     def on_passed(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame) and self.asks.get("barrier", (0,))[0] == frame.body[0]:
             del self.asks["barrier"]
-            self.stretch = max(self.stretch, frame.body[1])
-            self.needs_place = is_apart(self.stretch)
+            passed = frame.body[1]
+            if "no_second_entry" in self.job.bugs:
+                passed = Passed(passed.stretch)
+            self.stretch, self.needs_place = passed.stretch, passed.is_away
+            self.has_entered = self.has_entered and not (passed.is_away and self.job.policy.in_rounds)
             self._done_with(self.place)
             self.place += 1
             self.pump()
 
     def on_entered(self, session: Session, frame: Frame) -> None:
-        if self.heed(session, frame) and not self.has_entered and frame.body[0] == self.incarnation:
-            self.has_entered = True
+        this = (self.incarnation, self.num_entries)
+        if self.heed(session, frame) and not self.has_entered and frame.body[:2] == this:
+            self.has_entered, self.num_entries = True, self.num_entries + 1
             self.asks.pop("enter", None)
-            self.stretch, self.back_at = frame.body[1:]
+            self.stretch, self.back_at = max(self.stretch, frame.body[2]), frame.body[3]
             self.pump()
 
     def on_left(self, session: Session, frame: Frame) -> None:
@@ -172,7 +193,7 @@ class Worker(SimMember):
                 step.states[life] = "committing" if alone else "staging"
                 request = step.requests[life] = self._request()
                 slices = frozenset(n for n, primary in self.seats.items() if primary == life)
-                body = (request, clock, step.stretch, slices, step.back_at, alone)
+                body = (request, clock, step.stretch, slices, step.back_at, alone, step.uses)
                 self.send(life, self.frame("stage", body))
         unready = alone or any(step.states.get(life, "staging") == "staging" for life in servers)
         if unready and "commit_early" not in self.job.bugs:
@@ -213,6 +234,7 @@ class Worker(SimMember):
             return
         clock, step = found
         step.states[session.other(self).life] = "done"
+        step.is_late = step.is_late or frame.body[3]
         lands = self.job.policy.in_rounds or clock % self.job.scenario.pull_every == 0
         for number, epoch, version, clocks, ledger in frame.body[2]:
             self.job.ledger.seen(self.life, number, epoch, version)
@@ -226,8 +248,12 @@ class Worker(SimMember):
                 break
             del self.open[self.acked + 1]
             self.acked += 1
+            self.step_answered(step)
             self.acknowledge(self.acked)
         self.pump()
+
+    def step_answered(self, step: Open) -> None:
+        """By all servers."""
 
     def acknowledge(self, clock: int) -> None:
         holders = {}
@@ -238,7 +264,7 @@ class Worker(SimMember):
         frozen = any(life in self.ignored for life in self.seats.values())
         when = self.frozen_at if frozen else self.world.now
         self.job.ledger.acknowledge((self.name, self.incarnation, clock), holders, when)
-        self._done_with(self.begun_at.pop(clock))
+        self._done_with(self.begun_at.pop(clock, 0))
 
     def on_refresh(self, session: Session, frame: Frame) -> None:
         life = session.other(self).life

@@ -285,7 +285,7 @@ class World:
         source, target = session.ends
         target = self.current.get(target.name, target)
         ghost = Session(source, target)
-        ghost.is_broken = True  # answers go nowhere
+        ghost.is_broken = ghost.is_ghost = True  # answers go nowhere
         frames = list(session.log)
         start = int(self.draw(key, "from") * len(frames))
         for number, frame in enumerate(frames[start:]):

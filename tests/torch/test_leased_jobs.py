@@ -119,7 +119,7 @@ def test_a_job_inside_one_process_forgets_what_is_done(
     with local_job(workers=1, folder=str(tmp_path)) as jobs:
         jobs.run(lambda job: count_samples(job, 9, 20))
         kept = jobs._process.coordinator.handing
-        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and len(kept._used) < 10
+        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and len(kept._desk._used) < 10
 
 
 def test_the_end_of_an_epoch_is_no_long_wait(tmp_path: pathlib.Path) -> None:
@@ -158,7 +158,7 @@ def test_one_that_gets_what_is_left_does_not_wait_for_those_who_got_nothing(tmp_
     """Two have nothing to do and pause; then a third gives one sample back. Whoever gets it steps in a stretch of its
     own, and the other, which waits for the end of the epoch, steps no more: waited for, it would wait for ever."""
     with local_job(workers=3, folder=str(tmp_path)) as jobs:
-        asking = jobs._process.coordinator.handing._asking
+        asking = jobs._process.coordinator.handing._desk.asking
 
         def work(job: Job) -> None:
             job.kv.register({"counts": np.zeros(6)}, syncline.Rule("Add"), reduce="sum")
@@ -168,7 +168,7 @@ def test_one_that_gets_what_is_left_does_not_wait_for_those_who_got_nothing(tmp_
                 job.kv.push_pull({"counts": ones}).wait()
                 if job.rank == 2:
                     job.rest()
-                    until(lambda: sum(asked.waits for _, asked, _ in list(asking.values())) == 2)
+                    until(lambda: sum(asked.message.waits for asked in list(asking.values())) == 2)
                     break
 
         jobs.run(work)

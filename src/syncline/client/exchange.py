@@ -10,6 +10,7 @@ from syncline.client.arrays import Bytes
 from syncline.client.copies import KeptArrays
 from syncline.client.sinks import ArraySink, Sink
 from syncline.client.times import StepClock
+from syncline.core.control import Passed
 from syncline.core.layout import Layout, Ranges, Segment, Slice
 from syncline.core.rule import Option
 from syncline.core.seats import Seat
@@ -101,17 +102,13 @@ class Exchange(Protocol):
     def num_updates(self) -> int:
         """That parameters have had, by what this worker knows, and with its own that are under way."""
 
-    @property
-    def stretch(self) -> int:
-        """Of the next commit."""
-
-    def rest(self, *, upto: int | None = None) -> None:
-        """Takes part in no more rounds of this loop; `upto`: of this stretch, and those up to that one."""
+    def rest(self, *, is_pause: bool = False) -> None:
+        """Takes part in no more rounds of this loop; `is_pause`: until its next commit."""
 
     def step_aside(self) -> int:
         """No round waits for this worker until its next commit; the stretch it was in."""
 
-    def begin_stretch(self, stretch: int) -> None:
+    def pass_barrier(self, passed: Passed) -> None:
         """Behind a barrier everyone is in the same, new stretch."""
 
     def read_state(self, slices: Sequence[Slice]) -> list[tuple[StateEntry, Bytes]]:

@@ -39,6 +39,9 @@ class ReadsSamples(Protocol):
     def used(self) -> list[Use]:
         """What commits have used."""
 
+    def late(self) -> list[Use]:
+        """What was in commits that were late."""
+
 
 class FromCoordinator:
     """A worker's ear. Whatever takes long is done in a thread of its own, never in the one that reads."""
@@ -100,7 +103,8 @@ class FromCoordinator:
         elif isinstance(message, Recall):
             request.reply(self.samples.give_back(message) if self.samples is not None else GaveBack([]))
         elif isinstance(message, AskUses):
-            request.reply(Uses(self.samples.used() if self.samples is not None else []))
+            samples = self.samples
+            request.reply(Uses(samples.used(), samples.late()) if samples is not None else Uses([]))
         elif isinstance(message, AskCopies | GiveCopies):
             threading.Thread(target=self._see_to_copies, args=(request, message), name="copies", daemon=True).start()
         else:

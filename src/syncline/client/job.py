@@ -224,23 +224,18 @@ class Job:
 
     def rest(self) -> None:
         """Takes part in no round until the next push: this worker has finished its part, here an epoch of it."""
-        self._rest(None)
+        self._rest(is_pause=False)
 
-    @property
-    def stretch(self) -> int:
-        """Which the next push is in."""
-        return self.exchange.stretch
-
-    def pause(self, upto: int = 0) -> None:
+    def pause(self) -> None:
         """Takes part in no round until the next push: this worker waits in the middle of an epoch, for samples that
-        others have. `upto`: the stretch that one of them is in, which may be a later one."""
-        self._rest(upto)
+        others have."""
+        self._rest(is_pause=True)
 
-    def _rest(self, upto: int | None) -> None:
+    def _rest(self, *, is_pause: bool) -> None:
         self.leave_if_asked()
         for action in (*self._before_rest, *self._before_settle):
             action()
-        self.exchange.rest(upto=upto)
+        self.exchange.rest(is_pause=is_pause)
         self._report()
 
     # -- the others ---------------------------------------------------------------------------------------
@@ -253,13 +248,13 @@ class Job:
         turn = self._turns[name] = self._turns.get(name, 0) + 1
         answer = self._ask(Barrier(name, turn, self.exchange.step_aside()))
         assert isinstance(answer, Passed)
-        self.exchange.begin_stretch(answer.stretch)
+        self.exchange.pass_barrier(answer)
 
     def _ask(self, message: Message) -> Message:
         what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
             with self.exchange.waits.of(what):
-                look = self._leave_if_retiring if isinstance(message, _FOR_OTHERS) else None
+                look = self._while_waiting if isinstance(message, _FOR_OTHERS) else None
                 return self._link.call(message, self.config.wait_seconds, look)
         except WaitTimeout:
             seconds, why = self.config.wait_seconds, self._why()
@@ -270,6 +265,11 @@ class Job:
             raise
         except ConnectionLost as error:
             raise self.explain(error) from None
+
+    def _while_waiting(self) -> None:
+        """For other workers: a server that has come meanwhile, and knows nobody, must not wait for this one."""
+        self._leave_if_retiring()
+        self.exchange.follow()
 
     def _why(self) -> str:
         try:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Iterable
 from typing import Protocol
 
+from syncline.client.portion import Piece, Portion
 from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
 from syncline.core.leasing import Loader
 from syncline.core.message import Message
-from syncline.core.places import Places, merged, without
-from syncline.core.spans import Span
+from syncline.core.places import Places, merged
 from syncline.errors import SynclineError
 
 #: An answer that did not come: the coordinator is away, and asked again so soon.
@@ -35,12 +33,8 @@ class Asks(Protocol):
 class Pauses(Protocol):
     """The worker, as rounds know it."""
 
-    @property
-    def stretch(self) -> int:
-        """Which its next commit is in."""
-
-    def pause(self, upto: int = 0) -> None:
-        """No round of this stretch waits for it any more, nor of those up to another; before a wait for others."""
+    def pause(self) -> None:
+        """No round of this loop waits for it any more; before a wait for others."""
 
     def catch_up(self) -> None:
         """Others went on without it: after that wait."""
@@ -56,30 +50,6 @@ class Asked(Protocol):
         """The answer, or what keeps it from coming."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """What one batch is to hold: places of a lease, which stand for positions of its span."""
-
-    lease: int
-    span: Span
-    begin: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-
-@dataclasses.dataclass
-class _Own:
-    """A lease of this worker: what of it is cut into batches, and where it ends."""
-
-    number: int
-    span: Span
-    begin: int  # the next place to be read
-    end: int
-    step: int  # samples of a batch
-
-
 class Uses:
     """What this worker has read and not committed yet; every commit takes it along. For all loaders of a job."""
 
@@ -87,7 +57,9 @@ class Uses:
         self._lock = threading.Lock()
         self._read: list[Use] = []
         self._committed: dict[int, list[Places]] = {}
+        self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
+        self.num_questions = 0  # asked so far
 
     def read(self, piece: Piece) -> None:
         """The script has got this batch."""
@@ -99,26 +71,31 @@ class Uses:
         """All of it, for the commit that is made now."""
         with self._lock:
             taken, self._read = self._read, []
-            for lease, begin, end in taken:
-                self._committed[lease] = merged([*self._committed.get(lease, ()), (begin, end)])
         return taken
 
-    def was_late(self, uses: Iterable[Use]) -> None:
-        """A commit that took these along counts for nothing: they are not used, and others' from now on."""
+    def answered(self, uses: Iterable[Use], *, is_late: bool) -> None:
+        """A commit that took these along is answered; `is_late`: it counts for nothing, they are others' by now."""
+        known = self._late if is_late else self._committed
         with self._lock:
             for lease, begin, end in uses:
-                self._committed[lease] = without(self._committed.get(lease, ()), (begin, end))
+                known[lease] = merged([*known.get(lease, ()), (begin, end)])
 
     def committed(self) -> list[Use]:
-        """What commits have taken along, of leases that are not through."""
+        """What was in commits that are answered, of leases that are not through. What is open servers will tell."""
         with self._lock:
             return [(lease, begin, end) for lease, places in self._committed.items() for begin, end in places]
+
+    def late(self) -> list[Use]:
+        """What was in commits that were late, of leases that are not through."""
+        with self._lock:
+            return [(lease, begin, end) for lease, places in self._late.items() for begin, end in places]
 
     def forget(self, leases: set[int]) -> None:
         """The epoch of these leases is over."""
         with self._lock:
             for lease in leases - {use[0] for use in self._read}:
                 self._committed.pop(lease, None)
+                self._late.pop(lease, None)
 
     @property
     def is_any_held(self) -> bool:
@@ -161,13 +138,7 @@ class Reading:
         self.loader, self.epoch = loader, epoch
         self._asks, self._uses, self._data = asks, uses, data
         self._times, self._worker = times, worker
-        self._lock = threading.Lock()
-        self._own: collections.deque[_Own] = collections.deque()
-        self._given: dict[int, int] = {}  # leases that were given back from this place on, until it is known there
-        self._said: list[tuple[int, int]] = []  # what of that the last question has told
-        self._numbers: set[int] = set()  # of all leases of this loop
-        self._size = 0  # of the last lease
-        self._newest = 0  # of them
+        self._portion = Portion(data.batch)
         self._asked: Asked | None = None
         self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = times.measured  # samples and seconds of work, as last said
@@ -181,7 +152,7 @@ class Reading:
         """The next batch to read; None when the epoch is finished, or when there is none without a wait."""
         while True:
             self._ask_ahead()
-            piece = self._cut()
+            piece = self._portion.cut()
             if piece is not None or self._is_finished or not may_wait:
                 return piece
             self._times.lap("compute")
@@ -193,34 +164,21 @@ class Reading:
     def is_finished(self) -> bool:
         return self._is_finished
 
-    def _cut(self) -> Piece | None:
-        with self._lock:
-            while self._own and self._own[0].begin >= self._own[0].end:
-                self._own.popleft()
-            if not self._own:
-                return None
-            own = self._own[0]
-            end = min(own.begin + own.step, own.end)
-            piece = Piece(own.number, own.span, own.begin, end)
-            own.begin = end
-            return piece
-
     @property
     def num_left(self) -> int:
         """Samples that are leased and not cut into batches yet."""
-        with self._lock:
-            return sum(own.end - own.begin for own in self._own)
+        return self._portion.num_left
 
     # -- asking -------------------------------------------------------------------------------------------
 
     def _question(self, *, waits: bool) -> AskLease:
         samples, seconds = self._times.measured
         before, self._told = self._told, (samples, seconds)
-        with self._lock:
-            self._said = list(self._given.items())
+        self._uses.num_questions += 1
+        portion, number = self._portion, self._uses.num_questions
         return AskLease(
-            self.loader, self.epoch, self._uses.held(self._numbers), self.num_left,
-            samples - before[0], seconds - before[1], waits, self._newest, self._said, self._worker.stretch,
+            self.loader, self.epoch, self._uses.held(portion.numbers), portion.num_left,
+            samples - before[0], seconds - before[1], waits, portion.newest, portion.given, number,
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:
@@ -232,7 +190,7 @@ class Reading:
                 self._take(asked.wait(0))
             if self._is_finished or self._asked is not None or now < self._not_before:
                 return
-            if self.num_left <= self._size:
+            if self._portion.is_low:
                 self._asked = self._asks.try_ask(self._question(waits=False))
         except SynclineError:
             self._not_before = now + _AGAIN_SECONDS
@@ -248,13 +206,8 @@ class Reading:
         answer = self._asks.ask(self._question(waits=False))
         if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
             return answer
-        upto = 0
-        while True:
-            self._worker.pause(upto)
-            answer = self._asks.ask(self._question(waits=True))
-            if not (isinstance(answer, GivenLease) and answer.rest_from):
-                break
-            upto = answer.rest_from
+        self._worker.pause()
+        answer = self._asks.ask(self._question(waits=True))
         if not self._uses.is_any_held:  # else more is added to what was computed already, with what was known then
             self._worker.catch_up()
         return answer
@@ -262,53 +215,33 @@ class Reading:
     def _take(self, answer: Message) -> None:
         self._asked = None
         assert isinstance(answer, GivenLease)
-        with self._lock:
-            for lease, _ in self._said:
-                self._given.pop(lease, None)
-            self._said = []
         if answer.is_finished:
             self._is_finished, self.is_shared = True, answer.is_shared
         elif answer.lease:
-            with self._lock:
-                self._numbers.add(answer.lease)
-                self._newest = answer.lease
-                self._size = len(answer.span)
-                step = answer.step or self._data.batch
-                self._own.append(_Own(answer.lease, answer.span, 0, self._size, step))
+            self._portion.take(answer)
         else:
             self._not_before = time.monotonic() + _AGAIN_SECONDS
 
     def end_shard(self, piece: Piece, num_read: int) -> Piece | None:
         """Of this batch only so much was there: the shard ends with it. What of the batch there is, if anything."""
-        end = piece.begin + num_read
-        with self._lock:
-            for own in self._own:
-                if own.number == piece.lease:
-                    own.begin = own.end = end
-        self._asks.ask(EndShard(self.loader, self.epoch, piece.span.start + end))
-        return dataclasses.replace(piece, end=end) if num_read else None
+        found = self._portion.end_shard(piece, num_read)
+        self._asks.ask(EndShard(self.loader, self.epoch, piece.span.start + piece.begin + num_read))
+        return found
 
     # -- giving back --------------------------------------------------------------------------------------
 
     def give_back(self) -> list[tuple[int, int]]:
-        """What is not cut into batches yet is others'; in the thread that hears the coordinator."""
-        return self._give_back(keeps_begun=self._data.num_shards > 0)
+        """What is not cut into batches yet is others'; in the thread that hears the coordinator.
 
-    def _give_back(self, *, keeps_begun: bool) -> list[tuple[int, int]]:
-        """`keeps_begun`: not of what is begun; whoever goes on with a shard must read it from its first sample."""
-        with self._lock:
-            given = [own for own in self._own if own.begin < own.end and not (keeps_begun and own.begin)]
-            for own in given:
-                own.end = self._given[own.number] = own.begin
-            return list(self._given.items())
+        Nothing of a shard that is begun: whoever goes on with it must read it from its first sample.
+        """
+        return self._portion.give_back(keeps_begun=self._data.num_shards > 0)
 
     def leave(self, unread: list[Piece], *, passes_over: bool) -> None:
         """The loop is left: what was not given to the script goes back, what it made no step with is passed over."""
-        given = dict(self._give_back(keeps_begun=False))
-        for piece in unread:
-            given[piece.lease] = min(piece.begin, given.get(piece.lease, piece.begin))
-        dropped = self._uses.drop(self._numbers) if passes_over else []
+        given = self._portion.leave(unread)
+        dropped = self._uses.drop(self._portion.numbers) if passes_over else []
         if given or dropped or not self._is_finished:
-            self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped, self._newest))
+            self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped, self._portion.newest))
         self._is_finished = True
-        self._uses.forget(self._numbers)
+        self._uses.forget(self._portion.numbers)

@@ -7,7 +7,8 @@ import contextlib
 from types import TracebackType
 from typing import Protocol
 
-from syncline.client.leases import Piece, Reading
+from syncline.client.leases import Reading
+from syncline.client.portion import Piece
 from syncline.client.samples import Samples
 from syncline.core.leasing import Loader
 from syncline.errors import SynclineError

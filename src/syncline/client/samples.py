@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from syncline.client.leases import Asks, Pauses, Piece, Reading, Uses
+from syncline.client.leases import Asks, Pauses, Reading, Uses
+from syncline.client.portion import Piece
 from syncline.client.times import StepClock
 from syncline.core.handing import GaveBack, Recall, Use
 from syncline.core.leasing import Loader
@@ -107,6 +108,10 @@ class Samples:
     def used(self) -> list[Use]:
         """What commits of this worker have used so far, of leases that it may still have."""
         return self.uses.committed()
+
+    def late(self) -> list[Use]:
+        """Likewise, of commits that were late."""
+        return self.uses.late()
 
     # -- counting -----------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from syncline.client.times import StepClock
 from syncline.client.values import pull, upload
 from syncline.client.waits import LOUD_SECONDS, Waits
 from syncline.config import JobConfig
-from syncline.core.control import AskWhy, GivenWhy
+from syncline.core.control import AskWhy, GivenWhy, Passed
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.message import Message
@@ -76,7 +76,7 @@ class ServersExchange:
         )
         self._part = TakingPart(
             self._placement, link,
-            is_bounded=policy.kind == "bounded", is_late=is_late, wait_seconds=config.wait_seconds,
+            policy=policy, is_late=is_late, wait_seconds=config.wait_seconds,
         )  # fmt: skip
         self._rosters = hearing.rosters
         self._redo = self._part.redo = Redo(
@@ -185,7 +185,7 @@ class ServersExchange:
 
     def stage(self, slices: Sequence[Slice]) -> None:
         """Sends slices early where a socket carries them; shared memory is read at the commit anyway."""
-        if not self._part.is_late:
+        if not self._part.must_enter:
             self._sending.stage(self._draft(_NOTHING, None), slices)
 
     def restage(self, part: Slice) -> None:
@@ -264,9 +264,9 @@ class ServersExchange:
             assert lane.answer is not None
             parts = lane.landing.versions if lane.landing is not None else None
             told[lane.server] = (hosted[lane.server], parts or lane.answer)
-        if any(lane.answer.late for lane in ticket.lanes if lane.answer is not None):
-            self.num_late += 1
-            self.uses.was_late(ticket.uses)
+        is_late = any(lane.answer.late for lane in ticket.lanes if lane.answer is not None)
+        self.num_late += is_late
+        self.uses.answered(ticket.uses, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
             faults.reach("commit.landed")
@@ -362,14 +362,10 @@ class ServersExchange:
 
     # -- comings and goings -------------------------------------------------------------------------------
 
-    @property
-    def stretch(self) -> int:
-        return self._part.stretch
-
-    def rest(self, *, upto: int | None = None) -> None:
+    def rest(self, *, is_pause: bool = False) -> None:
         self.settle()
         self.times.pause()
-        self._part.rest() if upto is None else self._part.pause(upto)
+        self._part.pause() if is_pause else self._part.rest()
         self.times.resume()
 
     def step_aside(self) -> int:
@@ -377,9 +373,14 @@ class ServersExchange:
         self.times.pause()
         return self._part.step_aside()
 
-    def begin_stretch(self, stretch: int) -> None:
-        self._part.begin_stretch(stretch)
+    def pass_barrier(self, passed: Passed) -> None:
+        self._part.pass_barrier(passed)
         self.times.resume()
+
+    def follow(self) -> None:
+        """While this worker waits: servers that have come since are told whether it rests."""
+        if self._redo.roster is not self._rosters.newest:
+            self._again(self._redo.take_over)
 
     def settle(self) -> None:
         """Waits for everything that is still open."""

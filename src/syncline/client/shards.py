@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from syncline.client.leases import Piece
 from syncline.client.loop import Loop
+from syncline.client.portion import Piece
 from syncline.core.leasing import SHARD_POSITIONS
 
 T = TypeVar("T")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from syncline import faults
 from syncline.client.placement import Placement
 from syncline.client.redo import Redo
-from syncline.core.control import Enter, Entered, Leave
-from syncline.core.rounds import LOOP, is_apart
+from syncline.core.control import Enter, Entered, Leave, Passed
+from syncline.core.policy import Policy
+from syncline.core.rounds import LOOP
 from syncline.core.traffic import AskPlace, GivenPlace, Rest
 from syncline.errors import FencedError
 from syncline.net.link import Link
@@ -16,15 +17,16 @@ class TakingPart:
     """What a worker says to the servers of itself. Said again to all of them when they change."""
 
     def __init__(
-        self, placement: Placement, link: Link, *, is_bounded: bool, is_late: bool, wait_seconds: float
+        self, placement: Placement, link: Link, *, policy: Policy, is_late: bool, wait_seconds: float
     ) -> None:
         """`is_late`: the job was whole before this worker came; it enters with its first commit."""
         self._placement, self._link = placement, link
-        self._is_bounded, self._wait_seconds = is_bounded, wait_seconds
+        self._policy, self._wait_seconds = policy, wait_seconds
         self.redo: Redo | None = None  # set by the exchange, which needs both
         self._stretch, self._rested = 0, False
         self._is_active, self._is_away = True, False
         self.is_late, self.is_leaving = is_late, False
+        self._enters_again, self._num_entries = False, 0
         self.back_at: int | None = None  # where it stands from its next commit on
 
     @property
@@ -33,8 +35,13 @@ class TakingPart:
         return self._stretch + self._rested
 
     @property
+    def must_enter(self) -> bool:
+        """Where its next commit stands, only the coordinator knows."""
+        return self.is_late or self._enters_again
+
+    @property
     def must_come_back(self) -> bool:
-        return self.is_late or not self._is_active
+        return self.must_enter or not self._is_active
 
     def committed(self, stretch: int) -> None:
         self._stretch, self._rested = stretch, False
@@ -42,27 +49,36 @@ class TakingPart:
 
     def come_back(self) -> None:
         """After a rest, or at the first commit of one who came late: where it stands is the same at every server."""
-        if self.is_late:
+        is_bounded = self._policy.kind == "bounded"
+        if self.must_enter:
             if faults.armed is not None:
                 faults.reach("enter.asked")
-            answer = self._link.call(Enter(), self._wait_seconds)
+            answer = self._link.call(Enter(self._num_entries), self._wait_seconds)
             assert isinstance(answer, Entered)
-            self._stretch, self._rested = max(answer.stretch, self.stretch), False
-            self.back_at = answer.back_at if self._is_bounded else None
-            self.is_late = False
-        elif self._is_bounded:
+            # Who has paused is in its loop's rounds again, not in a stretch of its own behind them.
+            self._stretch, self._rested = max(answer.stretch, self.stretch // LOOP * LOOP), False
+            self.back_at = answer.back_at if is_bounded else None
+            self.is_late = self._enters_again = False
+            self._num_entries += 1
+        elif is_bounded:
             assert self.redo is not None
             answers = self.redo.again(lambda: self._placement.ask_all(AskPlace()), self._wait_seconds)
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
-    def pause(self, upto: int) -> None:
-        """In no more rounds of this stretch, nor of those up to another of this loop: said once for each."""
+    def pause(self) -> None:
+        """In no more rounds of this stretch; said once, until there is a commit in the next.
+
+        In rounds there is no next stretch within a loop: its rounds would wait for all who have paused, and those
+        maybe for it. The next commit enters again, beside the others.
+        """
         has_paused = self._rested and self.stretch % LOOP > 0
-        if not has_paused or upto >= self.stretch:
-            self._rest_from(max(upto, self.stretch))
+        if not has_paused:
+            self._rest_from(self.stretch)
+            self._enters_again = self._policy.stands_still
 
     def rest(self) -> None:
         """In no more rounds of this loop."""
+        self._enters_again = False
         self._rest_from(self.stretch // LOOP * LOOP + LOOP - 1)
 
     def _rest_from(self, stretch: int) -> None:
@@ -75,9 +91,11 @@ class TakingPart:
         self._tell_anew()
         return self.stretch
 
-    def begin_stretch(self, stretch: int) -> None:
-        """Behind a barrier everyone is in the same, new stretch; who came late is in its own, beside the slowest."""
-        self._stretch, self._rested, self._is_active, self._is_away = stretch, False, not is_apart(stretch), False
+    def pass_barrier(self, passed: Passed) -> None:
+        """Behind it everyone is in the same, new stretch; who came late to it is away until its next commit."""
+        self._stretch, self._rested = passed.stretch, False
+        self._is_active, self._is_away = not passed.is_away, passed.is_away
+        self._enters_again = passed.is_away and self._policy.in_rounds
 
     def _tell_anew(self) -> None:
         assert self.redo is not None

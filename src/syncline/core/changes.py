@@ -125,19 +125,21 @@ class Change:
 
     def standings(self) -> list[Standing]:
         """What every server counts from now on: those who enter; all, where primaries change."""
-        stretch, number = self.turn()
-        entering = [
-            Standing(name, incarnation, stretch=stretch, stretch_began=-number, position=self.back_at())
-            for name, incarnation in self.entering.items()
-        ]
+        stay = merged(answer.standings for answer in self._speaking())
+        entering = [self._placed(stay.get(name), name, life) for name, life in self.entering.items()]
         if not self.moves:
             return entering
-        stay = merged(answer.standings for answer in self._speaking())
         kept = [s for s in stay.values() if not s.left and s.name not in self.fenced and s.name not in self.entering]
         # Every server that knew where they stand is gone: their next commits are the first of a new count.
         known = {(s.name, s.incarnation) for s in [*kept, *entering]}
         anew = [Standing(n, i, stretch=-1) for n, i in self.staying.items() if (n, i) not in known]
         return kept + entering + anew
+
+    def _placed(self, known: Standing | None, name: str, incarnation: int) -> Standing:
+        """Its next commit is in the round after all that were opened; its clock goes on, where it was away."""
+        stretch, number = self.turn()
+        clock = known.clock if known is not None and known.incarnation == incarnation else 0
+        return Standing(name, incarnation, clock, stretch, clock - number, position=self.back_at())
 
     def install(self, members: Sequence[Member]) -> Install:
         return Install(self.generation, list(members), self.settle(), self.standings())

@@ -78,7 +78,9 @@ class Beat(Message, frozen=True):
 
 
 class Enter(Message, frozen=True):
-    """A worker that joined late is about to push for the first time; answered when all servers count it."""
+    """A worker that joined late, or came late to a barrier, is about to push; answered when all servers count it."""
+
+    entry: int = 0  # so often it has entered before
 
 
 class Entered(Message, frozen=True):
@@ -142,9 +144,14 @@ class Barrier(Message, frozen=True):
 
 
 class Passed(Message, frozen=True):
-    """Everyone is at the barrier. What follows is a new stretch, the same for all."""
+    """Everyone is at the barrier. What follows is a new stretch, the same for all.
+
+    `is_away`: the others passed it before. While this worker was away, one server may have gone a round further than
+    another: it stays away, and enters again with its next commit.
+    """
 
     stretch: int
+    is_away: bool = False
 
 
 class Report(Message, frozen=True):

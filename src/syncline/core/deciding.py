@@ -21,11 +21,11 @@ class Deciding:
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self.state = membership, membership.state
-        self.entering: set[str] = set()  # workers that want to take part
+        self.entering: dict[str, int] = {}  # workers that want to take part; how often they have entered before
         self.retiring: set[str] = set()  # servers that want to leave
         self.strangers: set[str] = set()  # servers that do not know the layout yet
         self.moves = False  # primaries are about to change: nobody is told of seats now
-        self._places: dict[str, tuple[int, Entered]] = {}  # who has entered: incarnation, answer
+        self._places: dict[str, tuple[int, int, Entered]] = {}  # who has entered: incarnation, which time, answer
         self._server_is_out = False  # since the change under way was begun
         self._said: set[Loss] = set()  # slices remember what was torn: it is said once
         self._before: dict[int, Seat] | None = None  # the seats that a plan would change: until it is installed
@@ -52,15 +52,15 @@ class Deciding:
 
     def has_left(self, name: str) -> None:
         """It asks for nothing any more."""
-        self.entering.discard(name)
+        self.entering.pop(name, None)
         self.retiring.discard(name)
 
-    def enter(self, name: str, incarnation: int) -> Entered | None:
-        """A worker that joined late is about to push; the place that it has already, when it asks again."""
-        known, place = self._places.get(name, (0, None))
-        if place is not None and known == incarnation:
+    def enter(self, name: str, incarnation: int, entry: int) -> Entered | None:
+        """A worker that takes part in no rounds is about to push; the place that it has already, if it asks again."""
+        *known, place = self._places.get(name, (0, 0, None))
+        if place is not None and known == [incarnation, entry]:
             return place
-        self.entering.add(name)
+        self.entering[name] = entry
         return None
 
     def retire(self, name: str) -> None:
@@ -108,8 +108,9 @@ class Deciding:
             self.moves = True
         self._server_is_out = False
         # From now on servers may count them: whoever dies while it enters has to be fenced.
-        entering = {name: state.members[name].incarnation for name in sorted(self.entering) if name in state.members}
-        self.entering = set(entering)
+        self.entering = {name: self.entering[name] for name in sorted(self.entering) if name in state.members}
+        entering = {name: state.members[name].incarnation for name in self.entering}
+        staying = dict(state.entered)  # among them those who enter again
         state.entered.update(entering)
         state.generation += 1
         state.is_changing = True
@@ -120,7 +121,7 @@ class Deciding:
             entering=entering,
             seats=list(state.seats.values()),
             moves=self.moves,
-            staying={name: life for name, life in state.entered.items() if name not in entering},
+            staying=staying,
             stretch=state.stretch,
         )
 
@@ -176,6 +177,5 @@ class Deciding:
         self.moves = self._server_is_out
         place = Entered(change.turn()[0], change.back_at())
         entered = [name for name in change.entering if name in self.state.entered and name in self.entering]
-        self._places.update((name, (change.entering[name], place)) for name in entered)
-        self.entering.difference_update(entered)
+        self._places.update((name, (change.entering[name], self.entering.pop(name), place)) for name in entered)
         return dict.fromkeys(entered, place)

@@ -36,9 +36,9 @@ class AskLease(Message, frozen=True):
     `held`: what it has read and not committed. `left`: what it has still to read. With how many samples it has spent
     how much time of work since it asked last. `waits`: it takes part in no round, and is answered when there is more,
     or the epoch is finished; else also when all that is left is in others' hands. `newest`: the last lease that it
-    has heard of; one that it was given after that got lost on the way, and is given once more. `given`: leases that
-    it has given back from these places on; the word of that may have got lost too. `stretch`: which its
-    next commit is in.
+    has heard of; one that it was given after that got lost on the way, and is given once more. `given`: leases of
+    which it reads nothing from some place on; a coordinator may have died before it kept that. `number`: of this
+    question of this worker; one that comes behind a later one, from a connection that is gone, is none any more.
     """
 
     loader: str
@@ -50,21 +50,19 @@ class AskLease(Message, frozen=True):
     waits: bool = False
     newest: int | None = None
     given: list[tuple[int, int]] = []
-    stretch: int = 0
+    number: int = 0
 
 
 class GivenLease(Message, frozen=True):
     """The next lease, and how much of it is one step; 0: there is none, for now or because the epoch is finished.
 
-    `rest_from`: none, and somebody who has one is in that stretch, or will be: its rounds wait until this worker
-    rests from it, and asks again. `is_shared`: whether all workers come to this loader's epochs, by what is known.
+    `is_shared`: whether all workers come to this loader's epochs, by what is known.
     """
 
     lease: int
     span: Span
     is_finished: bool = False
     step: int = 0
-    rest_from: int = 0
     is_shared: bool = True
 
 
@@ -103,7 +101,7 @@ class EndShard(Message, frozen=True):
 
 
 class AskUses(Message, frozen=True):
-    """What have commits used, that was not confirmed yet? Also those that count and are not applied yet."""
+    """What have commits used, that was not confirmed yet? Those that are applied."""
 
 
 class Uses(Message, frozen=True):
@@ -111,6 +109,7 @@ class Uses(Message, frozen=True):
 
     uses: list[Use]
     late: list[Use] = []  # of commits that were late: to do again
+    open: list[tuple[str, int]] = []  # lives of workers that are out, with commits that may still be applied
 
 
 class Confirm(Message, frozen=True):

@@ -47,6 +47,7 @@ class LeaseState(msgspec.Struct):
     epochs: dict[str, dict[int, Epoch]] = {}  # that are under way
     finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
     unshared: list[str] = []  # loaders that some workers did not come to, when others read
+    unheard: dict[str, int] = {}  # lives of workers that are to say what they have used: servers do not know it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,6 @@ class Answer:
     is_finished: bool = False
     recall: tuple[Identity, ...] = ()
     is_coming: bool = False  # there is more, or may be, as soon as others have answered
-    rest_from: int = 0  # a stretch in which others are at work, and would wait for this one
 
 
 class Leasing:
@@ -129,31 +129,28 @@ class Leasing:
         is_idle: bool = True,
         newest: int | None = None,
         given: Iterable[tuple[int, int]] = (),
-        stretch: int = 0,
     ) -> Answer:
         """A worker wants more. `held`: what it has read and not committed, by lease and places. `is_idle`: it has
         nothing left to read. `newest`: the last lease it knows of; others that it was told of got lost on the way.
-        `given`: what it has given back. `stretch`: which its next commit is in."""
+        `given`: leases that it has given back, from which place on."""
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
+        if epoch is not None:
+            self._give_back(epoch, owner, given)
         if epoch is None or self._is_through(name, number, epoch):
             return Answer(is_finished=True)
         self._lost_on_the_way(epoch, owner, newest)
-        self._take_back(epoch, owner, given)
         lease, left = self._untold(epoch, owner), epoch.num_todo + 1
         while lease is None and epoch.num_todo < left:  # of what is dealt out, odd pieces may all be others'
             left = epoch.num_todo
             lease = self._hand_out(owner, name, number, epoch, taking_part)
         if lease is not None:
-            lease.is_told, lease.stretch = True, stretch
+            lease.is_told = True
             self._dry.discard((owner, name, number))
             self._held.pop((owner, name, number), None)
             return Answer(lease)
         recall = self._whom_to_ask(owner, name, number, epoch) if is_idle else ()
-        others = [one.stretch for one in epoch.leases.values() if one.is_told and one.owner != owner]
-        rest_from = max((one for one in others if one >= stretch), default=0) if self._in_rounds and stretch else 0
-        is_coming = bool(epoch.todo) or self._is_recalling(name, number)
-        return Answer(recall=recall, is_coming=is_coming, rest_from=rest_from)
+        return Answer(recall=recall, is_coming=bool(epoch.todo) or self._is_recalling(name, number))
 
     def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
         """Whether all is done, but for what waits for the next commits of those who have read it."""
@@ -234,12 +231,12 @@ class Leasing:
             self._recalled.setdefault(one, set()).add((name, number))
         return tuple(fresh)
 
+    def not_recalled(self, owner: Identity, name: str, number: int) -> None:
+        """It could not be asked to give back, or its answer got lost: it is asked again when somebody needs it."""
+        self._recalled.get(owner, set()).discard((name, number))
+
     def _is_recalling(self, name: str, number: int) -> bool:
         return any((name, number) in asked for asked in self._recalled.values())
-
-    def not_heard(self, owner: Identity, name: str, number: int) -> None:
-        """There was no answer from one who was to give back: it is asked anew when somebody needs it."""
-        self._recalled.get(owner, set()).discard((name, number))
 
     def gave_back(self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]]) -> int:
         """A worker reads none of these leases from these places on: samples that are to do again by it."""
@@ -249,10 +246,10 @@ class Leasing:
         if epoch is None:
             return 0
         untold = [(lease.number, 0) for lease in epoch.of(owner) if not lease.is_told]
-        return self._take_back(epoch, owner, [*leases, *untold])
+        return self._give_back(epoch, owner, [*leases, *untold])
 
     @staticmethod
-    def _take_back(epoch: Epoch, owner: Identity, leases: Iterable[tuple[int, int]]) -> int:
+    def _give_back(epoch: Epoch, owner: Identity, leases: Iterable[tuple[int, int]]) -> int:
         mine = {lease.number for lease in epoch.of(owner)}
         return sum(epoch.give_back(lease, begin) for lease, begin in leases if lease in mine)
 
@@ -287,7 +284,7 @@ class Leasing:
         if not worth_a_change(known, wanted):
             return ()
         self._widths[name, number] = wanted
-        return self._recall({lease.owner for lease in epoch.leases.values()}, name, number)
+        return self._recall(sorted({lease.owner for lease in epoch.leases.values()}), name, number)
 
     # -- what is said of leases ---------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ class Lease(msgspec.Struct, array_like=True):
     done: list[Places] = []  # in order, apart
     is_told: bool = False  # whether the worker knows of it
     step: int = 0  # samples of one step of it: the worker's part of a global batch; 0: the loader's batch
-    stretch: int = 0  # which its worker was in when it was told
 
     @property
     def owner(self) -> Identity:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import msgspec
 
 from syncline.config import JobConfig
+from syncline.core.control import Passed
 from syncline.core.leasing import LeaseState
 from syncline.core.members import Address, Member
 from syncline.core.pacing import Paced
 from syncline.core.policy import parse_policy
-from syncline.core.rounds import after_barrier, apart
+from syncline.core.rounds import after_barrier
 from syncline.core.seats import Seat, without
 from syncline.core.standings import by_name
 from syncline.errors import ConfigError
@@ -261,29 +262,17 @@ class Barriers:
         return True
 
     @staticmethod
-    def behind_passed(stretch: int, begun: int, incarnation: int | None) -> int:
-        """The stretch of one that comes to a barrier that all have passed. `begun`: what the last barrier began.
+    def behind_passed(stretch: int, begun: int) -> Passed:
+        """The answer to one that comes to a barrier that all have passed. `begun`: what the last barrier began.
 
-        Who asks again may not have heard of that. Who is in that era already came late. While it was away, one
-        server may have gone a round further than another: were it in any of these rounds again, they would differ.
-        So it goes on in a stretch of its own until the next barrier. `incarnation` None: it takes no part yet.
+        Who asks again may not have heard of that. Who is in that era already came late: it stays away.
         """
-        if stretch < begun:
-            return begun
-        return stretch if incarnation is None else apart(stretch, incarnation)
+        return Passed(max(stretch, begun), is_away=stretch >= begun)
 
     def next_stretch(self) -> int:
         """The stretch that begins behind a barrier: later than any that a worker was in."""
         self._stretch = after_barrier(self._stretch)
         return self._stretch
-
-    def whole(self, workers: list[str]) -> list[tuple[str, int]]:
-        """Barriers that all of these have reached; they are passed, and forgotten by that."""
-        ready = self.ready(workers)
-        for name, turn in ready:
-            self.passed[name] = max(turn, self.passed.get(name, 0))
-        self.forget(ready)
-        return ready
 
     def ready(self, workers: list[str]) -> list[tuple[str, int]]:
         """Barriers that all of these have reached."""

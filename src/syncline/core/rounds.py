@@ -30,26 +30,11 @@ ERA = 1 << 32
 #: Stretches that are kept for one loop over an epoch: a wait in the middle of it begins a new one, and behind its end
 #: all workers are in the same one, however often each has waited.
 LOOP = 1 << 8
-#: Within an era, from here on, stretches of workers that go on by themselves: so many in turn, each for many rests.
-_APART, _LANES, _LANE = 1 << 31, 1 << 10, 1 << 8
 
 
 def after_barrier(stretch: int) -> int:
     """The first stretch of the era that follows."""
     return (stretch // ERA + 1) * ERA
-
-
-def apart(stretch: int, incarnation: int) -> int:
-    """The next stretch of this era that no other worker comes to by itself, also not by some rests after it."""
-    lane = incarnation % _LANES * _LANE
-    before = stretch if is_apart(stretch) else stretch // ERA * ERA + _APART
-    found = before - before % (_LANES * _LANE) + lane
-    return found if found > stretch else found + _LANES * _LANE
-
-
-def is_apart(stretch: int) -> bool:
-    """Whether it is one worker's own."""
-    return stretch % ERA >= _APART
 
 
 class Commit(NamedTuple, Generic[T]):
@@ -221,13 +206,13 @@ class Rounds(Generic[T]):
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def enter(self, standing: Standing) -> None:
-        """A worker takes part from now on; an earlier incarnation of it has left, or this one has not begun.
+        """A worker takes part from now on: a new life of it, or one that was away and has not committed since.
 
         When all who enter are in, `release` gives the rounds that are whole by that.
         """
         self._enter_era(standing.stretch)  # else the first commit of the new era would move it to its beginning
         known = self.standings.get(standing.name)
-        if known is None or known.incarnation < standing.incarnation or known.clock == 0:
+        if known is None or (known.incarnation, known.clock) <= (standing.incarnation, standing.clock):
             self.standings[standing.name] = standing
 
     def release(self) -> Verdict[T]:
@@ -348,9 +333,11 @@ class Rounds(Generic[T]):
 
 
 def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
-    """The highest round of all workers that any server has opened, of all these standings.
+    """The highest round that any server has opened, of all these standings.
 
-    Not one that is a worker's own: here that one may be back from its barrier, and there not yet. Were another beside
-    it, a round would wait for it on some servers only.
+    Of those who have left their loop only when there are no others: a round at the loop's end would wait for whoever
+    is still in the loop, and they, for the end of the epoch, maybe for it.
     """
-    return max((s.turn() for s in standings if not is_apart(s.stretch)), default=(0, 0))
+    known = list(standings)
+    inside = [s.turn() for s in known if not (s.resting and s.stretch % LOOP == LOOP - 1)]
+    return max(inside or [s.turn() for s in known], default=(0, 0))

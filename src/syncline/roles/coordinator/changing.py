@@ -89,9 +89,9 @@ class Changing:
         self._c.joining.tell()
 
     def enter(self, request: Request, message: Enter) -> None:
-        """A worker that joined late is about to push."""
+        """A worker is about to push that takes part in no rounds."""
         with self._wakes:
-            place = self._deciding.enter(request.peer.name, request.peer.incarnation)
+            place = self._deciding.enter(request.peer.name, request.peer.incarnation, message.entry)
             if place is None:
                 self._asking[request.peer.name] = request
                 self._wakes.notify_all()
@@ -163,19 +163,21 @@ class Changing:
             wanted = self._plan()
         if urgent:
             return self._change(None)
-        self._hand_back()
+        later = self._hand_back()
         if not wanted.is_empty:
             return self._carry_out(wanted)
         self._let_go()
-        return _LATER_SECONDS if self._deciding.retiring else 0.0
+        return _LATER_SECONDS if self._deciding.retiring else later
 
-    def _hand_back(self) -> None:
+    def _hand_back(self) -> float:
         """Leases of those who are out and fenced go to others; slice 0's server says what of them counts."""
         with self._c.lock:
             gone, seat = self._c.handing.gone(), self._c.membership.state.seats.get(0)
         if gone:
             answers = self._ask_all({seat.primary: AskUses()}) if seat is not None and seat.primary else {}
-            self._c.handing.out(gone, answers.values())
+            if not self._c.handing.out(gone, answers.values()):
+                return _AGAIN_SECONDS
+        return 0.0
 
     def _introduce(self) -> None:
         """A server that has come hears of every segment."""

@@ -27,10 +27,7 @@ class Meeting:
     def arrive(self, request: Request, message: Barrier) -> None:
         with self._c.lock:
             if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.stretch):
-                state = self._c.membership.state
-                life = state.entered.get(request.peer.name)
-                stretch = self._barriers.behind_passed(message.stretch, state.stretch, life)
-                request.reply(Passed(stretch))
+                request.reply(self._barriers.behind_passed(message.stretch, self._c.membership.state.stretch))
                 return
             waiting = self._there.setdefault((message.name, message.turn), [])
             waiting[:] = [w for w in waiting if w[0].peer.name != request.peer.name]

@@ -55,9 +55,9 @@ def restore(coordinator: Coordinator, asking: Asking) -> None:
         state = coordinator.membership.state
         state.lost = [number for number in state.lost if number not in seats]
         state.num_revoked += revoked
+        if 0 in with_values:
+            coordinator.handing.uses_are_lost()
         coordinator.keep()
-    if 0 in with_values:
-        coordinator.handing.uses_are_lost()
 
 
 def _a_worker_is_gone(coordinator: Coordinator) -> bool:

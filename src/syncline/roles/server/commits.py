@@ -52,6 +52,7 @@ class Commits:
         self.order = pulls.order = flow.order
         pulls.check = self.check_generation
         self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
+        self.entered: dict[str, int] = {}  # workers: the generation in which they entered last
         self._ranks: list[str] = []  # workers, the chief first
         self._staged: dict[Key, Staged] = {}
         self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self._choose_chief)
@@ -167,6 +168,7 @@ class Commits:
             if again:
                 contribution.is_late = verdict.kind == "late"
                 contribution.clocks = self.flow.clocks_now()
+                self._note_uses(key, contribution)
             if again and (self._is_asked_again(key, request) or self.flow.answer_later(key, contribution)):
                 return
             works = self.flow.enqueue(verdict)
@@ -175,6 +177,15 @@ class Commits:
         if again:
             self.flow.reply(Commit(peer.name, peer.incarnation, clock, contribution))
         self.flow.run(works)
+
+    def _note_uses(self, key: Key, contribution: Contribution) -> None:
+        """A slice 0 that came from a worker's copy has lost what was used: of a commit that is in it, and is made
+        anew, it is known again."""
+        slot = self._slices.get(0)
+        if slot is not None and slot.copied is not None and not contribution.is_late:
+            with slot.lock:
+                if slot.state.clocks.get(key[:2], 0) >= key[2]:
+                    slot.state.used(contribution.uses)
 
     def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> Contribution:
         """What this commit brings: what is staged; said again, what it brought before."""
@@ -258,6 +269,8 @@ class Commits:
                 self._held.append((request, functools.partial(self.rest, request, message, was_held=True)))
                 return
             self.check_generation(request)
+            if request.generation < self.entered.get(peer.name, 0):
+                raise Refresh(f"{peer} has entered since it said that it rests")
             verdict = self.rounds.rest(peer.name, peer.incarnation, message.stretch, message.away)
             works = self.flow.enqueue(verdict)
         self.flow.run(works)

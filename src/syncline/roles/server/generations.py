@@ -178,6 +178,7 @@ class Generations:
             lost = self._flow.forget_orphans()
             for standing in message.standings:
                 self._commits.rounds.enter(standing)
+                self._commits.entered[standing.name] = message.generation
             works += self._flow.enqueue(self._commits.rounds.release())
             ways = self._hosting.take_seats(hold.message.seats, message.members)
             self._begin(message, through)

@@ -7,22 +7,26 @@ from typing import Any
 
 from syncline.core.handing import AskUses, Confirm, Use, Uses
 from syncline.core.message import Done, Message
+from syncline.core.slices import Identity
 from syncline.net.rpc import Request
 from syncline.roles.server.backups import Backups
 from syncline.roles.server.commits import Commits
 from syncline.roles.server.hosted import HostedSlice
-from syncline.roles.server.work import uses_of
 
 
-def uses_here(commits: Commits, slots: Iterable[HostedSlice]) -> list[Use]:
-    """Under `order`: what is not confirmed yet, where slice 0 is; with what the dead have committed and counts,
-    though it is not applied yet."""
+def uses_here(slots: Iterable[HostedSlice]) -> list[Use]:
+    """What is applied and not confirmed yet, where slice 0 is."""
     first = next((slot for slot in slots if slot.part.id == 0), None)
     if first is None:
         return []
     with first.lock:
-        uses = first.state.use_entries()
-    return uses + uses_of(commit for commit in commits.flow.unfinished() if commit.item.is_fenced)
+        return first.state.use_entries()
+
+
+def open_here(commits: Commits) -> list[Identity]:
+    """Under `order`: who is out and has commits that are not applied yet: they may be, or be dropped."""
+    fenced = (commit for commit in commits.flow.unfinished() if commit.item.is_fenced)
+    return sorted({(commit.worker, commit.item.incarnation) for commit in fenced})
 
 
 def late_here(slots: Iterable[HostedSlice]) -> list[Use]:
@@ -42,8 +46,8 @@ def uses_handlers(
     def tell(request: Request, message: AskUses) -> None:
         known = commits()
         with known.order:
-            uses, late = uses_here(known, list(slices.values())), late_here(list(slices.values()))
-        request.reply(Uses(uses, late))
+            waiting, slots = open_here(known), list(slices.values())
+            request.reply(Uses(uses_here(slots), late_here(slots), waiting))
 
     def confirm(request: Request, message: Confirm) -> None:
         for slot in (*slices.values(), *backups.slots()):

@@ -1,0 +1,212 @@
+"""The desk: which workers ask for leases, what they are answered, and what of the used is not kept yet.
+
+Pure: whatever is decided here is in the job's state, which the owner keeps on disk before anybody hears of a lease,
+and before servers may forget what was used. The deterministic simulator runs the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+from syncline.core.handing import AskLease, GivenLease, LeaveEpoch, Recall, Use
+from syncline.core.leasing import Leasing
+from syncline.core.ledger import Epoch
+from syncline.core.membership import Membership
+from syncline.core.policy import policy_of
+from syncline.core.slices import Identity
+from syncline.core.spans import Span
+
+R = TypeVar("R")
+_NOTHING = Span(0, 0)
+
+
+class Asked(NamedTuple, Generic[R]):
+    """A worker's question that is not answered yet; `request`: how its owner answers it."""
+
+    owner: Identity
+    message: AskLease
+    since: float
+    request: R
+
+
+class Desk(Generic[R]):
+    """All loaders of a job."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._leasing: Leasing | None = None  # once the policy is known
+        self.asking: dict[str, Asked[R]] = {}
+        self._asked: dict[str, tuple[Identity, int]] = {}  # the number of each worker's last question
+        self._used: list[Use] = []  # known here, not kept yet
+        self._late: list[Use] = []  # likewise, of commits that were late
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody has ever come here."""
+        return self._leasing is not None
+
+    @property
+    def leasing(self) -> Leasing:
+        if self._leasing is None:
+            state = self._membership.state
+            self._leasing = Leasing(state.leases, in_rounds=policy_of(state.config).in_rounds)
+        return self._leasing
+
+    def taking_part(self) -> list[Identity]:
+        entered = self._membership.state.entered
+        return [(name, entered[name]) for name in self._membership.workers() if name in entered]
+
+    # -- what workers say ---------------------------------------------------------------------------------
+
+    def ask(self, owner: Identity, message: AskLease, request: R, now: float) -> None:
+        known, number = self._asked.get(owner[0], (owner, 0))
+        if known == owner and message.number < number:
+            return
+        self._asked[owner[0]] = (owner, message.number)
+        self.leasing.measured(owner[0], message.samples, message.seconds)
+        self.asking[owner[0]] = Asked(owner, message, now, request)
+
+    def leave(self, owner: Identity, message: LeaveEpoch) -> None:
+        """A worker has left its loop."""
+        self.asking.pop(owner[0], None)
+        epoch = self.leasing.epoch(message.loader, message.epoch)
+        for use in message.passed_over if epoch is not None else ():
+            assert epoch is not None
+            epoch.pass_over(*use)
+        self.leasing.leave(owner, message.loader, message.epoch, message.leases, message.newest)
+
+    # -- answering ----------------------------------------------------------------------------------------
+
+    def answers(self) -> tuple[list[tuple[Asked[R], GivenLease]], list[tuple[Identity, Recall]]]:
+        """Whom to answer what, as far as there is something to say; and whom to have give back.
+
+        Leases are kept before they are told.
+        """
+        answers, recalls = [], []
+        for name, asked in list(self.asking.items()):
+            given, recalled = self._decide(asked.owner, asked.message)
+            recalls += recalled
+            if given is not None:
+                answers.append((asked, given))
+                del self.asking[name]
+        return answers, recalls
+
+    def _decide(self, owner: Identity, message: AskLease) -> tuple[GivenLease | None, list[tuple[Identity, Recall]]]:
+        answer = self.leasing.ask(
+            owner, message.loader, message.epoch, self.taking_part(), message.held,
+            is_idle=not message.left, newest=message.newest, given=message.given,
+        )  # fmt: skip
+        recalls = [(other, Recall(message.loader, message.epoch)) for other in answer.recall]
+        if answer.lease is not None:
+            return GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step), recalls
+        if answer.is_finished or not (message.waits or answer.is_coming):
+            is_shared = self.leasing.is_shared(message.loader)
+            return GivenLease(0, _NOTHING, answer.is_finished, is_shared=is_shared), recalls
+        return None, recalls
+
+    def not_kept(self, answers: Iterable[tuple[Asked[R], GivenLease]]) -> None:
+        """Nobody has heard of these: they are given when they could be kept."""
+        for asked, given in answers:
+            self.asking.setdefault(asked.owner[0], asked)
+            epoch = self.leasing.epoch(asked.message.loader, asked.message.epoch)
+            if epoch is not None and given.lease in epoch.leases:
+                epoch.leases[given.lease].is_told = False
+
+    # -- now and then -------------------------------------------------------------------------------------
+
+    def recut(self) -> list[tuple[Identity, Recall]]:
+        """Whom to have give back, since parts are to be cut anew."""
+        taking_part = self.taking_part()
+        return [
+            (owner, Recall(name, number))
+            for name, epochs in self.leasing.state.epochs.items()
+            for number in epochs
+            for owner in self.leasing.recut(name, number, taking_part)
+        ]
+
+    def reclaim(self, now: float, after_seconds: float) -> list[tuple[AskLease, int]]:
+        """What was dealt to workers that do not come goes to whoever has waited for so long: samples by epoch."""
+        waiting = [one.message for one in self.asking.values() if now - one.since > after_seconds]
+        counts = [(m, self.leasing.reclaim(m.loader, m.epoch)) for m in waiting if m.waits]
+        return [(message, count) for message, count in counts if count]
+
+    @property
+    def somebody_waits(self) -> bool:
+        return any(one.message.waits for one in self.asking.values())
+
+    # -- what was used ------------------------------------------------------------------------------------
+
+    def use(self, uses: Iterable[Use], late: Iterable[Use] = ()) -> None:
+        """By the word of slice 0's server."""
+        self._used += (fresh := list(uses))
+        self.leasing.used(fresh)
+        self._late += (back := list(late))
+        self.leasing.late(back)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is to be kept, and confirmed to servers."""
+        return bool(self._used or self._late)
+
+    def take_news(self) -> tuple[list[Use], list[Use], list[tuple[str, int, Epoch]]]:
+        """What is to be kept now, and confirmed when it is: used, late; and the epochs that are over by it."""
+        used, self._used = self._used, []
+        late, self._late = self._late, []
+        return used, late, self.leasing.forget_finished()
+
+    def put_back_news(self, used: Iterable[Use], late: Iterable[Use]) -> None:
+        """It could not be kept."""
+        self._used, self._late = [*used, *self._used], [*late, *self._late]
+
+    # -- uses that were lost ------------------------------------------------------------------------------
+
+    def uses_are_lost(self) -> None:
+        """Slice 0 came back from a worker's copy, without what was used: the workers that live are to say it.
+
+        To be kept together with the slice's return.
+        """
+        if self._membership.state.leases.epochs:
+            members = self._membership.state.members
+            self._membership.state.leases.unheard = {n: members[n].incarnation for n in self._membership.workers()}
+
+    def unheard(self) -> list[Identity]:
+        """Of which workers that is still to be heard."""
+        state = self._membership.state
+        lives = {(name, member.incarnation) for name, member in state.members.items()}
+        return [life for life in state.leases.unheard.items() if life in lives]
+
+    def heard(self, owner: Identity, uses: Iterable[Use], late: Iterable[Use]) -> None:
+        """A worker has said what it has used."""
+        self.use(uses, late)
+        if self._membership.state.leases.unheard.get(owner[0]) == owner[1]:
+            del self._membership.state.leases.unheard[owner[0]]
+
+    # -- the dead -----------------------------------------------------------------------------------------
+
+    def gone(self) -> dict[Identity, bool]:
+        """Who has leases and is a member no more, and fenced everywhere; whether it died."""
+        state = self._membership.state
+        found = {}
+        for epochs in state.leases.epochs.values():
+            for lease in (lease for epoch in epochs.values() for lease in epoch.leases.values()):
+                name, incarnation = lease.owner
+                member = state.members.get(name)
+                is_fencing = state.fencing.get(name, (0, ""))[0] >= incarnation
+                if (member is None or member.incarnation != incarnation) and not is_fencing:
+                    found[lease.owner] = name not in state.left
+        return found
+
+    def out(self, gone: dict[Identity, bool], waiting: Collection[Identity]) -> None:
+        """What of the dead counts is known, by the word of slice 0's server: the rest is to do again.
+
+        But not of those of which something is `waiting` there: it is applied with its round, or dropped when
+        primaries change before that; which of both is not known yet.
+        """
+        for owner, failed in gone.items():
+            if owner in waiting:
+                continue
+            asked = self.asking.get(owner[0])
+            if asked is not None and asked.owner == owner:  # a later life of it may ask already
+                del self.asking[owner[0]]
+            self.leasing.out(owner, failed=failed)

@@ -1,0 +1,120 @@
+"""The desk: what it answers and to whom; and that no late word, and no death, makes anything count twice."""
+
+from __future__ import annotations
+
+import msgspec
+
+from syncline.config import JobConfig
+from syncline.core.desk import Desk
+from syncline.core.handing import AskLease, GivenLease
+from syncline.core.leasing import Loader
+from syncline.core.membership import JobState, Membership
+from syncline.core.slices import Identity
+
+DATA = Loader(32, 4)
+ONE, TWO = ("worker-0", 1), ("worker-1", 2)
+
+
+def membership(policy: str = "async") -> Membership:
+    members = Membership(JobState(config=JobConfig(workers=2, servers=1, policy=policy)))
+    for role, name in (("worker", "worker-0"), ("worker", "worker-1"), ("server", "server-0")):
+        members.join(role, name, "here", None)
+    members.form()
+    return members
+
+
+def desk(policy: str = "async") -> Desk[str]:
+    made: Desk[str] = Desk(membership(policy))
+    for owner in (ONE, TWO):
+        made.leasing.open(owner, "a", 0, DATA, 2)
+    return made
+
+
+def ask(at: Desk[str], owner: Identity, request: str = "", **more: object) -> dict[str, GivenLease]:
+    at.ask(owner, msgspec.structs.replace(AskLease("a", 0, []), **more), request, 0.0)
+    return {asked.request: given for asked, given in at.answers()[0]}
+
+
+def take_all(at: Desk[str], owner: Identity) -> list[GivenLease]:
+    found: list[GivenLease] = []
+    while True:
+        given = ask(at, owner, "now", left=1, newest=found[-1].lease if found else 0)["now"]
+        if not given.lease:
+            return found
+        found.append(given)
+
+
+def test_a_question_that_comes_behind_a_later_one_is_none() -> None:
+    """It was said in a connection that broke, and was said again since: answered, it would take away what is held."""
+    here = desk()
+    first = ask(here, ONE, "first", number=1, newest=0)["first"]
+    second = ask(here, ONE, "second", number=2, newest=first.lease)["second"]
+    assert not ask(here, ONE, "first again", number=1, newest=0)
+    epoch = here.leasing.epoch("a", 0)
+    assert epoch is not None
+    assert all(epoch.leases[one.lease].is_told for one in (first, second)), "and the worker has both"
+    third = ask(here, ONE, "third", number=3, newest=second.lease)["third"]
+    assert third.lease not in (first.lease, second.lease)
+
+
+def test_the_question_of_a_new_life_stays_when_the_leases_of_the_old_one_go_back() -> None:
+    here = desk()
+    take_all(here, ONE)
+    again = ("worker-0", 9)
+    assert not ask(here, again, "again", waits=True)
+    here.out({ONE: True}, ())
+    assert "again" in {asked.request for asked, _ in here.answers()[0]}
+
+
+def test_leases_of_the_dead_stay_while_a_commit_of_theirs_waits_for_its_round() -> None:
+    """It may still be applied; or it is dropped when primaries change: only then is it known what is to do again."""
+    here = desk("sync")
+    leases = take_all(here, ONE)
+    here.out({ONE: True}, [ONE])
+    epoch = here.leasing.epoch("a", 0)
+    assert epoch is not None and len(epoch.of(ONE)) == len(leases)
+    here.out({ONE: True}, ())
+    assert not epoch.of(ONE)
+
+
+def test_what_was_given_back_is_given_back_also_to_the_next_coordinator() -> None:
+    """A coordinator dies before it has kept what a worker gave back, and the worker reads none of it any more."""
+    members = membership()
+    before: Desk[str] = Desk(members)
+    for owner in (ONE, TWO):
+        before.leasing.open(owner, "a", 0, DATA, 2)
+    leases = take_all(before, ONE)
+    kept = msgspec.msgpack.encode(members.state)
+    given = [(one.lease, 0) for one in leases]
+    before.leasing.gave_back(ONE, "a", 0, given)
+    after: Desk[str] = Desk(Membership(msgspec.msgpack.decode(kept, type=JobState)))
+    answer = ask(after, ONE, "more", newest=leases[-1].lease, given=given)["more"]
+    assert answer.lease and answer.lease not in {one.lease for one in leases}
+
+
+def test_who_could_not_be_asked_to_give_back_is_asked_again() -> None:
+    """The question, or its answer, was lost with a connection: nobody may wait for it for ever."""
+    here = desk()
+    take_all(here, ONE)
+    here.ask(TWO, AskLease("a", 0, [], waits=True), "two", 0.0)
+    assert [owner for owner, _ in here.answers()[1]] == [ONE]
+    assert not here.answers()[1], "it is asked once"
+    here.leasing.not_recalled(ONE, "a", 0)
+    assert [owner for owner, _ in here.answers()[1]] == [ONE]
+
+
+def test_workers_are_to_say_what_they_used_until_each_has_said_it() -> None:
+    """Slice 0 came back from a copy. A coordinator that dies meanwhile leaves that to the next."""
+    members = membership()
+    here: Desk[str] = Desk(members)
+    here.leasing.open(ONE, "a", 0, DATA, 2)
+    (one, *_) = take_all(here, ONE)
+    here.uses_are_lost()
+    assert here.unheard() == [ONE, TWO]
+    here.heard(ONE, [(one.lease, 0, 4)], [])
+    epoch = here.leasing.epoch("a", 0)
+    assert here.unheard() == [TWO] and epoch is not None and epoch.num_done == 4
+    after: Desk[str] = Desk(Membership(msgspec.msgpack.decode(msgspec.msgpack.encode(members.state), type=JobState)))
+    assert after.unheard() == [TWO]
+    members.evict("worker-1", "is dead")
+    assert not here.unheard()

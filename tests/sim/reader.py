@@ -1,0 +1,237 @@
+"""A worker's twin that loops over a loader: epoch after epoch, from the first one whenever it starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncline.client.leases import Uses
+from syncline.client.portion import Piece, Portion
+from syncline.core.handing import AskLease, GivenLease, LeaveEpoch
+from syncline.core.members import Member
+from syncline.core.rounds import LOOP
+
+from .handing import LOADER
+from .worker import Open, Worker
+from .world import Frame, Session
+
+if TYPE_CHECKING:
+    from .job import Job
+
+AGAIN_SECONDS = 0.25
+
+
+class Reader(Worker):
+    """Opens an epoch, reads what it is given, makes a step with every batch, rests when the epoch is over."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        super().__init__(job, name)
+        assert job.scenario.data is not None
+        self.data = job.scenario.data
+        self.place, self.phase = 0, "open"
+        self.uses, self.portion, self.piece = Uses(), Portion(self.data.batch), None
+        self.piece: Piece | None
+        self.is_finished, self.has_paused, self.enters_again = False, False, False
+        self.must_tell = False
+        self.level = 0  # of its wait: 0 none, 1 asked once more, 2 asked to be told when there is more
+        self.not_before = 0.0
+        self.told = (0, 0.0)
+        self.rests_from = 0
+        self.num_asked = 0
+        self.said: dict[str, tuple[Any, Session | None]] = {}
+
+    def what(self) -> str:
+        return f" {self.phase} level {self.level} left {self.portion.num_left} piece {self.piece}"
+
+    def is_said(self, life: str, kind: str, body: Any) -> bool:
+        """Questions about leases are said once in each connection."""
+        if kind not in ("open_epoch", "ask_lease", "leave_epoch"):
+            return False
+        session = self.world.sessions.get((self.life, life))
+        if session is not None and self not in session.heard and self.said.get(kind) == (body, session):
+            return True
+        self.said[kind] = (body, self.send(life, self.frame(kind, body)))
+        return True
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def take_roster(self, generation: int, members: list[Member], seats: dict[int, str]) -> None:
+        lives = {m.name: m.address.unix for m in members if m.address is not None}
+        if generation > self.generation and self.seats != {n: lives[name] for n, name in seats.items()}:
+            self.must_tell = self.has_paused  # servers that have come since do not know that it rests
+        super().take_roster(generation, members, seats)
+
+    def must_enter(self) -> bool:
+        return self.piece is not None
+
+    def _done_with(self, place: int) -> None: ...
+
+    def _go_on(self) -> None:
+        if self.is_computing:
+            return
+        if self.place >= len(self.script):
+            self._leave()
+        elif self.must_tell and self.has_paused and self.has_entered:
+            self._ask_all("rest", (self.rests_from, False))
+        else:
+            getattr(self, "_" + self.phase)()
+
+    def _ask_for(self, kind: str, body: Any) -> None:
+        if kind not in self.asks:
+            self.asks[kind] = body
+            self.ask()
+
+    def _open(self) -> None:
+        self._ask_for("open_epoch", (self.place, self.data))
+
+    def on_opened(self, session: Session, frame: Frame) -> None:
+        number, is_left = frame.body
+        if self.heed(session, frame) and "open_epoch" in self.asks and number == self.place:
+            del self.asks["open_epoch"]
+            self.portion, self.is_finished, self.level = Portion(self.data.batch), not is_left, 0
+            self.phase = "read"
+            self.pump()
+
+    def _read(self) -> None:
+        self._ask_ahead()
+        if self.piece is None:
+            self.piece = self.portion.cut()
+            if self.piece is not None and self.enters_again:
+                self.has_entered, self.enters_again = False, False
+            if self.piece is not None and not self.has_entered:
+                self.stretch, self.has_paused, self.must_tell = self.stretch // LOOP * LOOP, False, False
+                self.pump()
+                return
+        if self.piece is not None:
+            self._step(self.piece)
+        elif self.is_finished:
+            self.phase = "end"
+            self._end()
+        elif "ask_lease" not in self.asks:
+            self._wait()
+
+    def _step(self, piece: Piece) -> None:
+        if len(self.open) > self.job.scenario.window:
+            return
+        if self.needs_place and self.job.policy.kind == "bounded":
+            self._ask_all("place", ())
+            return
+        self.piece, self.has_paused = None, False
+        self.uses.read(piece)
+        positions = piece.span.positions(piece.begin, piece.end)
+        samples = tuple((self.place, int(position)) for position in positions)
+        self._open_step(tuple(self.uses.take()), samples, self.clock)
+
+    # -- asking -------------------------------------------------------------------------------------------
+
+    def _ask_ahead(self) -> None:
+        idle = self.level == 0 and not self.is_finished and "ask_lease" not in self.asks
+        if idle and self.world.now >= self.not_before and self.portion.is_low:
+            self._question(waits=False)
+
+    def _question(self, *, waits: bool) -> None:
+        self.num_asked += 1
+        before, self.told = self.told, (self.uses.samples, self.world.now)
+        given = [] if "given_once" in self.job.bugs else self.portion.given
+        message = AskLease(
+            LOADER, self.place, self.uses.held(self.portion.numbers), self.portion.num_left,
+            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, given, self.num_asked,
+        )  # fmt: skip
+        self._ask_for("ask_lease", (self.num_asked, message))
+
+    def _wait(self) -> None:
+        """Nothing is left here. When others have all the rest, no round is to wait for this worker meanwhile."""
+        if self.level == 0:
+            self.level = 1
+            self._question(waits=False)
+        elif self._has_rested(self.stretch):
+            self.level = 2
+            self._question(waits=True)
+
+    def on_given_lease(self, session: Session, frame: Frame) -> None:
+        number, given = frame.body
+        if not self.heed(session, frame) or self.asks.get("ask_lease", (0,))[0] != number:
+            return
+        del self.asks["ask_lease"]
+        assert isinstance(given, GivenLease)
+        if given.is_finished:
+            self.is_finished = True
+        elif given.lease:
+            self.portion.take(given)
+            self.level = 0
+        else:
+            self.not_before = self.world.now + AGAIN_SECONDS
+        self.pump()
+
+    def on_recall(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame):
+            is_here = self.phase == "read" and frame.body[0] == self.place
+            before = self.portion.given if "given_once" in self.job.bugs else []
+            given = self.portion.give_back(keeps_begun=False) if is_here else []
+            given = [one for one in given if one not in before]
+            self.reply(session, "gave_back", (*frame.body, given))
+
+    def on_ask_uses(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame):
+            self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late(), []))
+
+    def beat(self) -> Any:
+        return (self.uses.committed(), []) if "done_by_word" in self.job.bugs else ()
+
+    def step_answered(self, step: Open) -> None:
+        self.uses.answered(step.uses, is_late=step.is_late)
+
+    # -- rests --------------------------------------------------------------------------------------------
+
+    def _has_rested(self, stretch: int) -> bool:
+        """Whether it is in no more rounds up to this stretch; all servers are told, once until its next step."""
+        if self.open:
+            return False
+        if self.has_paused and self.stretch % LOOP > 0 and self.phase == "read":
+            return True
+        self.rests_from = stretch
+        if not self.has_entered:
+            self._are_told()
+            return True
+        self._ask_all("rest", (stretch, False))
+        return False
+
+    def _all_given(self, kind: str) -> None:
+        if kind == "place":
+            super()._all_given(kind)
+            return
+        self.given, self.asked = {}, {}
+        if self.must_tell:
+            self.must_tell = False
+        else:
+            self._are_told()
+        self.pump()
+
+    def _are_told(self) -> None:
+        self.stretch, self.needs_place, self.has_paused = self.rests_from + 1, True, True
+        if self.phase == "rest":
+            self.place, self.phase = self.place + 1, "open"
+            self.enters_again = False
+        else:
+            self.enters_again = self.has_entered and self.job.policy.stands_still
+
+    def _end(self) -> None:
+        """The loop is left."""
+        given = list(self.portion.leave([]).items())
+        if given:
+            self._ask_for("leave_epoch", LeaveEpoch(LOADER, self.place, given, [], self.portion.newest))
+            return
+        self._is_left()
+
+    def on_left_epoch(self, session: Session, frame: Frame) -> None:
+        if self.heed(session, frame) and "leave_epoch" in self.asks:
+            del self.asks["leave_epoch"]
+            self._is_left()
+
+    def _is_left(self) -> None:
+        self.uses.forget(self.portion.numbers)
+        self.phase = "rest"
+        self.pump()
+
+    def _rest(self) -> None:
+        if self._has_rested(self.stretch // LOOP * LOOP + LOOP - 1):
+            self.pump()
