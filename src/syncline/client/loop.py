@@ -77,7 +77,7 @@ class Loop:
         failed = kind is not None and issubclass(kind, Exception)
         with contextlib.suppress(SynclineError):  # the job may be over by now
             self._job.samples.close(self.reading, list(self._cut), passes_over=without_a_step, failed=failed)
-        if kind is None and without_a_step and self._taken:
+        if kind is None and without_a_step and self._taken and self._job.world_size > 1:
             self._job.notice(
                 "a loop over a DataLoader made no step: evaluate with torch.no_grad(), else the workers share the "
                 "samples, and wait for each other at the end"
