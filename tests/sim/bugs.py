@@ -7,7 +7,7 @@ at 0.
 from __future__ import annotations
 
 BUGS: dict[str, tuple[str, int]] = {
-    "skip_fence": ("an evicted worker is let out of the rounds, and its commits still count", 448),
+    "skip_fence": ("an evicted worker is let out of the rounds, and its commits still count", 547),
     "early_ack": ("the primary applies and answers before its backup has the update", 8),
     "clocks_apart": ("a seed brings parameters without their clocks", 3),
     "reuse_incarnation": ("a process that comes back gets the number that its name had before", 5),
