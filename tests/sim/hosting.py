@@ -87,8 +87,12 @@ class Host(SimMember):
     # -- workers ------------------------------------------------------------------------------------------
 
     def _is_welcome(self, session: Session, frame: Frame) -> bool:
-        request = frame.body[0]
-        if frame.generation != self.generation and "accept_stale_generation" not in self.job.bugs:
+        request, evicted = frame.body[0], self.rounds.standings.get(frame.name)
+        skips_fence = "skip_fence" in self.job.bugs and evicted is not None and evicted.left
+        if skips_fence and evicted is not None and evicted.incarnation == frame.incarnation:
+            evicted.left = evicted.fenced = False
+        takes_old = skips_fence or "accept_stale_generation" in self.job.bugs
+        if frame.generation != self.generation and not takes_old:
             self.reply(session, "refresh" if frame.generation < self.generation else "behind", (request,))
             return False
         if not self.opened:
@@ -149,8 +153,8 @@ class Host(SimMember):
             self._enqueue((((who, clock, (), False),),))
         self.waiting.setdefault((who, clock), []).append((session, request))
         first = self.hosted.get(0) if 0 in self.primaries() else None
-        is_known = first is not None and first.epoch and verdict.kind == "already applied"
-        if is_known and first.state.clocks.get(who, 0) >= clock:
+        is_copied = first is not None and first.epoch and verdict.kind == "already applied"
+        if first is not None and is_copied and first.state.clocks.get(who, 0) >= clock:
             first.state.used(item.uses)  # it came from a copy, without what was used
         self._take(verdict)
 

@@ -175,7 +175,8 @@ class Reader(Worker):
             self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late(), []))
 
     def beat(self) -> Any:
-        return (self.uses.committed(), []) if "done_by_word" in self.job.bugs else ()
+        committed = [use for step in self.open.values() for use in step.uses]
+        return (committed, []) if "done_by_word" in self.job.bugs else ()
 
     def step_answered(self, step: Open) -> None:
         self.uses.answered(step.uses, is_late=step.is_late)
@@ -212,7 +213,8 @@ class Reader(Worker):
             self.place, self.phase = self.place + 1, "open"
             self.enters_again = False
         else:
-            self.enters_again = self.has_entered and self.job.policy.stands_still
+            again = self.has_entered and "no_second_entry" not in self.job.bugs
+            self.enters_again = again and self.job.policy.stands_still
 
     def _end(self) -> None:
         """The loop is left."""

@@ -254,8 +254,9 @@ class Job:
         what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
             with self.exchange.waits.of(what):
-                look = self._while_waiting if isinstance(message, _FOR_OTHERS) else None
-                return self._link.call(message, self.config.wait_seconds, look)
+                look = self._while_resting if isinstance(message, Barrier | AskLease) else self._leave_if_retiring
+                waits = isinstance(message, _FOR_OTHERS)
+                return self._link.call(message, self.config.wait_seconds, look if waits else None)
         except WaitTimeout:
             seconds, why = self.config.wait_seconds, self._why()
             words = why if "has waited" in why else f"{what} has waited {seconds:g} s: {why}"
@@ -266,8 +267,8 @@ class Job:
         except ConnectionLost as error:
             raise self.explain(error) from None
 
-    def _while_waiting(self) -> None:
-        """For other workers: a server that has come meanwhile, and knows nobody, must not wait for this one."""
+    def _while_resting(self) -> None:
+        """A server that has come meanwhile, and knows nobody, must not wait for this one."""
         self._leave_if_retiring()
         self.exchange.follow()
 

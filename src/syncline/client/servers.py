@@ -75,9 +75,8 @@ class ServersExchange:
             self._placement, self._copies, stamp, stands_still=policy.stands_still, has_window=config.window > 0
         )
         self._part = TakingPart(
-            self._placement, link,
-            policy=policy, is_late=is_late, wait_seconds=config.wait_seconds,
-        )  # fmt: skip
+            self._placement, link, policy=policy, is_late=is_late, wait_seconds=config.wait_seconds
+        )
         self._rosters = hearing.rosters
         self._redo = self._part.redo = Redo(
             self._placement, self._rosters, stamp,
@@ -264,8 +263,7 @@ class ServersExchange:
             assert lane.answer is not None
             parts = lane.landing.versions if lane.landing is not None else None
             told[lane.server] = (hosted[lane.server], parts or lane.answer)
-        is_late = any(lane.answer.late for lane in ticket.lanes if lane.answer is not None)
-        self.num_late += is_late
+        self.num_late += (is_late := any(lane.answer.late for lane in ticket.lanes if lane.answer is not None))
         self.uses.answered(ticket.uses, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
@@ -379,8 +377,7 @@ class ServersExchange:
 
     def follow(self) -> None:
         """While this worker waits: servers that have come since are told whether it rests."""
-        if self._redo.roster is not self._rosters.newest:
-            self._again(self._redo.take_over)
+        self._again(lambda: None)
 
     def settle(self) -> None:
         """Waits for everything that is still open."""
