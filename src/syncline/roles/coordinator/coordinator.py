@@ -35,6 +35,7 @@ from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.message import Done, Message
 from syncline.core.registry import Registry
+from syncline.core.words import counted
 from syncline.errors import ConfigError, FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
@@ -329,9 +330,9 @@ class Coordinator:
         if count < 1:
             raise ConfigError(f"{count} {role}s: there must be at least one")
         if role == "server" and count < max(1, config.replicas):
-            raise ConfigError(f"{count} servers cannot have {config.replicas} replicas of each slice")
+            raise ConfigError(f"{counted(count, 'server')} cannot have {config.replicas} replicas of each slice")
         if role == "worker" and config.most_workers and count > config.most_workers:
-            raise ConfigError(f"{count} workers: the job was started with -w …:{config.most_workers}")
+            raise ConfigError(f"{counted(count, 'worker')}: the job was started with -w …:{config.most_workers}")
         self.membership.state.wanted[role] = count
         live = [name for name in self.membership.named(role) if name not in self.retiring]
         surplus = live[count:]
