@@ -63,9 +63,10 @@ class Joining:
             self._c.keep()
             late = member.name not in self._c.membership.state.entered
             answer = Joined(member.incarnation, member.since, self._c.membership.ordered(), self._c.config, late)
-        self._c.event(f"{member.name} (incarnation {member.incarnation}) has joined")
-        request.reply(answer)
-        self._c.changing.member_is_in(member)
+            self._c.event(f"{member.name} (incarnation {member.incarnation}) has joined")
+            self._c.changing.member_is_in(member)
+            request.reply(answer)  # before a change has anything to say to it
+        self.tell()
         self._c.pacing.tell()
 
     def _make_way(self, message: Join) -> None:

@@ -10,6 +10,7 @@ from syncline.core.control import AskCopies, GiveCopies, GivenCopies, Host
 from syncline.core.layout import Segment
 from syncline.core.message import Message
 from syncline.core.slices import Copy, Identity, freshest, num_revoked
+from syncline.core.words import counted
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def restore(coordinator: Coordinator, asking: Asking) -> None:
         names = ", ".join(sorted(set(chosen.values())))
         least = "at least " if _a_worker_is_gone(coordinator) else ""
         coordinator.event(
-            f"{len(with_values)} slices came back from the copy of {names}, with fresh rule state; "
-            f"{least}{revoked} acknowledged updates were revoked"
+            f"{counted(len(with_values), 'slice')} came back from the copy of {names}, with fresh rule state; "
+            f"{least}{counted(revoked, 'acknowledged update')} {'was' if revoked == 1 else 'were'} revoked"
         )
     with coordinator.lock:
         state = coordinator.membership.state
