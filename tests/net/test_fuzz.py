@@ -43,7 +43,7 @@ SEGMENT = arrange([Parameter("fc.weight", "float32", (10, 84)), Parameter("n", "
 SPECIAL: dict[object, object] = {
     Segment: SEGMENT,
     JobConfig: JobConfig(),
-    Span: Span(5, 13, 4, 2),
+    Span: Span(5, 11, 4, 2),
     Ranges: ((0, 3), (5, 6)),
     int: 5,
     float: 0.5,
