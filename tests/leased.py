@@ -214,7 +214,7 @@ class FakeJob:
         self.times.made_step(self.samples.uses.samples)
         self.desk.commit(self)
 
-    def rest(self) -> None:
+    def rest(self, *, leaves: bool = True) -> None:
         self.num_rests += 1
         self.desk.rest(self)
 

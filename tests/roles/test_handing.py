@@ -193,4 +193,4 @@ def test_with_one_replica_the_living_say_what_the_lost_server_knew(jobs: Any) ->
     job.kill(primary(job).name)
     until(lambda: bool(job["worker-0"].all(AskUses)), "it is asked")
     until(lambda: job.coordinator.handing.leasing.epoch("a", 0).num_done == len(one.span), "and believed")  # type: ignore[union-attr]
-    assert any("count as read" in line for line in job.log)
+    assert any("it counts as read" in line for line in job.log)

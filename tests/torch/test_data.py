@@ -252,7 +252,7 @@ def test_leaving_the_loop_early_gives_back_what_the_script_has_not_got(num_worke
     for _ in DataLoader(Numbers(40), 4, num_workers=num_workers, job=desk[0]):
         desk[0].step()
         break
-    assert not desk[0].num_rests
+    assert desk[0].num_rests == 1, "behind a loop all are level, also behind one that was left"
     assert flat(train(DataLoader(Numbers(40), 4, job=desk[1]), desk[1])) == list(range(4, 40))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import threading
 import time
@@ -208,3 +209,71 @@ def test_an_evaluation_of_the_chief_alone_with_gradients_on_stops_nobody(
         assert sorted(seen) == sorted([*range(9)] * 3)
         assert chief == other == [6, 6, 6]
         assert jobs[0].kv.pull()["counts"].tolist() == [3.0] * 24
+
+
+@pytest.mark.parametrize("how", ["break", "error", "break before the step"])
+@pytest.mark.parametrize("policy", ["sync", "bounded:2", "async", "sync:spare=1"])
+def test_one_that_leaves_a_loop_early_is_level_in_the_next(how: str, policy: str, tmp_path: pathlib.Path) -> None:
+    """What it has made no step with is passed over and told; what it has not got is others'."""
+    passed_over = 0 if how == "break" else 2
+
+    def work(job: Job) -> None:
+        job.kv.register({"counts": np.zeros(24)}, syncline.Rule("Add"), reduce="sum")
+        loader = DataLoader(Numbers(24), 2, job=job)
+        for epoch in range(3):
+            with contextlib.suppress(ZeroDivisionError):
+                for batch in loader:
+                    leaves = epoch == 0 and job.rank == 1
+                    if leaves and how == "error":
+                        raise ZeroDivisionError
+                    if leaves and how == "break before the step":
+                        break
+                    ones = np.zeros(24)
+                    ones[batch.numpy()] = 1
+                    job.kv.push_pull({"counts": ones}).wait()
+                    if leaves:
+                        break
+
+    with local_job(workers=2, policy=policy, folder=str(tmp_path), wait_seconds=30.0) as jobs:
+        jobs.run(work)
+        counts = jobs[0].kv.pull()["counts"]
+    assert counts.sum() == 3 * 24 - passed_over and set(counts) <= {2.0, 3.0}
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_a_quarantined_worker_reads_nothing_that_others_could(policy: str, tmp_path: pathlib.Path) -> None:
+    """Its pushes count for nothing: what it has read is passed over and said, the rest is read by the others."""
+
+    def work(job: Job) -> int:
+        job.kv.register({"counts": np.zeros(400)}, syncline.Rule("SGD", lr=1.0), reduce="sum")
+        mine = 0
+        for batch in DataLoader(Numbers(400), 2, job=job):
+            ones = np.zeros(400)
+            ones[batch.numpy()] = np.nan if job.rank == 1 else 1
+            job.kv.push_pull({"counts": ones}).wait()
+            mine += len(batch)
+            time.sleep(0.002)
+        return mine
+
+    with local_job(workers=2, policy=policy, folder=str(tmp_path), bad_pushes=3, wait_seconds=30.0) as jobs:
+        stop = threading.Event()
+        looking = threading.Thread(target=beat_for, args=(jobs, stop))
+        looking.start()
+        _, read = jobs.run(work)
+        stop.set()
+        looking.join()
+        counts = jobs[0].kv.pull()["counts"]
+        (epoch,) = jobs[0].stats().epochs or [None]
+        state = jobs._process.coordinator.handing.leasing.state
+        told = [e.num_passed_over for epochs in state.epochs.values() for e in epochs.values()]
+    assert (counts == -1).sum() == 400 - read and (counts == 0).sum() == read
+    assert read < 300 and (epoch is None or epoch.num_passed_over == read or sum(told) == read)
+
+
+def beat_for(jobs: Any, stop: threading.Event) -> None:
+    """What heartbeats do between processes."""
+    while not stop.wait(0.01):
+        coordinator = jobs._process.coordinator
+        for job in jobs:
+            with coordinator.lock:
+                coordinator.handing.beat(job.name, job._beat())

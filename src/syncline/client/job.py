@@ -172,6 +172,7 @@ class Job:
     def stepped(self) -> None:
         """A step was made: by a push, or locally between two of them."""
         self.own_step += 1
+        self.exchange.uses.stepped()
         self._hearing.pacing.slow_down(self._leave_if_retiring)
 
     @property
@@ -222,17 +223,20 @@ class Job:
             self.close()
             raise SystemExit(0)
 
-    def rest(self) -> None:
-        """Takes part in no round until the next push: this worker has finished its part, here an epoch of it."""
-        self._rest(is_pause=False)
+    def rest(self, *, leaves: bool = True) -> None:
+        """Takes part in no round until the next push: this worker has finished its part, here an epoch of it.
+
+        `leaves`: where it was asked to leave the job, here is a place for it."""
+        self._rest(is_pause=False, leaves=leaves)
 
     def pause(self) -> None:
         """Takes part in no round until the next push: this worker waits in the middle of an epoch, for samples that
         others have."""
         self._rest(is_pause=True)
 
-    def _rest(self, *, is_pause: bool) -> None:
-        self.leave_if_asked()
+    def _rest(self, *, is_pause: bool, leaves: bool = True) -> None:
+        if leaves:
+            self.leave_if_asked()
         for action in (*self._before_rest, *self._before_settle):
             action()
         self.exchange.rest(is_pause=is_pause)

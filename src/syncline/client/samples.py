@@ -36,6 +36,7 @@ class Samples:
 
     def __init__(self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses) -> None:
         self._asks, self.uses, self._times, self._worker = asks, uses, times, worker
+        self.rests_first = False  #: a loop was left by an error: behind it all are level again
         self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
@@ -75,6 +76,9 @@ class Samples:
     def open(self, loader: str, epoch: int, data: Loader) -> Reading:
         """This worker begins its loop over an epoch."""
         self.let_go()
+        if self.rests_first:
+            self.rests_first = False
+            self._worker.rest()
         reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, worker=self._worker)
         with self._lock:
             self._readings[loader, epoch] = reading
@@ -91,7 +95,7 @@ class Samples:
             return
         if failed and unread:
             self._failed.append((reading, unread[0]))
-        reading.leave(unread[1:] if failed else unread, passes_over=passes_over)
+        self.took(-reading.leave(unread[1:] if failed else unread, passes_over=passes_over))
 
     def let_go(self) -> None:
         """This worker goes on: what it could not read is for others to try."""
@@ -103,7 +107,7 @@ class Samples:
         """In the thread that hears the coordinator: what is not begun is others'."""
         with self._lock:
             reading = self._readings.get((recall.loader, recall.epoch))
-        return GaveBack(reading.give_back() if reading is not None else [])
+        return reading.give_back() if reading is not None else GaveBack([])
 
     def used(self) -> list[Use]:
         """What commits of this worker have used so far, of leases that it may still have."""

@@ -197,6 +197,7 @@ class ServersExchange:
 
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
         self.make_room()
+        given = push
         push = self.finite.admit(push, self.clock + 1, self.layout, self._placement.arenas.array, self.slot)
         for action in self._before_commit:
             action()
@@ -207,7 +208,7 @@ class ServersExchange:
                 self._part.come_back()
         before = self._open[-1] if self._open else None
         self._open.append(ticket := self._draft(push, sink))
-        ticket.uses = self.uses.take()
+        ticket.uses = self.uses.take(is_void=push is not given)
         self.clock = ticket.clock
         self._part.committed(ticket.stretch)
         try:

@@ -74,9 +74,10 @@ class Recall(Message, frozen=True):
 
 
 class GaveBack(Message, frozen=True):
-    """Leases, and the places from which on this worker reads none of them."""
+    """Leases, and the places from which on this worker reads none of them. `newest`: the last that it knows of."""
 
     leases: list[tuple[int, int]]
+    newest: int | None = None
 
 
 class LeaveEpoch(Message, frozen=True):

@@ -8,12 +8,13 @@ give back what they have not begun; an epoch ends for all when everything in it 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from syncline.core.ledger import Epoch, Lease
-from syncline.core.places import Places, merged
+from syncline.core.places import Places, merged, without
 from syncline.core.shares import deal_rounds, lease_samples, widths, worth_a_change
 from syncline.core.slices import Identity
 from syncline.core.spans import Span
@@ -21,6 +22,8 @@ from syncline.errors import ConfigError
 
 #: Positions that are kept free for each shard whose length nobody knows yet.
 SHARD_POSITIONS = 1 << 40
+#: What is more than this is no number of samples.
+MOST_SAMPLES, MOST_SHARDS = 1 << 62, 1 << 20
 #: How much a new measurement of a speed counts against those before it.
 _FRESH = 0.3
 
@@ -33,6 +36,13 @@ class Loader(msgspec.Struct, frozen=True, array_like=True):
     drop_last: bool = False
     is_auto: bool = False  # parts of a global batch follow the workers' speeds
     num_shards: int = 0  # instead of samples: how many there are in each shows when it is read
+
+    def check(self) -> None:
+        """Of numbers that make no sense the coordinator must not begin to count."""
+        if not (1 <= self.batch <= MOST_SAMPLES and 0 <= self.num_samples <= MOST_SAMPLES):
+            raise ConfigError(f"a loader over {self.num_samples} samples in batches of {self.batch}")
+        if not 0 <= self.num_shards <= MOST_SHARDS:
+            raise ConfigError(f"a loader over {self.num_shards} shards; at most {MOST_SHARDS}")
 
     def describe(self) -> str:
         what = f"{self.num_shards} shards" if self.num_shards else f"{self.num_samples} samples"
@@ -68,17 +78,20 @@ class Leasing:
         self.speeds: dict[str, float] = {}  # samples in a second of work
         self._widths: dict[tuple[str, int], dict[str, int]] = {}  # parts of a global batch, as last dealt out
         self._recalled: dict[Identity, set[tuple[str, int]]] = {}  # asked to give back, and not answered yet
-        self._dry: set[tuple[Identity, str, int]] = set()  # has nothing to give back until it gets more
+        #: Have nothing to give back until they get more; up to which lease that is known.
+        self._dry: dict[tuple[Identity, str, int], int] = {}
         self._held: dict[tuple[Identity, str, int], list[tuple[int, int, int]]] = {}  # read, waiting for a commit
         self._opened: set[tuple[Identity, str, int]] = set()
         self._gone: set[tuple[Identity, str, int]] = set()  # have left the loop over this epoch
         self._absent: set[tuple[Identity, str]] = set()  # did not come to an epoch of this loader that others read
+        self._quarantined: set[Identity] = set()
 
     # -- epochs -------------------------------------------------------------------------------------------
 
     def open(self, owner: Identity, name: str, number: int, loader: Loader, num_workers: int) -> bool:
         """Whether there is anything left in this epoch. A loader that is not as others have it is refused."""
         worker = owner[0]
+        loader.check()
         known = self.state.loaders.setdefault(name, loader)
         if known != loader:
             raise ConfigError(
@@ -97,8 +110,7 @@ class Leasing:
 
     def _begin(self, loader: Loader, num_workers: int) -> Epoch:
         if loader.num_shards:
-            shards = [Span(k * SHARD_POSITIONS, (k + 1) * SHARD_POSITIONS) for k in range(loader.num_shards)]
-            return Epoch(0, loader.batch, shards)
+            return Epoch(0, loader.batch, [Span(0, loader.num_shards * SHARD_POSITIONS)])
         wide = loader.batch * (num_workers if self._in_rounds else 1)
         size = loader.num_samples - (loader.num_samples % wide if loader.drop_last else 0)
         return Epoch(size, loader.batch, [Span(0, size)] if size else [])
@@ -135,6 +147,10 @@ class Leasing:
         `given`: leases that it has given back, from which place on."""
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
+        self._opened.add((owner, name, number))  # a coordinator that has come back did not hear of that
+        self._absent.discard((owner, name))
+        if newest is not None and newest > self._dry.get((owner, name, number), newest):
+            del self._dry[owner, name, number]  # a lease was on its way when it gave back
         if epoch is not None:
             self._give_back(epoch, owner, given)
         if epoch is None or self._is_through(name, number, epoch):
@@ -146,10 +162,11 @@ class Leasing:
             lease = self._hand_out(owner, name, number, epoch, taking_part)
         if lease is not None:
             lease.is_told = True
-            self._dry.discard((owner, name, number))
+            self._dry.pop((owner, name, number), None)
             self._held.pop((owner, name, number), None)
             return Answer(lease)
-        recall = self._whom_to_ask(owner, name, number, epoch) if is_idle else ()
+        is_barred = self._is_barred(owner, taking_part)
+        recall = self._whom_to_ask(owner, name, number, epoch) if is_idle and not is_barred else ()
         return Answer(recall=recall, is_coming=bool(epoch.todo) or self._is_recalling(name, number))
 
     def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
@@ -163,7 +180,10 @@ class Leasing:
 
     def _is_held(self, name: str, number: int, lease: Lease) -> bool:
         told = self._held.get((lease.owner, name, number), [])
-        return any(n == lease.number and begin <= lease.first_left and end >= lease.end for n, begin, end in told)
+        left: list[Places] = [(0, lease.end)]
+        for places in [*lease.done, *((begin, end) for n, begin, end in told if n == lease.number)]:
+            left = without(left, places)
+        return not left
 
     @staticmethod
     def _untold(epoch: Epoch, owner: Identity) -> Lease | None:
@@ -178,7 +198,7 @@ class Leasing:
     def _hand_out(
         self, owner: Identity, name: str, number: int, epoch: Epoch, taking_part: Sequence[Identity]
     ) -> Lease | None:
-        if not epoch.todo or self._is_recalling(name, number):
+        if not epoch.todo or self._is_recalling(name, number) or self._is_barred(owner, taking_part):
             return None
         first = self.state.next_lease
         if self.state.loaders[name].num_shards:
@@ -201,7 +221,19 @@ class Leasing:
         return self._untold(epoch, owner)
 
     def _is_elsewhere(self, owner: Identity, name: str, number: int) -> bool:
-        return (owner, name, number) in self._gone or (owner, name) in self._absent
+        return (owner, name, number) in self._gone or (owner, name) in self._absent or owner in self._quarantined
+
+    def _is_barred(self, owner: Identity, taking_part: Sequence[Identity]) -> bool:
+        """A quarantined worker gets nothing to read, while others are there who do."""
+        return owner in self._quarantined and any(one not in self._quarantined for one in taking_part)
+
+    def quarantine(self, owner: Identity) -> list[tuple[str, int]]:
+        """Nothing that this worker pushes counts any more: of which epochs it is to give back what it has."""
+        if owner in self._quarantined:
+            return []
+        self._quarantined.add(owner)
+        known = [(name, n, epoch) for name, epochs in self.state.epochs.items() for n, epoch in epochs.items()]
+        return [(name, n) for name, n, epoch in known if epoch.of(owner) and self._recall([owner], name, n)]
 
     def widths(self, name: str, workers: Sequence[str]) -> dict[str, int]:
         """Each worker's part of a global batch now."""
@@ -238,13 +270,23 @@ class Leasing:
     def _is_recalling(self, name: str, number: int) -> bool:
         return any((name, number) in asked for asked in self._recalled.values())
 
-    def gave_back(self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]]) -> int:
-        """A worker reads none of these leases from these places on: samples that are to do again by it."""
+    def gave_back(
+        self,
+        owner: Identity,
+        name: str,
+        number: int,
+        leases: Iterable[tuple[int, int]],
+        newest: int | None = None,
+    ) -> int:
+        """A worker reads none of these leases from these places on: samples that are to do again by it.
+
+        `newest`: the last lease it knew of; what is on its way to it is not given back."""
         self._recalled.get(owner, set()).discard((name, number))
-        self._dry.add((owner, name, number))
         epoch = self.epoch(name, number)
         if epoch is None:
             return 0
+        told = max((one.number for one in epoch.of(owner) if one.is_told), default=0)
+        self._dry[owner, name, number] = told if newest is None else newest
         untold = [(lease.number, 0) for lease in epoch.of(owner) if not lease.is_told]
         return self._give_back(epoch, owner, [*leases, *untold])
 
@@ -315,6 +357,7 @@ class Leasing:
         self._recalled.pop(owner, None)
         self._forget(lambda key: key[0] == owner)
         self._absent = {one for one in self._absent if one[0] != owner}
+        self._quarantined.discard(owner)
         self.speeds.pop(owner[0], None)
         found = 0
         for name, epochs in self.state.epochs.items():
@@ -328,9 +371,13 @@ class Leasing:
 
     def measured(self, worker: str, samples: int, seconds: float) -> None:
         """A worker has done so many samples in so much time of work."""
-        if samples > 0 and seconds > 0:
+        if samples > 0 and 0 < seconds < math.inf:
             speed, known = samples / seconds, self.speeds.get(worker, 0.0)
             self.speeds[worker] = known + _FRESH * (speed - known) if known else speed
+
+    @property
+    def is_any_through(self) -> bool:
+        return any(epoch.is_finished for epochs in self.state.epochs.values() for epoch in epochs.values())
 
     def forget_finished(self) -> list[tuple[str, int, Epoch]]:
         """Epochs of which nothing is open any more; they are out of what is kept."""
@@ -348,7 +395,8 @@ class Leasing:
 
     def _forget(self, matches: Callable[[tuple[Identity, str, int]], bool]) -> None:
         self._held = {key: told for key, told in self._held.items() if not matches(key)}
-        for known in (self._dry, self._opened, self._gone):
+        self._dry = {key: newest for key, newest in self._dry.items() if not matches(key)}
+        for known in (self._opened, self._gone):
             known.difference_update([key for key in known if matches(key)])
 
     def shares(self, name: str) -> Mapping[str, int]:

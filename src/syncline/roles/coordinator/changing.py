@@ -175,6 +175,8 @@ class Changing:
     def _hand_back(self) -> float:
         """Leases of those who are out and fenced go to others; slice 0's server says what of them counts."""
         with self._c.lock:
+            if self._deciding.is_urgent:
+                return 0.0  # slice 0 may have another primary, or none: first all servers must know of that
             gone, seat = self._c.handing.gone(), self._c.membership.state.seats.get(0)
         if gone:
             answers = self._ask_all({seat.primary: AskUses()}) if seat is not None and seat.primary else {}
