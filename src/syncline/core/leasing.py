@@ -167,7 +167,8 @@ class Leasing:
             return Answer(lease)
         is_barred = self._is_barred(owner, taking_part)
         recall = self._whom_to_ask(owner, name, number, epoch) if is_idle and not is_barred else ()
-        return Answer(recall=recall, is_coming=bool(epoch.todo) or self._is_recalling(name, number))
+        is_coming = not is_barred and (bool(epoch.todo) or self._is_recalling(name, number))
+        return Answer(recall=recall, is_coming=is_coming)
 
     def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
         """Whether all is done, but for what waits for the next commits of those who have read it."""
