@@ -81,6 +81,14 @@ def test_the_last_batch_may_be_left_out() -> None:
     assert len(list(batches(numbers(21), 4, drop_last=True))) == 5
 
 
+@pytest.mark.parametrize("in_job", [True, False])
+def test_the_last_batches_of_shards_cannot_be_left_out(in_job: bool) -> None:
+    """Nothing is dropped by a rule that holds in one place and not in the other: where shards end nobody knows."""
+    of_thread.job = alone() if in_job else None
+    with pytest.raises(ConfigError, match=r"drop_last cannot be given: where shards end .*leave it out"):
+        batches(shards(), 4, drop_last=True)
+
+
 def test_sources_of_different_length_are_refused_with_both_named() -> None:
     desk = Desk(2)
     of_thread.job = desk[0]

@@ -152,6 +152,8 @@ def test_what_shards_cannot_do_is_said() -> None:
 
     with pytest.raises(ConfigError, match="num_workers must be 0 for shards"):
         DataLoader(Files([3]), num_workers=1, job=alone())
+    with pytest.raises(ConfigError, match=r"drop_last cannot be given for shards: .*leave it out"):
+        DataLoader(Files([3]), drop_last=True, job=alone())
     with pytest.raises(ConfigError, match="no shards; check the path"):
         DataLoader(Files([]), job=alone())
     with pytest.raises(ConfigError, match=r"Fixed\.shards cannot be set.*plain attribute"):

@@ -17,6 +17,10 @@ from syncline.errors import ConfigError, DataError
 
 _STRETCH = 1 << 13  # positions whose order is worked out at once: by the batch, the calls alone would cost more
 _AT_ONCE_BYTES = 4 << 20  # for the same reason: as much as a processor's cache holds
+SHARDS_END = (
+    "where shards end shows when they are read; leave it out, and pass over small batches in the loop (`continue`), "
+    "or give data that has a length"
+)
 
 
 def read_batches(
@@ -73,7 +77,10 @@ def batches(
     name: str = "",
     alone: bool = False,
 ) -> Iterator[Batch]:
-    """One pass over a source; the last batch may be smaller. Of shards, `shuffle` mixes the order.
+    """One pass over a source; the last batch may be smaller (`drop_last` leaves it out).
+
+    Of shards, `shuffle` mixes the order; inside a job a batch does not cross them, so that each may end with a small
+    one, and `drop_last` is refused.
 
     Inside a job its workers share the pass: each sample goes to one of them, and counts with its next push, whoever
     dies, joins or is slow. The n-th call with a source is epoch n of the job, or `epoch` says which: one that the job
@@ -83,6 +90,8 @@ def batches(
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; a batch has at least one sample")
+    if drop_last and not isinstance(source, Source):
+        raise ConfigError(f"drop_last cannot be given: {SHARDS_END}")
     if alone or not has_current_job():
         return _all(source, batch_size, shuffle=shuffle, seed=seed, epoch=epoch or 0, drop_last=drop_last)
     job = current_job()

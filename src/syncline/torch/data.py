@@ -13,6 +13,7 @@ import torch.utils.data
 from syncline.client.job import current_job, has_current_job
 from syncline.client.loop import Loop, TakesSamples
 from syncline.core.splits import Share
+from syncline.data.batching import SHARDS_END
 from syncline.errors import ConfigError, DataError
 from syncline.torch.batches import Aim, Rows, data_of
 from syncline.torch.naming import Beginning, Collating, Named
@@ -80,6 +81,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 "DataLoader: num_workers must be 0 for shards: data processes read ahead, and how far a shard was "
                 "read could not be told; start more workers, or give a data set with __getitem__"
             )
+        if self._data.num_samples is None and drop_last:
+            raise ConfigError(f"DataLoader: drop_last cannot be given for shards: {SHARDS_END}")
         self._given_name = name
         self._named_in: weakref.ref[TakesSamples] | None = None
         self._next_epoch = self._num_evaluations = 0
