@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +73,55 @@ def test_each_call_with_a_source_is_its_next_epoch() -> None:
     assert train(job, one, epoch=1) == [], "the job has finished it"
     assert list(itertools.chain(*train(job, one, shuffle=True, epoch=7))) == order(20, 0, 7, 0, 20).tolist()
     assert set(job.desk.leasing.state.loaders) == {"loader-0", "loader-1"}
+
+
+def test_a_source_has_passes_of_its_own_under_each_name() -> None:
+    job, source = alone(), numbers(8)
+    first, second, third, fourth = (train(job, source, shuffle=True, name=name) for name in ("a", "b", "a", ""))
+    assert first == second == fourth != third and sorted(itertools.chain(*third)) == list(range(8))
+    assert set(job.desk.leasing.state.loaders) == {"a", "b", "loader-0"}
+
+
+def test_a_job_keeps_no_source_alive() -> None:
+    """One that is opened anew for every epoch would otherwise stay for the life of the job, with all it has read."""
+    job, refs = alone(), []
+    for _ in range(3):
+        source = numbers(8)
+        refs.append(weakref.ref(source))
+        train(job, source, shuffle=True)
+        del source
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+    (notice,) = set(job.noticed)
+    assert "opened anew begin with the same order again: open it once" in notice
+
+
+def test_two_sources_of_one_kind_are_no_source_that_was_opened_anew() -> None:
+    job, one, two = alone(), numbers(8), numbers(8)
+    for source in (one, two, one, two):
+        train(job, source, shuffle=True)
+    assert not job.noticed
+
+
+class Slotted:
+    """A source to which there is no weak reference."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self) -> None:
+        self._source = numbers(8)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_a_source_without_weak_references_is_known_again() -> None:
+    job, source = alone(), Slotted()
+    epochs = [list(itertools.chain(*train(job, source, shuffle=True))) for _ in range(2)]
+    assert epochs == [order(8, 0, epoch, 0, 8).tolist() for epoch in range(2)]
 
 
 def test_the_last_batch_may_be_left_out() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.client.job import current_job, has_current_job
+from syncline.client.passes import Passes
 from syncline.core.order import ChunkedOrder, Order
 from syncline.data.leased import leased_numbers, leased_shards
 from syncline.data.source import Batch, Sample, ShardSource, Source
@@ -21,6 +22,7 @@ SHARDS_END = (
     "where shards end shows when they are read; leave it out, and pass over small batches in the loop (`continue`), "
     "or give data that has a length"
 )
+_passes = Passes()  # of this process by itself: there is no job that could count them
 
 
 def read_batches(
@@ -86,16 +88,23 @@ def batches(
     dies, joins or is slow. The n-th call with a source is epoch n of the job, or `epoch` says which: one that the job
     has finished yields nothing, one that is under way what is left. Sources are told apart by the order in which they
     are first read, or by `name`. `alone`: this worker reads all of it by itself, for an evaluation; so does a process
-    without a job.
+    without a job, whose n-th call with a source is epoch n too.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; a batch has at least one sample")
     if drop_last and not isinstance(source, Source):
         raise ConfigError(f"drop_last cannot be given: {SHARDS_END}")
     if alone or not has_current_job():
-        return _all(source, batch_size, shuffle=shuffle, seed=seed, epoch=epoch or 0, drop_last=drop_last)
+        _, number = _passes.next(source, name, epoch)
+        return _all(source, batch_size, shuffle=shuffle, seed=seed, epoch=number, drop_last=drop_last)
     job = current_job()
-    name, number = job.samples.next_pass(source, name, epoch)
+    passes, kind = job.samples.passes, (source.describe(), batch_size, seed)
+    name, number = passes.next(source, name, epoch, kind=kind, named=job.samples.name_loader)
+    if shuffle and epoch is None and not number and passes.is_gone(kind):
+        job.notice(
+            "batches over a source that was opened anew begin with the same order again: open it once, before the "
+            "loop over the epochs, and every pass has an order of its own"
+        )
     if isinstance(source, Source):
         order = order_of(source, shuffle=shuffle, seed=seed, epoch=number)
         return leased_numbers(job, source, order, batch_size, name=name, epoch=number, drop_last=drop_last)
