@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import pathlib
 import struct
 
@@ -15,6 +14,7 @@ import syncline.data.datasets as datasets
 from syncline.data import ArraySource, Source
 from syncline.data.iris import SPECIES
 from syncline.errors import ConfigError, DataError
+from syncline.testing import local_job
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
 LABELS = np.array([3, 1, 4, 1, 5], dtype=np.uint8)
@@ -96,13 +96,17 @@ def test_mnist_is_believed_by_its_own_checksums(folder: pathlib.Path) -> None:
     assert "cvdf-datasets/mnist/train-images-idx3-ubyte.gz" in str(caught.value)
 
 
-def test_one_line_says_what_was_taken(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    np.save(tmp_path / "x.npy", np.zeros((4, 2)))
-    with caplog.at_level(logging.INFO, "syncline.data"):
-        syncline.data.open(tmp_path / "x.npy")
-    (line,) = [record.getMessage() for record in caplog.records]
+def test_one_line_says_what_was_taken(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To people who have configured nothing; in a job once, however often it is opened."""
     path = tmp_path / "x.npy"
-    assert line == f"{path}: taken as {path}, 4 samples: array 0 float64[2]"
+    np.save(path, np.zeros((4, 2)))
+    taken = f"{path}: taken as {path}, 4 samples: array 0 float64[2]"
+    syncline.data.open(path)
+    assert capsys.readouterr().err == f"syncline: {taken}\n"
+    with local_job(workers=2) as jobs:
+        jobs.run(lambda job: [syncline.data.open(path) for _ in range(2)])
+        lines = [line for line in capsys.readouterr().err.splitlines() if "taken as" in line]
+    assert lines == [f"syncline: worker-0: {taken}"]
 
 
 def test_a_name_that_says_nothing_needs_a_kind(tmp_path: pathlib.Path) -> None:

@@ -8,6 +8,7 @@ table, columns             rows of several files, chunk by chunk; Arrow's column
 files, extra               paths on this machine and elsewhere; packages that may be missing
 batching, leased           batches by position; inside a job, what this worker leases of them
 stacking                   samples put together
+saying                     what is told to people
 transform                  a function applied to each sample
 datasets, idx, iris        data sets with a name
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,11 +11,10 @@ from syncline.data.arrow import open_arrow, open_parquet
 from syncline.data.datasets import fashion_mnist, mnist
 from syncline.data.files import Files, found
 from syncline.data.iris import iris
+from syncline.data.saying import say
 from syncline.data.source import ShardSource, Source
 from syncline.data.tar import TarSource
 from syncline.errors import ConfigError
-
-_log = logging.getLogger("syncline.data")
 
 _SUFFIXES = {
     "parquet": (".parquet", ".pq"),
@@ -51,7 +49,7 @@ def open_source(
                 f"{text}: split= is for {' and '.join(_IMAGE_SETS)}; give the path of the split's files"
             )
         source = _from_files(text, columns, kind, storage_options)
-    _log.info("%s: taken as %s", text, source.describe())
+    say(f"{text}: taken as {source.describe()}")
     return source
 
 
