@@ -91,6 +91,13 @@ def test_rows_come_in_the_order_asked_for(folder: pathlib.Path, asked: list[int]
     assert batch["pair"].shape == (len(asked), 2) and np.array_equal(batch["pair"][:, 0], samples)
 
 
+def test_a_read_does_not_go_through_all_chunks(source: TableSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set may have a hundred thousand row groups; where each begins is known since it was opened."""
+    monkeypatch.setattr(source, "_sizes", None)
+    assert source.read(np.array([130, 131]))["x"].tolist() == [130, 131]
+    assert source.read(np.array([5, 900]))["x"].tolist() == [5, 900]
+
+
 def test_a_batch_is_the_callers_own(source: TableSource) -> None:
     for samples in (np.arange(5), np.array([4, 1]), np.array([0, 900])):
         batch = source.read(samples)

@@ -53,7 +53,9 @@ class TableSource:
         self._columns = _common_columns(files, columns)
         self._chunks = [(file, index) for file in files for index in range(len(file.chunk_sizes))]
         self._sizes = tuple(itertools.chain.from_iterable(file.chunk_sizes for file in files))
-        self._stops = np.cumsum(np.asarray(self._sizes, dtype=np.int64))
+        sizes = np.asarray(self._sizes, dtype=np.int64)
+        self._stops = np.cumsum(sizes)
+        self._starts = self._stops - sizes
         self._decoded: collections.OrderedDict[int, _Decoded] = collections.OrderedDict()
         self._lock = threading.Lock()  # of the kept chunks: several threads may read
         if len(self) == 0:
@@ -107,7 +109,7 @@ class TableSource:
 
     def _pieces(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Any, int, _Rows]]:
         """For each chunk that is needed: the samples' places in the batch, the chunk, their rows in it."""
-        starts = self._stops - self._sizes
+        starts = self._starts
         least, most = (samples.min(), samples.max()) if samples.size else (0, 0)
         first, last = np.searchsorted(self._stops, [least, most], side="right").tolist()
         if first == last:
