@@ -103,6 +103,19 @@ def test_batches_that_were_read_together_share_no_memory() -> None:
 def test_a_batch_has_at_least_one_sample() -> None:
     with pytest.raises(ConfigError, match="batch_size is 0; a batch has at least one sample"):
         batches(ArraySource(np.arange(3)), 0)
+    for wrong in ("4", 2.0, None, True):
+        with pytest.raises(ConfigError, match="it is a whole number, the samples of a batch"):
+            batches(ArraySource(np.arange(3)), wrong)  # type: ignore[arg-type]
+    assert len(list(batches(ArraySource(np.arange(3)), np.int64(2)))) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [np.arange(3), (np.arange(3), np.arange(3)), [1, 2], "data/*.parquet"])
+def test_what_is_no_source_is_told_how_to_become_one(wrong: Any) -> None:
+    kind = type(wrong).__name__
+    with pytest.raises(
+        ConfigError, match=rf"{kind} is none; give syncline\.data\.ArraySource.*open\(path\) for files"
+    ):
+        batches(wrong, 2)
 
 
 def rate(read: Callable[[], int]) -> float:

@@ -44,6 +44,10 @@ def test_iris_is_the_table_that_fisher_printed() -> None:
     assert source.describe().startswith("iris, 150 samples: sepal_length float64[]")
     with pytest.raises(ConfigError, match="iris has no splits"):
         syncline.data.open("iris", split="test")
+    with pytest.raises(ConfigError, match="iris: storage_options are for remote paths; leave them out for iris"):
+        syncline.data.open("iris", storage_options={"anon": True})
+    with pytest.raises(ConfigError, match=r"columns= is a list of names; say columns=\['species'\]"):
+        syncline.data.open("iris", columns="species")
 
 
 @pytest.fixture

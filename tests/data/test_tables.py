@@ -191,6 +191,32 @@ def test_damage_inside_a_row_group_is_named_when_it_is_read(tmp_path: pathlib.Pa
         source.read(np.array([0]))
 
 
+def test_an_arrow_stream_is_called_one(tmp_path: pathlib.Path) -> None:
+    rows = arrow.table({"x": [1, 2]})
+    with arrow.OSFile(str(tmp_path / "s.arrow"), "wb") as file, arrow.ipc.new_stream(file, rows.schema) as stream:
+        stream.write(rows)
+    with pytest.raises(
+        DataError, match=r"s\.arrow: an Arrow stream, .*write it as a file, with pyarrow\.ipc\.new_file"
+    ):
+        syncline.data.open(tmp_path / "s.arrow")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_an_error_where_they_are_read(tmp_path: pathlib.Path, suffix: str) -> None:
+    rows = arrow.Table.from_arrays([[1, 2], [3, 4], [5, 6]], names=["a", "a", "b"])
+    path = tmp_path / f"d.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(rows, path)
+    else:
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_file(file, rows.schema) as written:
+            written.write(rows)
+    for columns in (None, ["a", "b"]):
+        with pytest.raises(DataError, match=rf"d\.{suffix}: there are several columns 'a'; .*columns="):
+            syncline.data.open(path, columns=columns)
+    source = syncline.data.open(path, columns=["b"])
+    assert isinstance(source, TableSource) and source.read(np.array([1, 0]))["b"].tolist() == [6, 5]
+
+
 def test_an_empty_table_is_an_error(tmp_path: pathlib.Path) -> None:
     parquet.write_table(arrow.table({"x": arrow.array([], arrow.int64())}), tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty\.parquet: no row in 1 Parquet file; write some"):

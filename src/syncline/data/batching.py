@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -90,8 +91,7 @@ def batches(
     are first read, or by `name`. `alone`: this worker reads all of it by itself, for an evaluation; so does a process
     without a job, whose n-th call with a source is epoch n too.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; a batch has at least one sample")
+    batch_size = _checked(source, batch_size)
     if drop_last and not isinstance(source, Source):
         raise ConfigError(f"drop_last cannot be given: {SHARDS_END}")
     if alone or not has_current_job():
@@ -110,6 +110,20 @@ def batches(
         return leased_numbers(job, source, order, batch_size, name=name, epoch=number, drop_last=drop_last)
     shards = Order(len(source.shards), seed, number, shuffle)
     return leased_shards(job, source, shards, batch_size, name=name, epoch=number)
+
+
+def _checked(source: object, batch_size: object) -> int:
+    """The size of a batch, if this can be read in batches at all."""
+    if not isinstance(source, Source | ShardSource):
+        raise ConfigError(
+            f"batches are read from a source, and {type(source).__name__} is none; give syncline.data.ArraySource(…) "
+            "for arrays, IterableSource(…) for what can be iterated over, open(path) for files"
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral):
+        raise ConfigError(f"batch_size is {batch_size!r}; it is a whole number, the samples of a batch")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; a batch has at least one sample")
+    return int(batch_size)
 
 
 def _all(

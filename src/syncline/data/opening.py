@@ -41,7 +41,11 @@ def open_source(
     "numpy" or "tar". `columns` chooses columns or fields; `storage_options` go to the driver of a remote path.
     """
     text = os.fspath(path_or_name)
+    if isinstance(columns, str):
+        raise ConfigError(f"{text}: columns= is a list of names; say columns=[{columns!r}] for this one")
     if kind is None and isinstance(path_or_name, str) and (text == "iris" or text in _IMAGE_SETS):
+        if storage_options:
+            raise ConfigError(f"{text}: storage_options are for remote paths; leave them out for {text}")
         source: Source | ShardSource = _named(text, columns, split)
     else:
         if split is not None:

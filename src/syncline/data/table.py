@@ -26,6 +26,7 @@ class TableFile(Protocol):
 
     path: str
     types: dict[str, Any]  #: column -> Arrow's type
+    doubled: frozenset[str]  #: names that several columns have: none of them can be asked for
     chunk_sizes: Sequence[int]
 
     def read_chunk(self, index: int, columns: list[str]) -> Iterator[Any]: ...
@@ -166,6 +167,12 @@ def _common_columns(files: Sequence[TableFile], columns: Sequence[str] | None) -
     for name in wanted:
         if name not in first.types:
             raise ConfigError(f"{first.path}: there is no column '{name}'; there are {', '.join(first.types)}")
+    for file in files:
+        if both := file.doubled.intersection(wanted):
+            raise DataError(
+                f"{file.path}: there are several columns '{min(both)}'; write it with names of their own, or choose "
+                "others with columns="
+            )
     for file in files[1:]:
         others = [name for name in file.types if name not in first.types] if columns is None else []
         for name in (*wanted, *others):

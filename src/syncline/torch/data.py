@@ -15,7 +15,7 @@ from syncline.client.loop import Loop, TakesSamples
 from syncline.core.splits import Share
 from syncline.data.batching import SHARDS_END
 from syncline.errors import ConfigError, DataError
-from syncline.torch.batches import Aim, Rows, data_of
+from syncline.torch.batches import Aim, Rows, data_of, tensors
 from syncline.torch.naming import Beginning, Collating, Named
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -93,7 +93,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._data.dataset,
             batch_sampler=self._aim,
             num_workers=num_workers,
-            collate_fn=collate_fn or (torch.utils.data.default_convert if is_rows else None),
+            collate_fn=collate_fn or (tensors if is_rows else None),
             pin_memory=pin_memory,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
@@ -122,7 +122,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _num_samples(self) -> int:
         if self._data.num_samples is None:
-            raise TypeError("DataLoader: how many samples there are in shards shows when they are read")
+            raise TypeError(
+                "DataLoader: how many samples there are in shards shows when they are read; count steps as they "
+                "come, and make schedules by job.step or by time"
+            )
         return self._data.num_samples
 
     def __iter__(self) -> Iterator[_T_co]:  # type: ignore[override]  # torch promises its private class
