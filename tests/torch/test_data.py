@@ -297,6 +297,23 @@ def test_loaders_are_known_by_their_order_or_by_name() -> None:
         DataLoader(Numbers(4), 2, job=job, name="labelled")
 
 
+def test_loaders_made_before_the_job_are_known_by_the_order_in_which_they_were_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers may read them in different order (a chief that evaluates first); one that is gone was counted too."""
+    monkeypatch.setattr(syncline.torch.data, "_made_before", [])
+    first, second = DataLoader(Numbers(4), 2), DataLoader(Numbers(6), 2)
+    DataLoader(Numbers(5), 2)
+    third, named = DataLoader(Numbers(8), 2), DataLoader(Numbers(9), 2, name="named")
+    job = alone()
+    monkeypatch.setattr(syncline.torch.data, "current_job", lambda: job)
+    monkeypatch.setattr(syncline.torch.data, "has_current_job", lambda: True)
+    for loader in (DataLoader(Numbers(10), 2), third, named, second, first):
+        train(loader, job)
+    lengths = {name: loader.num_samples for name, loader in job.desk.leasing.state.loaders.items()}
+    assert lengths == {"loader-0": 4, "loader-1": 6, "loader-3": 8, "loader-4": 10, "named": 9}
+
+
 def test_data_of_different_length_is_refused_with_both_named() -> None:
     desk = Desk(2)
     iter(DataLoader(Numbers(8), 2, job=desk[0]))

@@ -19,6 +19,8 @@ from syncline.torch.batches import Aim, Rows, data_of, tensors
 from syncline.torch.naming import Beginning, Collating, Named
 
 _T_co = TypeVar("_T_co", covariant=True)
+#: Loaders without a name of their own that were made before init(), in this order: who is used first names them all.
+_made_before: list[weakref.ref[DataLoader[Any]]] = []
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -104,7 +106,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
         )
         if job is not None or has_current_job():
-            self._name_in(self._current_job())  # else when it is first used: it may be made before init()
+            self._name_in(self._current_job())
+        elif not name:
+            _made_before.append(weakref.ref(self))
         # With a batch sampler torch blanks these two, then guards them; scripts read them, so put them back.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
 
@@ -204,10 +208,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _name_in(self, job: TakesSamples) -> str:
         """Its name in this job, and its first epoch there: a process may have one job after the other."""
+        if self._job is None:
+            while _made_before:
+                loader = _made_before.pop(0)()
+                if loader is None:
+                    job.samples.name_loader("")  # it is gone, and was counted
+                else:
+                    loader._take_name_in(job)
         if self._named_in is None or self._named_in() is not job:
-            self._named_in, self._next_epoch = weakref.ref(job), 0
-            self._name = job.samples.name_loader(self._given_name)
+            self._take_name_in(job)
         return self._name
+
+    def _take_name_in(self, job: TakesSamples) -> None:
+        self._named_in, self._next_epoch = weakref.ref(job), 0
+        self._name = job.samples.name_loader(self._given_name)
 
     def _share(self, job: TakesSamples, num_samples: int) -> Share:
         """By the rank and the number of workers that hold now: for an evaluation, when it begins."""
