@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from tests.leased import Desk, FakeJob, alone
 
+from syncline.core.leasing import SHARD_POSITIONS
 from syncline.core.order import order
-from syncline.data import ArraySource, IterableSource, batches
+from syncline.data import ArraySource, IterableSource, batches, samples_at
 from syncline.data import batching as module
 from syncline.errors import ConfigError
 
@@ -122,6 +123,22 @@ def test_a_source_without_weak_references_is_known_again() -> None:
     job, source = alone(), Slotted()
     epochs = [list(itertools.chain(*train(job, source, shuffle=True))) for _ in range(2)]
     assert epochs == [order(8, 0, epoch, 0, 8).tolist() for epoch in range(2)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_positions_of_the_log_are_samples_again(shuffle: bool) -> None:
+    """What was set aside is named by its positions: the samples that a worker reads there."""
+    job, source, options = alone(), numbers(20), {"shuffle": shuffle, "seed": 3}
+    train(job, source, **options)
+    read = list(itertools.chain(*train(job, source, **options)))
+    assert samples_at(source, 5, 8, epoch=1, **options) == [f"sample {n} (arrays, element {n})" for n in read[5:9]]
+    assert samples_at(range(20), 5, 8, epoch=1, **options) == [f"sample {n}" for n in read[5:9]]
+    parts = shards()
+    found = [n for batch in train(job, parts, **options) for n in batch]
+    for place in range(4):
+        first = place * SHARD_POSITIONS
+        told = [f"sample {n % 100} of {n // 100}" for n in found[6 * place : 6 * place + 6]]
+        assert samples_at(parts, first, first + 5, **options) == told
 
 
 def test_the_last_batch_may_be_left_out() -> None:
