@@ -210,6 +210,13 @@ def test_a_worker_that_never_comes_to_the_epoch_stops_nobody_for_ever() -> None:
     assert leasing.ask(A, "a", 0, [A, B]).lease is not None
 
 
+@pytest.mark.parametrize(
+    "other", [Loader(12, 4, drop_last=True), Loader(12, 4, is_auto=True), Loader(0, 4, num_shards=12)]
+)
+def test_loaders_that_differ_read_differently(other: Loader) -> None:
+    assert other.describe() != Loader(12, 4).describe()
+
+
 def test_loaders_that_differ_are_refused_with_both_named() -> None:
     leasing = Leasing(LeaseState(), in_rounds=True)
     leasing.open(A, "a", 0, Loader(16, 4), 2)

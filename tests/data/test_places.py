@@ -6,7 +6,6 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
-import logging
 import pathlib
 import tarfile
 from collections.abc import Callable, Iterator
@@ -105,13 +104,12 @@ def without_keys(source: Source | ShardSource) -> Source | ShardSource:
 
 
 @pytest.mark.parametrize("suffix", KINDS)
-def test_every_kind_is_read_from_every_place(place: Place, suffix: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_kind_is_read_from_every_place(place: Place, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     content, described = KINDS[suffix]
     place.write(f"set.{suffix}", content)
-    with caplog.at_level(logging.INFO, "syncline.data"):
-        source = place.open(f"set.{suffix}")
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "syncline.data"]
-    assert line.startswith(f"{place.url}/set.{suffix}: taken as ") and line.endswith(described)
+    source = place.open(f"set.{suffix}")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "taken as" in line]
+    assert line.startswith(f"syncline: {place.url}/set.{suffix}: taken as ") and line.endswith(described)
     assert values(source) == X.tolist() and values(place.open(f"*.{suffix}")) == X.tolist()
     assert sorted(values(source, shuffle=True, seed=1)) == X.tolist()
 

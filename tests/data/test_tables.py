@@ -91,6 +91,13 @@ def test_rows_come_in_the_order_asked_for(folder: pathlib.Path, asked: list[int]
     assert batch["pair"].shape == (len(asked), 2) and np.array_equal(batch["pair"][:, 0], samples)
 
 
+def test_a_read_does_not_go_through_all_chunks(source: TableSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set may have a hundred thousand row groups; where each begins is known since it was opened."""
+    monkeypatch.setattr(source, "_sizes", None)
+    assert source.read(np.array([130, 131]))["x"].tolist() == [130, 131]
+    assert source.read(np.array([5, 900]))["x"].tolist() == [5, 900]
+
+
 def test_a_batch_is_the_callers_own(source: TableSource) -> None:
     for samples in (np.arange(5), np.array([4, 1]), np.array([0, 900])):
         batch = source.read(samples)
@@ -182,6 +189,32 @@ def test_damage_inside_a_row_group_is_named_when_it_is_read(tmp_path: pathlib.Pa
     assert isinstance(source, TableSource)
     with pytest.raises(DataError, match=r"damaged\.parquet: "):
         source.read(np.array([0]))
+
+
+def test_an_arrow_stream_is_called_one(tmp_path: pathlib.Path) -> None:
+    rows = arrow.table({"x": [1, 2]})
+    with arrow.OSFile(str(tmp_path / "s.arrow"), "wb") as file, arrow.ipc.new_stream(file, rows.schema) as stream:
+        stream.write(rows)
+    with pytest.raises(
+        DataError, match=r"s\.arrow: an Arrow stream, .*write it as a file, with pyarrow\.ipc\.new_file"
+    ):
+        syncline.data.open(tmp_path / "s.arrow")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_an_error_where_they_are_read(tmp_path: pathlib.Path, suffix: str) -> None:
+    rows = arrow.Table.from_arrays([[1, 2], [3, 4], [5, 6]], names=["a", "a", "b"])
+    path = tmp_path / f"d.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(rows, path)
+    else:
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_file(file, rows.schema) as written:
+            written.write(rows)
+    for columns in (None, ["a", "b"]):
+        with pytest.raises(DataError, match=rf"d\.{suffix}: there are several columns 'a'; .*columns="):
+            syncline.data.open(path, columns=columns)
+    source = syncline.data.open(path, columns=["b"])
+    assert isinstance(source, TableSource) and source.read(np.array([1, 0]))["b"].tolist() == [6, 5]
 
 
 def test_an_empty_table_is_an_error(tmp_path: pathlib.Path) -> None:

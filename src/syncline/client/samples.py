@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
 
 from syncline.client.leases import Asks, Pauses, Reading, Uses
+from syncline.client.passes import Passes
 from syncline.client.portion import Piece
 from syncline.client.times import StepClock
 from syncline.core.handing import GaveBack, Recall, Use
@@ -22,13 +22,6 @@ class CoordinatorAsks:
 
     def __init__(self, ask: Callable[[Message], Message], link: Link) -> None:
         self.ask, self.try_ask = ask, link.try_call
-
-
-@dataclasses.dataclass
-class _Passes:
-    source: object  # which lives as long as its id is in use
-    name: str
-    num_begun: int = 0
 
 
 class Samples:
@@ -47,7 +40,7 @@ class Samples:
         self._failed: list[tuple[Reading, Piece]] = []  # batches that could not be read
         self._names: set[str] = set()
         self._begun: set[object] = set()
-        self._passes: dict[int, _Passes] = {}  # by the id of what is read
+        self.passes = Passes()  #: over sources that are read by themselves, without a loader
 
     def name_loader(self, name: str) -> str:
         """The name that a loader has in all workers: its own, or its number in the order in which they are made."""
@@ -63,15 +56,6 @@ class Samples:
         known = kind in self._begun
         self._begun.add(kind)
         return known
-
-    def next_pass(self, source: object, name: str, epoch: int | None) -> tuple[str, int]:
-        """The name of what reads a source by itself, without a loader, and which pass of it this is."""
-        known = self._passes.get(id(source))
-        if known is None or (name and name != known.name):
-            known = self._passes[id(source)] = _Passes(source, self.name_loader(name))
-        number = known.num_begun if epoch is None else epoch
-        known.num_begun = number + 1
-        return known.name, number
 
     def open(self, loader: str, epoch: int, data: Loader) -> Reading:
         """This worker begins its loop over an epoch."""

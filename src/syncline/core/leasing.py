@@ -46,7 +46,8 @@ class Loader(msgspec.Struct, frozen=True, array_like=True):
 
     def describe(self) -> str:
         what = f"{self.num_shards} shards" if self.num_shards else f"{self.num_samples} samples"
-        return f"{what} in batches of {self.batch}"
+        last = ", the last left out (drop_last=True)" if self.drop_last else ""
+        return f"{what} in batches of {self.batch}{last}" + (', batch="auto"' if self.is_auto else "")
 
 
 class LeaseState(msgspec.Struct):

@@ -1,9 +1,10 @@
 """Arrow columns as NumPy arrays.
 
-Numbers, booleans, dates and times become the array of their type, without a copy where Arrow allows it. Lists of
-one fixed length become a 2-D array (lists of such lists: one dimension more). Strings and bytes become object
-arrays of `str` and `bytes`: rows of unequal length have no fixed width, and cutting or padding them would change
-them. A missing value is NaN among floats and None among strings; elsewhere it is an error.
+Numbers, booleans, dates, timestamps and durations become the array of their type, without a copy where Arrow allows
+it. Times of day (time32, time64), for which NumPy has no type, become object arrays of `datetime.time`. Lists of one
+fixed length become a 2-D array (lists of such lists: one dimension more). Strings and bytes become object arrays of
+`str` and `bytes`: rows of unequal length have no fixed width, and cutting or padding them would change them. A
+missing value is NaN among floats and None among strings; elsewhere it is an error.
 """
 
 from __future__ import annotations

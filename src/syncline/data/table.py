@@ -26,6 +26,7 @@ class TableFile(Protocol):
 
     path: str
     types: dict[str, Any]  #: column -> Arrow's type
+    doubled: frozenset[str]  #: names that several columns have: none of them can be asked for
     chunk_sizes: Sequence[int]
 
     def read_chunk(self, index: int, columns: list[str]) -> Iterator[Any]: ...
@@ -53,7 +54,9 @@ class TableSource:
         self._columns = _common_columns(files, columns)
         self._chunks = [(file, index) for file in files for index in range(len(file.chunk_sizes))]
         self._sizes = tuple(itertools.chain.from_iterable(file.chunk_sizes for file in files))
-        self._stops = np.cumsum(np.asarray(self._sizes, dtype=np.int64))
+        sizes = np.asarray(self._sizes, dtype=np.int64)
+        self._stops = np.cumsum(sizes)
+        self._starts = self._stops - sizes
         self._decoded: collections.OrderedDict[int, _Decoded] = collections.OrderedDict()
         self._lock = threading.Lock()  # of the kept chunks: several threads may read
         if len(self) == 0:
@@ -107,7 +110,7 @@ class TableSource:
 
     def _pieces(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Any, int, _Rows]]:
         """For each chunk that is needed: the samples' places in the batch, the chunk, their rows in it."""
-        starts = self._stops - self._sizes
+        starts = self._starts
         least, most = (samples.min(), samples.max()) if samples.size else (0, 0)
         first, last = np.searchsorted(self._stops, [least, most], side="right").tolist()
         if first == last:
@@ -164,6 +167,12 @@ def _common_columns(files: Sequence[TableFile], columns: Sequence[str] | None) -
     for name in wanted:
         if name not in first.types:
             raise ConfigError(f"{first.path}: there is no column '{name}'; there are {', '.join(first.types)}")
+    for file in files:
+        if both := file.doubled.intersection(wanted):
+            raise DataError(
+                f"{file.path}: there are several columns '{min(both)}'; write it with names of their own, or choose "
+                "others with columns="
+            )
     for file in files[1:]:
         others = [name for name in file.types if name not in first.types] if columns is None else []
         for name in (*wanted, *others):

@@ -19,7 +19,7 @@ from syncline.core.order import ChunkedOrder, Order
 from syncline.core.splits import Share
 from syncline.data.batching import order_of
 from syncline.data.source import Batch, ShardSource, Source
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, DataError
 from syncline.torch.naming import Read
 
 
@@ -116,6 +116,21 @@ class Rows(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         return self.source.read(np.array(indices, dtype=np.int64))
+
+
+def tensors(batch: Any) -> Any:
+    """A batch of a source as torch takes it; texts and other objects stay as they are."""
+    try:
+        return torch.utils.data.default_convert(batch)
+    except TypeError as error:
+        named = batch if isinstance(batch, dict) else {f"array {number}": each for number, each in enumerate(batch)}
+        for name, values in named.items():
+            if values.dtype.kind in "mMV":
+                raise DataError(
+                    f"DataLoader: '{name}' is {values.dtype}, of which torch has no tensors; leave it out with "
+                    "columns=, make it a number with syncline.data.mapped, or give a collate_fn"
+                ) from error
+        raise
 
 
 class Sharded:

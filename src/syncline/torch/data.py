@@ -13,11 +13,14 @@ import torch.utils.data
 from syncline.client.job import current_job, has_current_job
 from syncline.client.loop import Loop, TakesSamples
 from syncline.core.splits import Share
+from syncline.data.batching import SHARDS_END
 from syncline.errors import ConfigError, DataError
-from syncline.torch.batches import Aim, Rows, data_of
+from syncline.torch.batches import Aim, Rows, data_of, tensors
 from syncline.torch.naming import Beginning, Collating, Named
 
 _T_co = TypeVar("_T_co", covariant=True)
+#: Loaders without a name of their own that were made before init(), in this order: who is used first names them all.
+_made_before: list[weakref.ref[DataLoader[Any]]] = []
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -80,6 +83,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 "DataLoader: num_workers must be 0 for shards: data processes read ahead, and how far a shard was "
                 "read could not be told; start more workers, or give a data set with __getitem__"
             )
+        if self._data.num_samples is None and drop_last:
+            raise ConfigError(f"DataLoader: drop_last cannot be given for shards: {SHARDS_END}")
         self._given_name = name
         self._named_in: weakref.ref[TakesSamples] | None = None
         self._next_epoch = self._num_evaluations = 0
@@ -90,7 +95,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._data.dataset,
             batch_sampler=self._aim,
             num_workers=num_workers,
-            collate_fn=collate_fn or (torch.utils.data.default_convert if is_rows else None),
+            collate_fn=collate_fn or (tensors if is_rows else None),
             pin_memory=pin_memory,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
@@ -101,7 +106,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
         )
         if job is not None or has_current_job():
-            self._name_in(self._current_job())  # else when it is first used: it may be made before init()
+            self._name_in(self._current_job())
+        elif not name:
+            _made_before.append(weakref.ref(self))
         # With a batch sampler torch blanks these two, then guards them; scripts read them, so put them back.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
 
@@ -119,7 +126,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _num_samples(self) -> int:
         if self._data.num_samples is None:
-            raise TypeError("DataLoader: how many samples there are in shards shows when they are read")
+            raise TypeError(
+                "DataLoader: how many samples there are in shards shows when they are read; count steps as they "
+                "come, and make schedules by job.step or by time"
+            )
         return self._data.num_samples
 
     def __iter__(self) -> Iterator[_T_co]:  # type: ignore[override]  # torch promises its private class
@@ -198,10 +208,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _name_in(self, job: TakesSamples) -> str:
         """Its name in this job, and its first epoch there: a process may have one job after the other."""
+        if self._job is None:
+            while _made_before:
+                loader = _made_before.pop(0)()
+                if loader is None:
+                    job.samples.name_loader("")  # it is gone, and was counted
+                else:
+                    loader._take_name_in(job)
         if self._named_in is None or self._named_in() is not job:
-            self._named_in, self._next_epoch = weakref.ref(job), 0
-            self._name = job.samples.name_loader(self._given_name)
+            self._take_name_in(job)
         return self._name
+
+    def _take_name_in(self, job: TakesSamples) -> None:
+        self._named_in, self._next_epoch = weakref.ref(job), 0
+        self._name = job.samples.name_loader(self._given_name)
 
     def _share(self, job: TakesSamples, num_samples: int) -> Share:
         """By the rank and the number of workers that hold now: for an evaluation, when it begins."""

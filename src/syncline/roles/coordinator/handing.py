@@ -187,7 +187,8 @@ class Handing:
         for suspect in epoch.aside:
             where = f"positions {suspect.span.start} to {suspect.span.stop - 1}"
             workers = ", ".join(suspect.workers)
-            self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them")
+            told = "syncline.data.samples_at says which they are"
+            self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
         if epoch.num_passed_over:
             self._c.event(f"{which}: {epoch.num_passed_over} samples were read and used in no step")
 
