@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from syncline.core.leasing import LeaseState, Leasing, Loader
+from syncline.core.leasing import LeaseState, Leasing
 from syncline.core.ledger import Lease
+from syncline.core.loader import Loader
 from syncline.core.slices import Identity
 from syncline.errors import ConfigError
 

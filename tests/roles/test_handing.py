@@ -18,7 +18,7 @@ from syncline.core.handing import (
     OpenEpoch,
     Recall,
 )
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.slices import Copy
 from syncline.errors import ConfigError
 from syncline.net.rpc import Call

@@ -230,8 +230,7 @@ class Job:
         self._rest(is_pause=False, leaves=leaves)
 
     def pause(self) -> None:
-        """Takes part in no round until the next push: this worker waits in the middle of an epoch, for samples that
-        others have."""
+        """Takes part in no round until the next push: in the middle of an epoch it waits for what others have."""
         self._rest(is_pause=True)
 
     def _rest(self, *, is_pause: bool, leaves: bool = True) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 from syncline.client.portion import Piece, Portion
 from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GaveBack, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.message import Message
 from syncline.core.places import Places, merged
 from syncline.errors import SynclineError

@@ -10,7 +10,7 @@ from typing import Protocol
 from syncline.client.leases import Reading
 from syncline.client.portion import Piece
 from syncline.client.samples import Samples
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.errors import SynclineError
 
 

@@ -11,7 +11,7 @@ from syncline.client.passes import Passes
 from syncline.client.portion import Piece
 from syncline.client.times import StepClock
 from syncline.core.handing import GaveBack, Recall, Use
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.message import Message
 from syncline.errors import ConfigError
 from syncline.net.link import Link

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.message import Message
 from syncline.core.spans import Span
 

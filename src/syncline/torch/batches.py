@@ -14,7 +14,7 @@ from syncline.client import numbers
 from syncline.client.loop import Loop
 from syncline.client.numbers import LeasedNumbers
 from syncline.client.shards import LeasedShards, OpenShard
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.order import ChunkedOrder, Order
 from syncline.core.splits import Share
 from syncline.data.batching import order_of
