@@ -106,7 +106,8 @@ class Epoch(msgspec.Struct):
     def deal(self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int) -> list[Lease]:
         """The next global batches, dealt out: of each, every worker gets as many samples as its part says.
 
-        What is too little for a global batch, and odd pieces that others have left, are cut by the same parts.
+        What is too little for a global batch is cut by the same parts; of odd pieces that others have left every
+        worker gets one, so that rounds are as wide as they can be.
         """
         if not self.todo:
             return []
@@ -114,6 +115,8 @@ class Epoch(msgspec.Struct):
         if any(one.span == first for one in self.suspects):
             owner = parts[first_number % len(parts)][0]
             return [lease] if (lease := self.lease(first_number, owner, len(first))) else []
+        if len(first) < period and len(self.todo) > 1:
+            return self._deal_pieces(first_number, parts)
         rounds = 0 if first.period else min(most_rounds, len(first) // period)
         size = rounds * period or min(len(first), most_rounds * period)
         self.todo = sorted([*first.cut(size, len(first)), *self.todo[1:]])
@@ -127,6 +130,18 @@ class Epoch(msgspec.Struct):
             if spans:
                 found.append(self._add(first_number + number, owner, spans[0], width))
                 self.todo = sorted([*spans[1:], *self.todo])
+        return found
+
+    def _deal_pieces(self, first_number: int, parts: Sequence[tuple[Identity, int]]) -> list[Lease]:
+        found, apart = [], {one.span for one in self.suspects}
+        for number, (owner, width) in enumerate(parts, first_number):
+            first = next((span for span in self.todo if span not in apart), None)
+            if first is None:
+                break
+            taken = first.cut(0, width)[0]
+            self.todo.remove(first)
+            self.todo = sorted([*first.cut(len(taken), len(first)), *self.todo])
+            found.append(self._add(number, owner, taken, width))
         return found
 
     def _add(self, number: int, owner: Identity, span: Span, step: int = 0) -> Lease:
