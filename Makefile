@@ -34,8 +34,8 @@ check: lint ## lint and the quick tests: before each commit
 test: setup data lint ## lint and all tests
 	@$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
-proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done
-	@$(PYTEST) -m proof --timeout=1800 -s $(ARGS)
+proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done; figures at its end
+	@$(PYTEST) -m proof --timeout=1800 -n 2 --dist worksteal -rP $(ARGS)
 
 soak: setup data ## an hour and more
 	@$(PYTEST) -m soak --timeout=14400 -s $(ARGS)

@@ -12,30 +12,29 @@ ROWS = {row.name: row for row in all_rows()}
 READING = [name for name in ROWS if name.startswith("parquet-") and not name.endswith("-groups")]
 
 
-def measured(name: str, capsys: pytest.CaptureFixture[str]) -> Outcome:
+def measured(name: str) -> Outcome:
     row = ROWS[name]
     outcome = Outcome(row, row.measure(QUICK))
     ours, reference = (figure(value, row.unit) for value in outcome.medians)
-    with capsys.disabled():
-        print(f"\n{name}: {ours}, reference {reference}: {outcome.ratio:.2f}× ({row.reach})", end="", flush=True)
+    print(f"{name}: {ours}, reference {reference}: {outcome.ratio:.2f}× ({row.reach})", flush=True)
     return outcome
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", READING)
-def test_batches_keep_up_with_plain_pyarrow(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batches_keep_up_with_plain_pyarrow(name: str) -> None:
     pytest.importorskip("pyarrow")
-    assert measured(name, capsys).is_reached
+    assert measured(name).is_reached
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(300)
-def test_a_billion_samples_cost_the_coordinator_next_to_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert measured("lease-memory", capsys).is_reached
+def test_a_billion_samples_cost_the_coordinator_next_to_nothing() -> None:
+    assert measured("lease-memory").is_reached
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(300)
-def test_an_epoch_of_a_billion_samples_begins_as_one_of_a_thousand(capsys: pytest.CaptureFixture[str]) -> None:
-    assert measured("lease-epoch", capsys).ratio <= 2.0
+def test_an_epoch_of_a_billion_samples_begins_as_one_of_a_thousand() -> None:
+    assert measured("lease-epoch").ratio <= 2.0

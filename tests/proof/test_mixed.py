@@ -73,9 +73,7 @@ def test_workers_on_different_devices_equal_one_process(devices: str, tmp_path: 
 
 
 @pytest.mark.proof
-def test_two_processors_beside_a_gpu_add_to_what_it_does_alone(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processors_beside_a_gpu_add_to_what_it_does_alone(tmp_path: pathlib.Path) -> None:
     if not HAS_GPU:
         pytest.skip("there is no GPU")
     more = ("--samples", "60000", "--epochs", "3", "--batch")
@@ -84,7 +82,6 @@ def test_two_processors_beside_a_gpu_add_to_what_it_does_alone(
         "cuda, batches of 768": rate(play(tmp_path, "cuda", *more, "768")),
         "cuda and two cpu, of 256 each": rate(play(tmp_path, "cuda,cpu,cpu", *more, "256")),
     }
-    with capsys.disabled():
-        for name, each in found.items():
-            print(f"\n{name}: {each:,.0f} samples/s", end="")
+    for name, each in found.items():
+        print(f"{name}: {each:,.0f} samples/s")
     assert found["cuda and two cpu, of 256 each"] >= found["cuda, batches of 256"]

@@ -26,16 +26,13 @@ def accuracy(folder: pathlib.Path, policy: str, *arguments: str) -> float:
 @pytest.mark.proof
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("policy", "options"), [("async", []), ("bounded:64", []), ("sync", ["--auto"])])
-def test_a_slow_worker_costs_no_accuracy(
-    policy: str, options: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_worker_costs_no_accuracy(policy: str, options: list[str], tmp_path: pathlib.Path) -> None:
     runs = {"four equal workers": [], "one slower": ["--slow", "worker-3"]}
     found = {
         name: [accuracy(tmp_path, policy, *options, *more, "--epochs", "2", "--seed", str(seed)) for seed in SEEDS]
         for name, more in runs.items()
     }
-    with capsys.disabled():
-        for name, each in found.items():
-            print(f"\n{policy}, {name}: {statistics.mean(each):.2f} % mean of {each}", end="")
+    for name, each in found.items():
+        print(f"{policy}, {name}: {statistics.mean(each):.2f} % mean of {each}")
     equal, slower = (statistics.mean(each) for each in found.values())
     assert slower >= equal - 1.0
