@@ -12,6 +12,7 @@ import torch.utils.data
 from tests.leased import Desk, FakeJob
 
 from syncline.client import times
+from syncline.client.leases import Uses
 from syncline.core.handing import LeaveEpoch
 from syncline.core.order import order
 from syncline.torch.data import DataLoader
@@ -273,3 +274,14 @@ def test_what_is_between_two_loops_is_no_time_of_work(ticks: Ticks) -> None:
     ticks.now = 100.0
     epoch_of(desk, 2)
     assert desk[0].times.measured == (3, 0.0)
+
+
+def test_what_was_used_is_known_until_nobody_asks_for_it() -> None:
+    """With coordinator and servers the end of an epoch may be forgotten: only its workers know then what they used."""
+    uses = Uses()
+    for lease in (1, 2, 3):
+        uses.answered([(lease, 0, 4)], is_late=False)
+    uses.forget({1})
+    assert [lease for lease, _, _ in uses.committed()] == [1, 2, 3]
+    uses.forget({2})
+    assert [lease for lease, _, _ in uses.committed()] == [2, 3], "another epoch is over since"

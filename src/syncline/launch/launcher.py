@@ -194,7 +194,7 @@ class Launcher:
         if code == EVICTED and self._is_fresh and life.incarnation and not self._is_out(life):
             code = 1  # the script has a number of its own that means something else to us
         reason = describe_exit(code)
-        left = self._standings is None or name in self._standings.left
+        left = self._has_left(name)
         if role == "worker" and self._has_ended and self._is_out(life):
             self._finished.add(name)
             self._say(f"{name} {reason}; the job has gone on and ended without it")
@@ -222,11 +222,16 @@ class Launcher:
         else:
             self._see_death(life, code, reason)
 
+    def _has_left(self, name: str) -> bool:
+        """By the coordinator's word; or it has come to a good end before it was ever looked at."""
+        if self._standings is None:
+            return self._codes.get("coordinator") == 0
+        return name in self._standings.left
+
     def _look_at_unsure(self) -> None:
         """Workers that ended well while no coordinator could say that they have left."""
         for name, (life, until) in list(self._unsure.items()):
-            has_left = self._standings is not None and name in self._standings.left
-            if has_left or self._has_ended or time.monotonic() > until:
+            if self._has_left(name) or self._has_ended or time.monotonic() > until:
                 self._see_end(life, 0)
                 del self._unsure[name]
 

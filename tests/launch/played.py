@@ -1,0 +1,181 @@
+"""A launcher whose processes and coordinator only play their parts."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from syncline.core.control import Died, Standings
+from syncline.launch import jobfile
+from syncline.launch.launcher import Launcher
+from syncline.launch.processes import Plan
+
+FILE = jobfile.new("127.0.0.1", 1, {})
+SECONDS = 10.0
+
+
+class Process:
+    """Lives until it is told how it ended."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.name, self.pid = plan, plan.name, 1 << 30
+        self.output = io.BytesIO(f"{plan.name} speaks\n".encode())
+        self.code: int | None = None
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        if self.code is None and (number == signal.SIGKILL or self.signals.count(number) == 2):
+            self.code = -number
+
+    def close_lifeline(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+
+class Coordinator:
+    """What the launcher sees of it."""
+
+    def __init__(self, workers: int, servers: int, *, is_heard: bool = True) -> None:
+        self.is_heard = is_heard
+        self.standings = Standings(
+            formed=True,
+            missing=[],
+            seconds=1.0,
+            reports={},
+            left=[],
+            verdict="",
+            culprit="",
+            incarnations={},
+            pushed=[],
+            wanted={"worker": workers, "server": servers},
+            retiring=[],
+        )
+        self.told: list[Died] = []
+        self.hears = True
+        self.has_answered = True
+
+    def change(self, **values: Any) -> None:
+        self.standings = msgspec.structs.replace(self.standings, **values)
+
+    def start(self) -> None:
+        pass
+
+    num_looks = 0
+
+    def take(self) -> list[Standings]:
+        self.num_looks += 1
+        return [self.standings] if self.is_heard else []
+
+    def look_now(self, seconds: float) -> bool:
+        return self.is_heard
+
+    def tell(self, died: Died, seconds: float = 0.0) -> bool:
+        self.told.append(died)
+        return True
+
+    def is_told(self, name: str) -> bool:
+        return self.hears
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.end = ""
+
+    def line(self, member: str, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, standings: Standings) -> None:
+        pass
+
+    def verdict(self, text: str) -> None:
+        self.end = text
+
+
+class Play:
+    """One job, whose launcher runs in a thread."""
+
+    def __init__(
+        self, folder: pathlib.Path, workers: int = 2, servers: int = 1, max_restarts: int = 3, is_heard: bool = True
+    ) -> None:
+        self.folder, self.screen = folder, Screen()
+        self.coordinator = Coordinator(workers, servers, is_heard=is_heard)
+        names = [f"server-{k}" for k in range(servers)] + [f"worker-{k}" for k in range(workers)]
+        self.lives: dict[str, list[Process]] = {}
+        self.launcher = Launcher(
+            [self.plan(name) for name in ["coordinator", *names]],
+            self.screen,
+            self.coordinator,  # type: ignore[arg-type]
+            folder=folder,
+            grow=self.grow,
+            max_restarts=max_restarts,
+            start=self.start,  # type: ignore[arg-type]
+        )
+        self.code: int | None = None
+        self.thread = threading.Thread(target=self._run, name="play", daemon=True)
+        self.thread.start()
+        self.wait(lambda: set(self.lives) == {"coordinator", *names})
+
+    def _run(self) -> None:
+        self.code = self.launcher.run()
+
+    @staticmethod
+    def plan(name: str, host: str = "local") -> Plan:
+        return Plan(role=name.rpartition("-")[0] or name, name=name, host=host, file=FILE)
+
+    def grow(self, name: str, where: Mapping[str, str]) -> Plan:
+        return self.plan(name, "local")
+
+    def start(self, plan: Plan, remote: str, standby: object) -> Process:
+        process = Process(plan)
+        self.lives.setdefault(plan.name, []).append(process)
+        number = len(self.lives[plan.name])
+        if plan.role != "coordinator":
+            known = self.coordinator.standings.incarnations
+            self.coordinator.change(incarnations={**known, plan.name: 10 * number})
+        return process
+
+    def end(self, name: str, code: int) -> None:
+        """This life has ended; with 0, having left."""
+        known = {n: i for n, i in self.coordinator.standings.incarnations.items() if n != name}
+        left = [*self.coordinator.standings.left, name] if code == 0 else self.coordinator.standings.left
+        self.coordinator.change(incarnations=known, left=left)
+        self.lives[name][-1].code = code
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < until, (self.screen.lines, self.screen.end)
+            time.sleep(0.005)
+
+    def wait_for_life(self, name: str, number: int) -> Process:
+        self.wait(lambda: len(self.lives.get(name, [])) >= number)
+        return self.lives[name][number - 1]
+
+    def finish(self) -> tuple[int, str]:
+        self.thread.join(SECONDS)
+        assert self.code is not None, self.screen.lines
+        return self.code, self.screen.end
+
+    def close(self) -> None:
+        self.launcher._signal = signal.SIGTERM
+        self.thread.join(SECONDS)
