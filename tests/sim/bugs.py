@@ -16,7 +16,7 @@ BUGS: dict[str, tuple[str, int]] = {
     "no_settle": ("a fenced worker's step that one server has committed is not settled on the others", 8),
     "commit_early": ("a step is committed on one server before all have it staged", 94),
     "no_generation": ("generations are told before they are in the journal", 367),
-    "accept_old_term": ("the word of a coordinator that was replaced counts, and its writes too", 131),
+    "accept_old_term": ("the word of a coordinator that was replaced counts, and its writes too", 12),
     "accept_stale_generation": ("servers take commits of a generation that is over", 34),
     "alone_without_word": ("a primary whose backup is gone goes on alone without the coordinator's word", 122),
     "redo_new_clock": ("an open step is made anew under a new clock", 0),

@@ -68,12 +68,16 @@ class Worker(SimMember):
 
     # -- the script ---------------------------------------------------------------------------------------
 
+    def loop(self) -> int:
+        """Of which it is in the rounds; -1: none."""
+        return -1
+
     def pump(self) -> None:
         if not self.generation or not self.incarnation:
             return
         if not self.has_entered and self.must_enter():
             if "enter" not in self.asks:
-                self.asks["enter"] = (self.num_entries,)
+                self.asks["enter"] = (self.num_entries, self.loop())
                 self.ask()
             return
         self._go_on()

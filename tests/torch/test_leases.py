@@ -277,7 +277,7 @@ def test_what_is_between_two_loops_is_no_time_of_work(ticks: Ticks) -> None:
 
 
 def test_what_was_used_is_known_until_nobody_asks_for_it() -> None:
-    """With coordinator and servers the end of an epoch may be forgotten: only its workers know then what they used."""
+    """With coordinator and servers the end of an epoch may be forgotten: only workers know then what they used."""
     uses = Uses()
     for lease in (1, 2, 3):
         uses.answered([(lease, 0, 4)], is_late=False)
