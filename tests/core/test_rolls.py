@@ -135,6 +135,16 @@ def test_a_round_is_closed_when_somebody_of_the_one_before_has_gone_on() -> None
     assert applied(commit(alone, 1, 2)) == [(("worker-1", 2),)], "with one server nobody has to be asked"
 
 
+def test_while_primaries_change_no_round_is_closed() -> None:
+    """Others may have dropped what was staged for it."""
+    here = rounds_of(3, decides=True)
+    commit(here, 0, 1)
+    here.decides = False
+    assert applied(here.leave("worker-1", 11)) == []
+    here.decides = True
+    assert applied(here.release()) == [(("worker-0", 1),)]
+
+
 def test_nobody_who_is_gone_is_waited_for() -> None:
     standings = {"worker-0": Standing("worker-0", 10, clock=1), "worker-1": Standing("worker-1", 21)}
     roll = Roll(0, 1, [("worker-0", 10, 1), ("worker-1", 11, 1), ("worker-2", 12, 1)])

@@ -124,6 +124,7 @@ class Server(Host):
             self.installing = (session, install)
             return
         self.installing, self.preparing, self.is_settling = (session, install), None, True
+        self.rounds.decides = self.rounds.decides and not self.change.moves
         for roll in install.rolls if "rolls_untold" not in self.job.bugs else ():
             self.rounds.learn(roll)
         if "no_settle" not in self.job.bugs:

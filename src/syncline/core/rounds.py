@@ -51,7 +51,7 @@ class Rounds(Generic[T]):
         self._closed = (-ERA, 0)  # with spare workers: the last round that was closed
         self.rolls = Rolls()  # likewise, who is in the last ones
         self._following: dict[tuple[int, int], Roll] = {}  # open rounds that were closed elsewhere, or before a move
-        self.decides = True  # this server closes rounds; else it follows another one's rolls
+        self.decides = True  # this server closes rounds; else, and while primaries change, it follows rolls only
         self.is_alone = True  # no other server has slices
 
     def standing(self, worker: str, incarnation: int) -> Standing:
@@ -307,7 +307,7 @@ class Rounds(Generic[T]):
             spare = self.policy.spare if turn not in self._following else 0
             if next(itertools.islice(self._missing(turn), spare, None), None) is not None:
                 break
-            if spare and self._not_through():
+            if spare and (self._not_through() or not self.decides):
                 break
             commits = self._open.pop(turn)
             # The order of names makes sums bit-equal from run to run.

@@ -207,6 +207,7 @@ class Generations:
             # A step that any server has counts everywhere, as far as its bytes are here. Slices that go elsewhere
             # take nothing more in: their new primaries may have begun, and see by the clocks what they lack.
             self._flow.hosts_others(self._hosting.leaving(seats))
+            self._commits.rounds.decides = False  # others may have dropped what is staged for a round that is open
             for entry in message.settle:
                 works += self._departures.settle(*entry)
             settled = self._flow.take_requests_in(works)
