@@ -4,6 +4,8 @@
 BIN := .venv/bin
 ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q
+# So many tests at a time: most of them wait, for processes that start or for deadlines.
+JOBS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup data train test check proof soak bench lint clean
@@ -30,10 +32,10 @@ check: lint ## lint and the quick tests: before each commit
 	@$(PYTEST) -m "not slow and not proof and not soak" $(ARGS)
 
 test: setup data lint ## lint and all tests
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
-proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done
-	@$(PYTEST) -m proof --timeout=1800 -s $(ARGS)
+proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done; figures at its end
+	@$(PYTEST) -m proof --timeout=1800 -n 2 --dist worksteal -rP $(ARGS)
 
 soak: setup data ## an hour and more
 	@$(PYTEST) -m soak --timeout=14400 -s $(ARGS)

@@ -78,7 +78,7 @@ class Desk:
         leasing = self.leasing
         if isinstance(message, OpenEpoch):
             is_left = leasing.open(job.owner, message.loader, message.epoch, message.data, len(self.jobs))
-            return Opened(is_left, message.data.num_samples, 0)
+            return Opened(is_left, message.data.num_samples, 0, leasing.is_shared(message.loader))
         if isinstance(message, LeaveEpoch):
             epoch = leasing.epoch(message.loader, message.epoch)
             for use in message.passed_over:
@@ -97,16 +97,16 @@ class Desk:
     def _lease(self, job: FakeJob, message: AskLease) -> GivenLease | None:
         answer = self.leasing.ask(
             job.owner, message.loader, message.epoch, [one.owner for one in self.jobs], message.held,
-            is_idle=not message.left, newest=message.newest,
+            is_idle=not message.left, newest=message.newest, given=message.given,
         )  # fmt: skip
         for other in answer.recall:
             self.recall(other, message.loader, message.epoch)
         if answer.recall:
             return self._lease(job, message)
         if answer.lease is not None:
-            return GivenLease(answer.lease.number, answer.lease.span)
+            return GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step)
         if answer.is_finished or not (message.waits or answer.is_coming):
-            return GivenLease(0, Span(0, 0), answer.is_finished)
+            return GivenLease(0, Span(0, 0), answer.is_finished, is_shared=self.leasing.is_shared(message.loader))
         return None
 
     def recall(self, owner: tuple[str, int], loader: str, epoch: int) -> None:
@@ -190,10 +190,10 @@ class FakeJob:
     def __init__(self, desk: Desk, rank: int, world_size: int) -> None:
         self.desk, self.rank, self.world_size = desk, rank, world_size
         self.owner = (f"worker-{rank}", rank + 1)
-        self.own_step = self.num_rests = self.num_pauses = 0
+        self.own_step = self.num_rests = self.num_pauses = self.num_caught_up = 0
         self.noticed: list[str] = []
         self.times = StepClock()
-        self.samples = Samples(self, Uses(), self.times, self.pause)
+        self.samples = Samples(self, Uses(), self.times, self)
 
     @property
     def in_rounds(self) -> bool:
@@ -210,9 +210,11 @@ class FakeJob:
     def step(self) -> None:
         """A commit of all that was read."""
         self.own_step += 1
+        self.times.lap("compute")
+        self.times.made_step(self.samples.uses.samples)
         self.desk.commit(self)
 
-    def rest(self) -> None:
+    def rest(self, *, leaves: bool = True) -> None:
         self.num_rests += 1
         self.desk.rest(self)
 
@@ -222,6 +224,9 @@ class FakeJob:
     def pause(self) -> None:
         self.num_pauses += 1
         self.desk.rest(self)
+
+    def catch_up(self) -> None:
+        self.num_caught_up += 1
 
 
 def alone() -> FakeJob:

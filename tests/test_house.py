@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.sim.bugs import BUGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "syncline"
@@ -253,6 +254,20 @@ def test_the_ban_on_running_bytes_leaves(text):
 )
 def test_the_ban_on_the_environment_sees(text):
     assert list(environment_reads(ast.parse(text)))
+
+
+def test_the_design_names_every_module():
+    """Of the packages that its list of the house goes through; a name may stand for the same one elsewhere."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    listed = set(re.findall(r"\w+", text.partition("\nsrc/syncline/\n")[2].partition("```")[0]))
+    whole = ("bench", "testing")  # named as a whole
+    modules = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] not in whole]
+    assert [relative(path) for path in modules if path.stem.strip("_") not in {*listed, "init"}] == []
+
+
+def test_the_page_on_reliability_counts_the_planted_bugs():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    assert re.findall(r"(\d+) planted bugs", text) == [str(len(BUGS))]
 
 
 @pytest.mark.parametrize("name", ["NodeState", "old_master", "UTILS", "IOManager", "num_nodes", "van"])

@@ -25,7 +25,7 @@ def test_the_code_runs_alone(number: int, tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(BLOCKS[number])
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    expected = ("worker-0: loss", "[-0.1 -0.1 -0.1]")[number]
+    expected = ("worker-0: the job has made", "[-0.1 -0.1 -0.1]")[number]
     assert expected in done.stdout
 
 
@@ -34,5 +34,5 @@ def test_the_script_runs_with_two_workers(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "worker-0: loss" in done.stdout and "worker-1 | worker-1: loss" in done.stdout
-    assert "after 8 steps" in done.stdout
+    assert "worker-0: the job has made" in done.stdout and "worker-1 | worker-1: the job has made" in done.stdout
+    assert "has made 8 steps" in done.stdout

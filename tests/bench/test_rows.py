@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.bench import footprint, moving, namespaces, training
+from syncline.bench import footprint, leases, moving, namespaces, reading, training
 from syncline.bench.match import play
 from syncline.bench.row import Effort, Samples
 from syncline.bench.rows import all_rows
@@ -33,10 +33,12 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
 
         def __exit__(self, *error: object) -> None: ...
 
-    for module in (moving, training, footprint):
+    for module in (moving, training, footprint, leases, reading):
         monkeypatch.setattr(module, "play", note)
     monkeypatch.setattr(moving, "wire", NoWire)
-    monkeypatch.setattr(footprint, "check_memory_is_told", lambda: None)
+    for module in (footprint, leases):
+        monkeypatch.setattr(module, "check_memory_is_told", lambda: None)
+    monkeypatch.setattr(reading, "write", lambda path, shape, num_rows: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = [row for row in all_rows() if row.name != "start"]
     for row in rows:
@@ -97,7 +99,9 @@ def test_both_sides_do_the_same_work(played: dict[str, Sides]):
         one, two = ours._task, reference._task
         same = ("model", "widths", "device", "num_threads", "num_uncounted")
         assert [getattr(one, key) for key in same] == [getattr(two, key) for key in same], name
-        assert one.num_bytes == two.num_bytes or name.startswith("server-memory"), name
+        assert one.num_bytes == two.num_bytes or name.startswith(("server-memory", "lease-memory")), name
+        assert one.num_samples == two.num_samples or name in ("lease-memory", "lease-epoch"), name
+        assert one.path == two.path, name
     assert played["cuda-sync"][0]._task.device == "cuda" and played["mlp-async"][0]._task.num_threads == 1
 
 

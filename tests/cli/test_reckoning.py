@@ -74,7 +74,7 @@ def test_what_is_shown() -> None:
     before = reckon({"worker-0": [steps(0.0, 101)]}, [], [], 0)
     after = reckon({"worker-0": [steps(0.0, 101, 0.125)]}, [Kill(1.0, "server", "server-1", 2, 1)], [], 3)
     text = show(after, before)
-    assert "server: 1 kills" in text and "1 not before the end" in text
+    assert "server: 1 kill\n" in text and "1 not before the end" in text
     assert "acknowledged updates revoked   3" in text
     assert "unique applied samples/s  517.1, without kills 646.4: 80.0%" in text
     shown = json.loads(to_json(after, before))

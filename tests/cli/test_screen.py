@@ -1,4 +1,5 @@
-"""The live line of `syncline run`: samples, epoch, time left, shares."""
+"""The live line of `syncline run`: samples, epoch, time left, shares; also through the death of a coordinator, which
+forgets when it began and who reported."""
 
 from __future__ import annotations
 
@@ -7,36 +8,69 @@ from syncline.core.control import Report, Standings
 from syncline.stats import EpochProgress
 
 
+class Clock:
+    """Time as the test has it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def standings(seconds: float, samples: dict[str, int], epochs: list[EpochProgress] | None = None) -> Standings:
+    workers = samples or {"worker-0": 0, "worker-1": 0}
     return Standings(
         formed=True, missing=[], seconds=seconds,
         reports={name: Report(7, count, seconds, 0, 0, 0) for name, count in samples.items()},
-        left=[], verdict="", culprit="", incarnations=dict.fromkeys(samples, 1), pushed=[], wanted={}, retiring=[],
+        left=[], verdict="", culprit="", incarnations=dict.fromkeys(workers, 1), pushed=[], wanted={}, retiring=[],
         epochs=epochs or [],
     )  # fmt: skip
 
 
+def line_after(seconds: float, samples: dict[str, int], epochs: list[EpochProgress] | None = None) -> str:
+    """The second line: samples are counted from the first one on."""
+    clock = Clock()
+    screen = TerminalScreen("async", clock)
+    screen._describe(standings(0.0, dict.fromkeys(samples, 0)))
+    clock.now += seconds
+    return screen._describe(standings(seconds, samples, epochs))
+
+
 def test_the_line_has_samples_epoch_time_left_and_shares() -> None:
-    screen = TerminalScreen("async")
     epoch = EpochProgress(loader="loader-0", epoch=1, num_samples=1000, num_done=380, num_passed_over=20)
-    line = screen._describe(standings(10.0, {"worker-0": 300, "worker-1": 100}, [epoch]))
-    assert line == (
+    assert line_after(10.0, {"worker-0": 300, "worker-1": 100}, [epoch]) == (
         "async, 2 workers · 10 s · step 7 · epoch 2 (40 %), 15 s left · 40 samples/s · worker-0 75 %, worker-1 25 %"
     )
 
 
-def test_a_worker_that_starts_again_makes_no_rate_negative() -> None:
-    screen = TerminalScreen("async")
-    screen._describe(standings(10.0, {"worker-0": 300, "worker-1": 100}))
-    assert "· 5 samples/s" in screen._describe(standings(20.0, {"worker-0": 10, "worker-1": 140}))
-
-
 def test_of_many_workers_the_least_and_the_largest_share() -> None:
-    screen = TerminalScreen("sync")
-    line = screen._describe(standings(1.0, {f"worker-{k}": 10 + k for k in range(5)}))
-    assert line.endswith("shares 17 to 23 %")
+    assert line_after(1.0, {f"worker-{k}": 10 + k for k in range(5)}).endswith("shares 17 to 23 %")
 
 
 def test_of_shards_it_says_how_many_samples_were_done() -> None:
     epoch = EpochProgress(loader="loader-0", epoch=0, num_samples=0, num_done=1234)
-    assert "epoch 1 (1,234 samples)" in TerminalScreen("sync")._describe(standings(1.0, {"worker-0": 9}, [epoch]))
+    assert "epoch 1 (1,234 samples)" in line_after(1.0, {"worker-0": 9}, [epoch])
+
+
+def test_a_coordinator_that_comes_back_does_not_set_the_line_back() -> None:
+    clock = Clock()
+    screen = TerminalScreen("sync", clock)
+    shown = []
+    for now, seconds, samples in (
+        (0.0, 5.0, {"worker-0": 1000, "worker-1": 1000}),
+        (2.0, 7.0, {"worker-0": 1200, "worker-1": 1200}),
+        (4.0, 0.5, {}),  # another one
+        (6.0, 2.5, {"worker-0": 1600}),
+        (8.0, 4.5, {"worker-0": 1800, "worker-1": 1800}),
+        (10.0, 6.5, {"worker-0": 2100, "worker-1": 2100}),
+        (12.0, 8.5, {"worker-0": 2200, "worker-1": 50}),  # another life of it
+        (14.0, 10.5, {"worker-0": 2300, "worker-1": 150}),
+    ):
+        clock.now = 1000.0 + now
+        parts = screen._describe(standings(seconds, samples)).split(" · ")
+        shown.append([part for part in parts if part.endswith((" s", "samples/s"))])
+    assert shown == [
+        ["5 s"], ["7 s", "200 samples/s"], ["9 s"], ["11 s"], ["13 s"], ["15 s", "300 samples/s"],
+        ["17 s"], ["19 s", "100 samples/s"],
+    ]  # fmt: skip

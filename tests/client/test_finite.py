@@ -71,6 +71,7 @@ def pushed(layout: Layout, *names: str) -> Any:
 def cut_small(piece_bytes: int, num_threads: int) -> Iterator[None]:
     with (
         mock.patch.object(finite, "PIECE_BYTES", piece_bytes),
+        mock.patch.object(finite, "LONG_BYTES", 2 * piece_bytes),
         mock.patch.object(copying, "LEAST_BYTES", 64),
         mock.patch.object(copying, "num_threads", lambda: num_threads),
     ):

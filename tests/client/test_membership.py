@@ -218,7 +218,7 @@ def test_a_beat_says_what_has_landed(house: Callable[..., Any]) -> None:
     twin = house(1, policy="async", window=2)
     register(twin)
     tickets = [push(twin) for _ in range(2)]
-    assert twin.hearing.beat() == Beat(work_seconds=twin.job.samples.work_seconds)
+    assert twin.hearing.beat() == Beat(work_seconds=twin.job.exchange.times.measured[1])
     for ticket in tickets:
         ticket.wait()
     assert twin.hearing.beat().step == 2

@@ -92,7 +92,7 @@ def test_a_second_one_ends_it_at_once(tmp_path: pathlib.Path) -> None:
         time.sleep(0.5)
         assert process.poll() is None, "it computes, and has made no step since"
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()
@@ -104,7 +104,7 @@ def test_before_there_is_a_job_it_ends_as_ever(tmp_path: pathlib.Path) -> None:
     try:
         wait_ready(process)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()
@@ -117,7 +117,7 @@ def test_a_script_may_do_otherwise(tmp_path: pathlib.Path) -> None:
     try:
         wait_ready(process)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=10)
+        output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()

@@ -7,7 +7,7 @@ import msgspec
 from syncline.config import JobConfig
 from syncline.core.desk import Desk
 from syncline.core.handing import AskLease, GivenLease
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.membership import JobState, Membership
 from syncline.core.slices import Identity
 

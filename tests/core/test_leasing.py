@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from syncline.core.leasing import LeaseState, Leasing, Loader
+from syncline.core.leasing import LeaseState, Leasing
 from syncline.core.ledger import Lease
+from syncline.core.loader import Loader
 from syncline.core.slices import Identity
 from syncline.errors import ConfigError
 
@@ -210,8 +211,78 @@ def test_a_worker_that_never_comes_to_the_epoch_stops_nobody_for_ever() -> None:
     assert leasing.ask(A, "a", 0, [A, B]).lease is not None
 
 
+@pytest.mark.parametrize(
+    "other", [Loader(12, 4, drop_last=True), Loader(12, 4, is_auto=True), Loader(0, 4, num_shards=12)]
+)
+def test_loaders_that_differ_read_differently(other: Loader) -> None:
+    assert other.describe() != Loader(12, 4).describe()
+
+
 def test_loaders_that_differ_are_refused_with_both_named() -> None:
     leasing = Leasing(LeaseState(), in_rounds=True)
     leasing.open(A, "a", 0, Loader(16, 4), 2)
     with pytest.raises(ConfigError, match=r"worker-1 has 17 samples in batches of 4 in 'a', others have 16 samples"):
         leasing.open(B, "a", 0, Loader(17, 4), 2)
+
+
+def opened(loader: Loader, *owners: Identity, in_rounds: bool = True) -> Leasing:
+    leasing = Leasing(LeaseState(), in_rounds=in_rounds)
+    for owner in owners:
+        leasing.open(owner, "a", 0, loader, len(owners))
+    return leasing
+
+
+def test_parts_by_speed_are_steps_also_when_one_global_batch_is_left() -> None:
+    """A range of several positions says by itself nothing of how much of it is one step."""
+    leasing = opened(Loader(64, 32, is_auto=True), A, B)
+    leasing.measured("worker-0", 300, 1.0)
+    leasing.measured("worker-1", 100, 1.0)
+    found = [leasing.ask(one, "a", 0, [A, B]).lease for one in (A, B)]
+    assert [(lease.end, lease.step) for lease in found if lease is not None] == [(48, 48), (16, 16)]
+
+
+def test_teeth_of_two_that_died_are_no_larger_steps_for_the_third() -> None:
+    leasing = opened(Loader(120, 4), A, B, C)
+    for owner in (A, B, C):
+        assert leasing.ask(owner, "a", 0, [A, B, C]).lease is not None
+    for owner in (B, C):
+        leasing.out(owner, failed=False)
+    while (lease := leasing.ask(A, "a", 0, [A]).lease) is not None:
+        assert lease.step == 4
+
+
+def test_who_did_not_answer_a_recall_is_asked_anew() -> None:
+    leasing = opened(Loader(400, 4), A, B, in_rounds=False)
+    while leasing.ask(A, "a", 0, [A, B]).lease is not None:
+        pass
+    assert leasing.ask(B, "a", 0, [A, B]).recall == (A,)
+    assert leasing.ask(B, "a", 0, [A, B]).recall == ()
+    leasing.not_recalled(A, "a", 0)
+    assert leasing.ask(B, "a", 0, [A, B]).recall == (A,)
+
+
+def test_what_was_given_back_and_not_heard_of_is_said_with_the_next_question() -> None:
+    leasing = opened(Loader(8, 4), A, B, in_rounds=False)
+    mine = [leasing.ask(A, "a", 0, [A, B]).lease for _ in range(2)]
+    assert all(lease is not None for lease in mine)
+    given = [(lease.number, 1) for lease in mine if lease is not None]
+    answer = leasing.ask(A, "a", 0, [A, B], given=given)
+    assert answer.lease is not None and leasing.ask(A, "a", 0, [A, B], given=given).lease is not None
+    epoch = leasing.epoch("a", 0)
+    assert epoch is not None and sum(lease.num_left for lease in epoch.leases.values()) == 8
+
+
+def test_what_was_held_beyond_the_end_of_an_epoch_by_one_that_died_is_passed_over() -> None:
+    leasing = opened(Loader(4, 4), A, B, in_rounds=False)
+    lease = leasing.ask(A, "a", 0, [A, B]).lease
+    assert lease is not None
+    assert leasing.ask(A, "a", 0, [A, B], [(lease.number, 0, 4)]).is_finished
+    assert leasing.out(A, failed=True) == 0
+    assert [epoch.num_passed_over for *_, epoch in leasing.forget_finished()] == [4]
+
+
+def test_parts_are_not_cut_anew_for_one_that_does_not_read_this_epoch() -> None:
+    leasing = opened(Loader(400, 4), A, B)
+    leasing.leave(B, "a", 0, [])
+    assert leasing.ask(A, "a", 0, [A, B]).lease is not None
+    assert leasing.recut("a", 0, [A, B]) == ()

@@ -226,3 +226,20 @@ class Epochs(RuleBasedStateMachine):
 
 TestEpochs = Epochs.TestCase
 TestEpochs.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_of_odd_pieces_every_worker_gets_one() -> None:
+    """Cut by all of them, pieces of a batch would become rounds of a sample or two."""
+    epoch = Epoch(200, 16, [Span(k * 40, k * 40 + 16) for k in range(5)])
+    parts = [(("worker-0", 1), 16), (("worker-1", 2), 16), (("worker-2", 3), 16)]
+    first = epoch.deal(1, parts, 8)
+    assert [(lease.worker, len(lease.span)) for lease in first] == [
+        ("worker-0", 16),
+        ("worker-1", 16),
+        ("worker-2", 16),
+    ]
+    second = epoch.deal(4, parts, 8)
+    assert [len(lease.span) for lease in second] == [16, 16] and not epoch.todo
+    assert sorted(p for lease in first + second for p in lease.span.positions().tolist()) == [
+        position for k in range(5) for position in range(k * 40, k * 40 + 16)
+    ]

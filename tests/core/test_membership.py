@@ -81,7 +81,7 @@ def test_a_member_is_known_as_it_joined() -> None:
     ("role", "name", "message"),
     [
         ("worker", "worker-0", "worker-0 is in the job already; each name is one process"),
-        ("worker", "worker-7", "no worker worker-7 is expected: the job has 1 workers and 0 servers, at most 2"),
+        ("worker", "worker-7", "no worker worker-7 is expected: the job has 1 worker and 0 servers, at most 2"),
         ("worker", "server-0", "no worker server-0 is expected"),
         ("server", "worker-1", "no server worker-1 is expected"),
         ("worker", "worker-²", "no worker worker-² is expected"),

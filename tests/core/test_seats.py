@@ -80,6 +80,13 @@ def test_primaries_are_moved_only_when_it_is_worth_it() -> None:
     uneven = [Seat(k, "server-0") for k in range(4)]
     wanted = plan(uneven, SIZES, {"server-0": "a", "server-1": "a"}, replicas=1)
     assert wanted.reason == "2 slices go from server-0 to server-1"
+    wanted = plan(uneven[:2], SIZES, {"server-0": "a", "server-1": "a"}, replicas=1)
+    assert wanted.reason == "1 slice goes from server-0 to server-1"
+
+
+def test_what_is_planned_is_said_of_one_slice_and_of_several() -> None:
+    reasons = [plan([Seat(k, "server-0") for k in range(n)], SIZES, HOSTS, replicas=2).reason for n in (1, 2)]
+    assert reasons == ["1 slice gets a backup", "2 slices get a backup"]
 
 
 def test_seeds_are_asked_for_by_source_and_target() -> None:

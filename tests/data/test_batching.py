@@ -82,6 +82,18 @@ def test_small_batches_are_read_many_at_once_and_large_ones_alone() -> None:
     assert len(list(batches(large, 8))) == 8 and large.asked == [8] * 8
 
 
+def test_each_pass_over_a_source_has_an_order_of_its_own() -> None:
+    """Without a job too: the n-th call with a source is epoch n, or the one that is asked for."""
+
+    def read(source: ArraySource, **options: Any) -> list[int]:
+        return [n for batch in batches(source, 5, shuffle=True, **options) for n in batch[0].tolist()]  # type: ignore[index]
+
+    one, two = ArraySource(np.arange(20)), ArraySource(np.arange(20))
+    orders = [Order(20, 0, epoch).at(np.arange(20)).tolist() for epoch in range(8)]
+    assert [read(one), read(two), read(one), read(one, alone=True)] == [orders[0], orders[0], orders[1], orders[2]]
+    assert [read(one, epoch=6), read(one), read(one, epoch=0)] == [orders[6], orders[7], orders[0]]
+
+
 def test_batches_that_were_read_together_share_no_memory() -> None:
     first, second, third = list(batches(ArraySource(np.arange(12)), 4))
     second[0][:] = -1  # type: ignore[index]
@@ -91,6 +103,19 @@ def test_batches_that_were_read_together_share_no_memory() -> None:
 def test_a_batch_has_at_least_one_sample() -> None:
     with pytest.raises(ConfigError, match="batch_size is 0; a batch has at least one sample"):
         batches(ArraySource(np.arange(3)), 0)
+    for wrong in ("4", 2.0, None, True):
+        with pytest.raises(ConfigError, match="it is a whole number, the samples of a batch"):
+            batches(ArraySource(np.arange(3)), wrong)  # type: ignore[arg-type]
+    assert len(list(batches(ArraySource(np.arange(3)), np.int64(2)))) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [np.arange(3), (np.arange(3), np.arange(3)), [1, 2], "data/*.parquet"])
+def test_what_is_no_source_is_told_how_to_become_one(wrong: Any) -> None:
+    kind = type(wrong).__name__
+    with pytest.raises(
+        ConfigError, match=rf"{kind} is none; give syncline\.data\.ArraySource.*open\(path\) for files"
+    ):
+        batches(wrong, 2)
 
 
 def rate(read: Callable[[], int]) -> float:

@@ -196,11 +196,16 @@ def test_an_answer_cut_off_is_one_more_place_that_failed(places: Places) -> None
         fashion_mnist(fetch=cut)
 
 
-def test_a_good_place_is_not_worth_a_word(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_good_place_is_not_worth_a_word_and_a_download_is(
+    places: Places, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     fill(places.system)
     with caplog.at_level(logging.DEBUG):
         places.load()
-    assert caplog.records == []
+    assert caplog.records == [] and capsys.readouterr().err == ""
+    with pytest.raises(DataError):
+        datasets.mnist(fetch=places.fetch)
+    assert "syncline: downloading https://" in capsys.readouterr().err
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

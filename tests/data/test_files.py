@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import io
+import multiprocessing
+import os
 import pathlib
 import sys
 import tarfile
-import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.data.endpoint import Bucket
 
 import syncline.data
 from syncline.data import ShardSource, Source
@@ -21,53 +21,8 @@ from syncline.data.files import explained, found
 from syncline.errors import ConfigError, DataError
 
 fsspec = pytest.importorskip("fsspec")
-pytest.importorskip("fsspec.asyn")
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loop() -> None:
-    """fsspec's thread and its event loop stay for the life of the process: not what a test leaves behind."""
-    fsspec.asyn.get_loop()
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    """An empty bucket at an endpoint of its own."""
-
-    url: str  #: s3://…
-    options: dict[str, Any]  #: storage_options that reach it
-    endpoint: str
-
-    def write(self, name: str, content: bytes) -> str:
-        path = f"{self.url}/{name}"
-        with fsspec.open(path, "wb", **self.options) as file:
-            file.write(content)
-        return path
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """A real S3 endpoint on the loopback interface, as long as the test runs."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed")
-    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-    endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    endpoint.start()
-    try:
-        host, port = endpoint.get_host_and_port()
-        url = f"http://{host}:{port}"
-        options = {"key": "any", "secret": "any", "endpoint_url": url, "skip_instance_cache": True}
-        urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/reset", method="POST")).close()
-        s3fs.S3FileSystem(**options).mkdir("bucket")
-        yield Bucket("s3://bucket", options, url)
-    finally:
-        endpoint.stop()
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -101,6 +56,43 @@ def test_a_folder_gives_its_data_files_in_order(tmp_path: pathlib.Path) -> None:
     assert files.is_local
     assert len(found(f"file://{tmp_path}/*.npy", (".npy",)).paths) == 2
     assert len(found(f"{tmp_path}/**/*.npy", (".npy",)).paths) == 4  # a glob is taken at its word
+
+
+def test_a_folder_is_read_through_links_and_each_part_of_it_once(tmp_path: pathlib.Path) -> None:
+    """Parts of a data set often lie on several disks; links to what is above, or beside, add nothing."""
+    folder, disk = tmp_path / "set", tmp_path / "disk"
+    for name in (folder / "a.npy", folder / "sub/b.npy", disk / "c.npy", disk / "deep/d.npy"):
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.write_bytes(b"")
+    (folder / "far").symlink_to(disk)
+    (folder / "latest").symlink_to(folder / "sub")
+    (folder / "sub/up").symlink_to(folder)
+    (disk / "round").symlink_to(disk)
+    files = found(folder, (".npy",))
+    assert [pathlib.Path(path).relative_to(folder).as_posix() for path in files.paths] == [
+        "a.npy",
+        "far/c.npy",
+        "far/deep/d.npy",
+        "sub/b.npy",
+    ]
+
+
+def test_a_part_of_a_folder_that_cannot_be_read_is_an_error(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.npy", "locked/b.npy", ".trash/c.npy"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    scandir = os.scandir
+
+    def refusing(folder: str) -> Any:
+        if folder.endswith(("locked", "trash")):
+            raise PermissionError(13, "Permission denied")
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DataError, match=r"locked: access was refused .*; let this user read it \(`chmod`, `chown`\)"):
+        found(tmp_path, (".npy",))
 
 
 def test_a_name_with_brackets_is_itself_before_it_is_a_glob(tmp_path: pathlib.Path) -> None:
@@ -157,6 +149,21 @@ def test_s3_is_read_by_file_glob_and_folder(bucket: Bucket) -> None:
         syncline.data.open(f"{bucket.url}/none.parquet", storage_options=bucket.options)
 
 
+def test_a_forked_process_reads_from_s3(bucket: Bucket) -> None:
+    """torch's data processes are forked; the driver's own thread stays behind, and a driver as it is would refuse."""
+    bucket.write("a.parquet", table_bytes(0, 25))
+    source = syncline.data.open(f"{bucket.url}/a.parquet", storage_options=bucket.options)
+    assert values(source, [3]) == [3]
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    with here, there:
+        process = fork.Process(target=lambda: there.send(values(source, [24, 0])))
+        process.start()
+        assert here.poll(30) and here.recv() == [24, 0]
+        process.join()
+        process.close()
+
+
 def test_tar_shards_are_read_from_s3(bucket: Bucket) -> None:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
@@ -177,6 +184,34 @@ def test_s3_without_credentials_says_how_to_give_them(bucket: Bucket) -> None:
         DataError, match=r"s3://bucket/a\.parquet: there are no credentials for s3://: set AWS_ACCESS"
     ):
         syncline.data.open(f"{bucket.url}/a.parquet", storage_options=nobody)
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("s3://b/x", "set AWS_ACCESS_KEY_ID"),
+        ("gs://b/x", "gcloud auth application-default login"),
+        ("abfs://b/x", "set AZURE_STORAGE_ACCOUNT_NAME"),
+        ("oss://b/x", "pass them in storage_options= as ossfs takes them"),
+        ("odd://b/x", "pass them in storage_options= as its driver takes them"),
+    ],
+)
+def test_credentials_go_where_their_driver_looks_for_them(path: str, remedy: str) -> None:
+    class DefaultCredentialsError(Exception):
+        """As Google's library calls it."""
+
+    for error in (DefaultCredentialsError("none"), PermissionError("Forbidden")):
+        with pytest.raises(DataError) as caught, explained(path):
+            raise error
+        assert remedy in str(caught.value)
+        assert ("AWS" in str(caught.value)) is path.startswith("s3")
+
+
+def test_a_local_file_that_may_not_be_read_has_no_credentials() -> None:
+    for path in ("/data/x.npy", "file:///data/x.npy"):
+        with pytest.raises(DataError, match=r"refused .*; let this user read it") as caught, explained(path):
+            raise PermissionError(13, "Permission denied")
+        assert "credentials" not in str(caught.value)
 
 
 def test_an_access_that_is_refused_is_not_called_missing() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +15,11 @@ import numpy as np
 import pytest
 from tests.leased import Desk, FakeJob, alone
 
+from syncline.core.leasing import SHARD_POSITIONS
 from syncline.core.order import order
-from syncline.data import ArraySource, IterableSource, batches
+from syncline.data import ArraySource, IterableSource, batches, samples_at
 from syncline.data import batching as module
+from syncline.errors import ConfigError
 
 of_thread = threading.local()
 
@@ -72,12 +76,96 @@ def test_each_call_with_a_source_is_its_next_epoch() -> None:
     assert set(job.desk.leasing.state.loaders) == {"loader-0", "loader-1"}
 
 
+def test_a_source_has_passes_of_its_own_under_each_name() -> None:
+    job, source = alone(), numbers(8)
+    first, second, third, fourth = (train(job, source, shuffle=True, name=name) for name in ("a", "b", "a", ""))
+    assert first == second == fourth != third and sorted(itertools.chain(*third)) == list(range(8))
+    assert set(job.desk.leasing.state.loaders) == {"a", "b", "loader-0"}
+
+
+def test_a_job_keeps_no_source_alive() -> None:
+    """One that is opened anew for every epoch would otherwise stay for the life of the job, with all it has read."""
+    job, refs = alone(), []
+    for _ in range(3):
+        source = numbers(8)
+        refs.append(weakref.ref(source))
+        train(job, source, shuffle=True)
+        del source
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+    (notice,) = set(job.noticed)
+    assert "opened anew begin with the same order again: open it once" in notice
+
+
+def test_two_sources_of_one_kind_are_no_source_that_was_opened_anew() -> None:
+    job, one, two = alone(), numbers(8), numbers(8)
+    for source in (one, two, one, two):
+        train(job, source, shuffle=True)
+    assert not job.noticed
+
+
+class Slotted:
+    """A source to which there is no weak reference."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self) -> None:
+        self._source = numbers(8)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_a_source_without_weak_references_is_known_again() -> None:
+    job, source = alone(), Slotted()
+    epochs = [list(itertools.chain(*train(job, source, shuffle=True))) for _ in range(2)]
+    assert epochs == [order(8, 0, epoch, 0, 8).tolist() for epoch in range(2)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_positions_of_the_log_are_samples_again(shuffle: bool) -> None:
+    """What was set aside is named by its positions: the samples that a worker reads there."""
+    job, source, options = alone(), numbers(20), {"shuffle": shuffle, "seed": 3}
+    train(job, source, **options)
+    read = list(itertools.chain(*train(job, source, **options)))
+    assert samples_at(source, 5, 8, epoch=1, **options) == [f"sample {n} (arrays, element {n})" for n in read[5:9]]
+    assert samples_at(range(20), 5, 8, epoch=1, **options) == [f"sample {n}" for n in read[5:9]]
+    parts = shards()
+    found = [n for batch in train(job, parts, **options) for n in batch]
+    for place in range(4):
+        first = place * SHARD_POSITIONS
+        told = [f"sample {n % 100} of {n // 100}" for n in found[6 * place : 6 * place + 6]]
+        assert samples_at(parts, first, first + 5, **options) == told
+
+
 def test_the_last_batch_may_be_left_out() -> None:
     desk = Desk(2)
     source = numbers(21)
     world = desk.run(lambda job: train(job, source, drop_last=True))
     assert sorted(map(len, itertools.chain(*world))) == [4] * 4 and desk.left == 0
     assert len(list(batches(numbers(21), 4, drop_last=True))) == 5
+
+
+@pytest.mark.parametrize("in_job", [True, False])
+def test_the_last_batches_of_shards_cannot_be_left_out(in_job: bool) -> None:
+    """Nothing is dropped by a rule that holds in one place and not in the other: where shards end nobody knows."""
+    of_thread.job = alone() if in_job else None
+    with pytest.raises(ConfigError, match=r"drop_last cannot be given: where shards end .*leave it out"):
+        batches(shards(), 4, drop_last=True)
+
+
+def test_sources_of_different_length_are_refused_with_both_named() -> None:
+    desk = Desk(2)
+    of_thread.job = desk[0]
+    batches(numbers(20), 4)
+    of_thread.job = desk[1]
+    with pytest.raises(
+        ConfigError, match=r"worker-1 has 21 samples .*others have 20 samples.*must read the same data"
+    ):
+        batches(numbers(21), 4)
 
 
 def test_a_loop_that_is_left_gives_back() -> None:

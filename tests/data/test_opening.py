@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import pathlib
 import struct
 
@@ -13,8 +12,8 @@ import pytest
 import syncline.data
 import syncline.data.datasets as datasets
 from syncline.data import ArraySource, Source
-from syncline.data.iris import SPECIES
 from syncline.errors import ConfigError, DataError
+from syncline.testing import local_job
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
 LABELS = np.array([3, 1, 4, 1, 5], dtype=np.uint8)
@@ -38,12 +37,16 @@ def test_iris_is_the_table_that_fisher_printed() -> None:
         "petal_width": 179.9,
         "species": 150.0,
     }
-    assert np.bincount(everything["species"]).tolist() == [50, 50, 50] and SPECIES[0] == "setosa"
+    assert np.bincount(everything["species"]).tolist() == [50, 50, 50]
     measured = np.stack([everything[name] for name in list(everything)[:4]], axis=1)
     assert measured[34].tolist() == [4.9, 3.1, 1.5, 0.2] and measured[37].tolist() == [4.9, 3.6, 1.4, 0.1]
     assert source.describe().startswith("iris, 150 samples: sepal_length float64[]")
     with pytest.raises(ConfigError, match="iris has no splits"):
         syncline.data.open("iris", split="test")
+    with pytest.raises(ConfigError, match="iris: storage_options are for remote paths; leave them out for iris"):
+        syncline.data.open("iris", storage_options={"anon": True})
+    with pytest.raises(ConfigError, match=r"columns= is a list of names; say columns=\['species'\]"):
+        syncline.data.open("iris", columns="species")
 
 
 @pytest.fixture
@@ -96,13 +99,17 @@ def test_mnist_is_believed_by_its_own_checksums(folder: pathlib.Path) -> None:
     assert "cvdf-datasets/mnist/train-images-idx3-ubyte.gz" in str(caught.value)
 
 
-def test_one_line_says_what_was_taken(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    np.save(tmp_path / "x.npy", np.zeros((4, 2)))
-    with caplog.at_level(logging.INFO, "syncline.data"):
-        syncline.data.open(tmp_path / "x.npy")
-    (line,) = [record.getMessage() for record in caplog.records]
+def test_one_line_says_what_was_taken(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To people who have configured nothing; in a job once, however often it is opened."""
     path = tmp_path / "x.npy"
-    assert line == f"{path}: taken as {path}, 4 samples: array 0 float64[2]"
+    np.save(path, np.zeros((4, 2)))
+    taken = f"{path}: taken as {path}, 4 samples: array 0 float64[2]"
+    syncline.data.open(path)
+    assert capsys.readouterr().err == f"syncline: {taken}\n"
+    with local_job(workers=2) as jobs:
+        jobs.run(lambda job: [syncline.data.open(path) for _ in range(2)])
+        lines = [line for line in capsys.readouterr().err.splitlines() if "taken as" in line]
+    assert lines == [f"syncline: worker-0: {taken}"]
 
 
 def test_a_name_that_says_nothing_needs_a_kind(tmp_path: pathlib.Path) -> None:

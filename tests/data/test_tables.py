@@ -91,6 +91,13 @@ def test_rows_come_in_the_order_asked_for(folder: pathlib.Path, asked: list[int]
     assert batch["pair"].shape == (len(asked), 2) and np.array_equal(batch["pair"][:, 0], samples)
 
 
+def test_a_read_does_not_go_through_all_chunks(source: TableSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set may have a hundred thousand row groups; where each begins is known since it was opened."""
+    monkeypatch.setattr(source, "_sizes", None)
+    assert source.read(np.array([130, 131]))["x"].tolist() == [130, 131]
+    assert source.read(np.array([5, 900]))["x"].tolist() == [5, 900]
+
+
 def test_a_batch_is_the_callers_own(source: TableSource) -> None:
     for samples in (np.arange(5), np.array([4, 1]), np.array([0, 900])):
         batch = source.read(samples)
@@ -184,6 +191,32 @@ def test_damage_inside_a_row_group_is_named_when_it_is_read(tmp_path: pathlib.Pa
         source.read(np.array([0]))
 
 
+def test_an_arrow_stream_is_called_one(tmp_path: pathlib.Path) -> None:
+    rows = arrow.table({"x": [1, 2]})
+    with arrow.OSFile(str(tmp_path / "s.arrow"), "wb") as file, arrow.ipc.new_stream(file, rows.schema) as stream:
+        stream.write(rows)
+    with pytest.raises(
+        DataError, match=r"s\.arrow: an Arrow stream, .*write it as a file, with pyarrow\.ipc\.new_file"
+    ):
+        syncline.data.open(tmp_path / "s.arrow")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_an_error_where_they_are_read(tmp_path: pathlib.Path, suffix: str) -> None:
+    rows = arrow.Table.from_arrays([[1, 2], [3, 4], [5, 6]], names=["a", "a", "b"])
+    path = tmp_path / f"d.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(rows, path)
+    else:
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_file(file, rows.schema) as written:
+            written.write(rows)
+    for columns in (None, ["a", "b"]):
+        with pytest.raises(DataError, match=rf"d\.{suffix}: there are several columns 'a'; .*columns="):
+            syncline.data.open(path, columns=columns)
+    source = syncline.data.open(path, columns=["b"])
+    assert isinstance(source, TableSource) and source.read(np.array([1, 0]))["b"].tolist() == [6, 5]
+
+
 def test_an_empty_table_is_an_error(tmp_path: pathlib.Path) -> None:
     parquet.write_table(arrow.table({"x": arrow.array([], arrow.int64())}), tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty\.parquet: no row in 1 Parquet file; write some"):
@@ -222,6 +255,21 @@ def test_lists_of_another_length_in_another_row_group_are_an_error(tmp_path: pat
     source = syncline.data.open(tmp_path / "v.parquet")
     with pytest.raises(DataError, match=r"v\.parquet: column 'v' has lists of \(2,\) values, elsewhere of \(1,\)"):
         source.read(np.array([0, 1]))  # type: ignore[union-attr]
+
+
+def test_a_row_group_with_lists_is_read_in_pieces_and_is_whole(tmp_path: pathlib.Path) -> None:
+    """Large lists come piece by piece, and with them every other column of the row group."""
+    lists = np.arange(3000 * 500, dtype=np.float64).reshape(3000, 500)
+    columns = {"v": arrow.FixedSizeListArray.from_arrays(lists.ravel(), 500), "s": [str(n) for n in range(3000)]}
+    parquet.write_table(arrow.table(columns), tmp_path / "v.parquet", row_group_size=2000)
+    source = syncline.data.open(tmp_path / "v.parquet")
+    assert isinstance(source, TableSource) and len(list(source._files[0].read_chunk(0, ["v"]))) > 1
+    batch = source.read(np.arange(3000))
+    assert np.array_equal(batch["v"], lists) and batch["s"].tolist() == columns["s"]
+    uneven = [[1.0] * (500 if n < 1500 else 400) for n in range(2000)]
+    parquet.write_table(arrow.table({"v": uneven}), tmp_path / "u.parquet", use_dictionary=False)
+    with pytest.raises(DataError, match=r"u\.parquet: column 'v' has lists of (different lengths; pad them|500)"):
+        syncline.data.open(tmp_path / "u.parquet").read(np.array([0]))  # type: ignore[union-attr]
 
 
 def test_nested_lists_dictionaries_and_slices_of_lists(tmp_path: pathlib.Path) -> None:

@@ -128,6 +128,32 @@ def test_an_empty_shard_and_a_field_that_cannot_be_decoded_are_named(tmp_path: p
         list(opened(tmp_path / "odd.tar").iter_shard(0))
 
 
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
+def test_a_link_in_a_shard_is_an_error_where_its_field_is_read(tmp_path: pathlib.Path, kind: bytes) -> None:
+    """tar writes a file that it has seen before as a hard link: left out, the sample would lack a field."""
+    with tarfile.open(tmp_path / "l.tar", mode="w") as archive:
+        for name in ("a.cls", "a.txt", "b.cls"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"7"))
+        member = tarfile.TarInfo("b.txt")
+        member.type, member.linkname = kind, "a.txt"
+        archive.addfile(member)
+    with pytest.raises(DataError, match=r"l\.tar, sample 1 \(b\): b\.txt is no file .*`tar --dereference --hard-"):
+        list(opened(tmp_path / "l.tar").iter_shard(0))
+    assert [sample["cls"] for sample in opened(tmp_path / "l.tar", ["cls"]).iter_shard(0)] == [7, 7]
+
+
+def test_a_field_that_comes_twice_is_an_error(tmp_path: pathlib.Path) -> None:
+    with tarfile.open(tmp_path / "t.tar", mode="w") as archive:
+        for name in ("a.cls", "a.txt", "a.CLS"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"7"))
+    with pytest.raises(DataError, match=r"t\.tar, sample 0 \(a\): there are two of 'cls' in it; give one"):
+        list(opened(tmp_path / "t.tar").iter_shard(0))
+
+
 def test_arrays_of_objects_are_never_unpickled(tmp_path: pathlib.Path) -> None:
     content = io.BytesIO()
     np.save(content, np.array([None], dtype=object), allow_pickle=True)
@@ -154,7 +180,7 @@ def test_images_become_arrays_with_pillow(tmp_path: pathlib.Path) -> None:
 
 def test_samples_with_different_fields_are_not_put_together(tmp_path: pathlib.Path) -> None:
     (tmp_path / "d.tar").write_bytes(tar({"a.cls": b"1", "b.txt": b"one"}))
-    with pytest.raises(DataError, match=r"some samples of a batch have 'cls' and some do not"):
+    with pytest.raises(DataError, match=r"some samples of a batch have 'cls' \(a\) and some do not \(b\); choose"):
         list(batches(opened(tmp_path / "d.tar"), 2))
 
 
@@ -168,3 +194,9 @@ def test_whatever_can_be_iterated_over_is_a_shard() -> None:
     assert [batch["n"].tolist() for batch in read if isinstance(batch, dict)] == [[0, 2, 4, 6], [8, 1, 3, 5], [7, 9]]
     with pytest.raises(ConfigError, match="there is no shard"):
         IterableSource({})
+
+
+def test_shards_without_any_sample_are_an_error() -> None:
+    source = IterableSource({"a": list, "b": list})
+    with pytest.raises(DataError, match="2 iterables: there is no sample in any of them; write some"):
+        list(batches(source, 4))

@@ -40,6 +40,10 @@ def test_tuples_of_different_lengths_are_refused() -> None:
     uneven = mapped(SOURCE, lambda sample: (1,) * (1 + int(sample["y"]) % 2))
     with pytest.raises(DataError, match="returned tuples of 1 and 2 values; return as many each time"):
         uneven.read(np.array([0, 1]))
+    mixed = mapped(SOURCE, lambda sample: sample if int(sample["y"]) % 2 else 1)
+    for samples in ([0, 1], [1, 0]):
+        with pytest.raises(DataError, match="returned a dict for some samples only; return one each time"):
+            mixed.read(np.array(samples))
 
 
 def test_an_error_names_the_sample_and_where_it_lies(tmp_path: pathlib.Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.slow
-RESTORED = r"\d+ slices came back from the copy of worker-\d.*, with fresh rule state; (\d+) acknowledged updates"
+RESTORED = r"\d+ slices? came back from the copy of worker-\d.*, with fresh rule state; (\d+) acknowledged updates?"
 
 
 def ways() -> list[Any]:

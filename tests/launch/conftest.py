@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -37,9 +37,9 @@ class Commands:
         (self.folder / name).write_text(textwrap.dedent(text))
         return name
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, program: Sequence[str] = ("-m", "syncline")) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "syncline", *arguments],
+            [sys.executable, *program, *arguments],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -349,12 +349,13 @@ def test_workers_from_elsewhere_keep_the_job_going(play: Callable[..., Play]) ->
     assert job.finish()[0] == 0
 
 
-def test_nothing_is_restarted_once_the_job_is_over(play: Callable[..., Play]) -> None:
-    job = play()
-    job.end("worker-0", 0)
+@pytest.mark.parametrize("code", [-9, 1])
+def test_nothing_is_restarted_once_the_job_is_over(play: Callable[..., Play], code: int) -> None:
+    """Nor is it a failure: a server that comes back just then finds no job, and says so with 1."""
+    (job := play()).end("worker-0", 0)
     job.coordinator.change(verdict="all workers have finished", left=["worker-0", "worker-1"])
     job.wait(lambda: job.launcher._has_ended)
-    job.end("server-0", -9)
+    job.end("server-0", code)
     job.end("worker-1", 0)
     assert job.finish()[0] == 0
     assert len(job.lives["server-0"]) == 1

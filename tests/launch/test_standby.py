@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
+from typing import Any
+
+import pytest
 
 from syncline.launch import jobfile
-from syncline.launch.processes import Plan, start_member, start_standby
+from syncline.launch.processes import STANDBY, Plan, start_member, start_standby
 from syncline.launch.standby import Standby
 
 SECONDS = 30.0
@@ -107,3 +111,38 @@ def test_it_ends_when_nobody_is_left_who_could_use_it() -> None:
     process.stdin.close()  # as the end of the launcher does
     assert ended(process)
     process.stdout.close()
+
+
+#: `syncline`, with a standby at once.
+SOON = """
+from syncline.cli.main import main
+from syncline.launch import launcher
+
+launcher.STANDBY_AFTER_SECONDS = 0.0
+main()
+"""
+
+ENDLESS = """
+    import numpy as np
+    import syncline
+    job = syncline.init()
+    job.kv.register({"w": np.zeros(1000, np.float32)}, syncline.Rule("SGD", lr=1.0))
+    while True:
+        job.kv.push_pull({"w": np.ones(1000, np.float32)}).wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_it_with_all_the_others(commands: Any, number: int) -> None:
+    script = commands.script(ENDLESS)
+    process = commands.start("run", "-w", "2", "-s", "2", script, program=("-c", SOON))
+    until = time.monotonic() + SECONDS
+    while STANDBY not in commands.members():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    assert set(commands.members()) == {"coordinator", "server-0", "server-1", "worker-0", "worker-1", STANDBY}
+    process.send_signal(number)
+    result = commands.finish(process)
+    assert result.code == 128 + number and f"interrupted by {signal.Signals(number).name}" in result.output
+    assert "Traceback" not in result.output and "Error" not in result.output
+    commands.check_nothing_left(0.0)

@@ -177,7 +177,8 @@ def test_every_message_has_one_number_and_one_place_to_be_said() -> None:
     assert answers == {
         "Done", "Refused", "Joined", "Registered", "GivenStats", "Standings", "GivenServerStats", "Mapped",
         "GivenPlace", "Passed", "Entered", "GivenStatus", "Prepared", "Replicated", "Hosted", "GivenCopies",
-        "Committed", "AskClip", "Pulled", "Verified", "GivenState", "GivenWhy",
+        "Committed", "AskClip", "Pulled", "Verified", "GivenState", "GivenWhy", "Opened", "GivenLease",
+        "GaveBack", "Uses",
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from syncline.core.layout import Parameter, Ranges, Segment, arrange
 from syncline.core.message import Message
 from syncline.core.messages import MESSAGES
 from syncline.core.rule import Option, Rule
+from syncline.core.spans import Span
 from syncline.core.traffic import Upload
 from syncline.errors import ConnectionLost, ProtocolError
 from syncline.net import frame, handshake
@@ -42,6 +43,7 @@ SEGMENT = arrange([Parameter("fc.weight", "float32", (10, 84)), Parameter("n", "
 SPECIAL: dict[object, object] = {
     Segment: SEGMENT,
     JobConfig: JobConfig(),
+    Span: Span(5, 11, 4, 2),
     Ranges: ((0, 3), (5, 6)),
     int: 5,
     float: 0.5,

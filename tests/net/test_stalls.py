@@ -243,3 +243,16 @@ def test_a_reader_of_its_own_may_wait_within_a_frame(reach: Make, kind: str) -> 
     time.sleep(0.3)
     far.sendall(data[10:])
     assert inbox.next()[1] == Leave()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_who_is_killed_in_the_middle_of_a_word_has_broken_off(sends: bool) -> None:
+    """Not the kernel's own word, with its number: people read it beside the name of who is gone."""
+    one, two = socket.socketpair()
+    stream = PlainStream(one, "worker-2")
+    one.sendall(b"unread")
+    two.close()
+    with pytest.raises(ConnectionLost) as caught:
+        stream.write([memoryview(b"more")]) if sends else stream.take(1)
+    stream.close()
+    assert str(caught.value) == stalls.BROKEN_OFF == "the connection broke off"

@@ -106,7 +106,7 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
 
     def pack_as_one(part: handshake.Part) -> bytes:
         data = bytearray(ours(part))
-        data[4] = 1 if isinstance(part, handshake.Hello) else 2
+        data[4] = 1 if isinstance(part, handshake.Hello) else 3
         return bytes(data)
 
     monkeypatch.setattr(handshake, "pack", pack_as_one)
@@ -122,22 +122,23 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "FrameError: not a handshake of ours: it begins with b'GET '"),
-        (b"SYNH\x02\xff\xff", "FrameError: a handshake of 65535 bytes; at most 512"),
-        (b"SYNH\x02\x05\x00\xc1\xc1\xc1\xc1\xc1", "FrameError: a handshake that cannot be read"),
-        (b"SYNH\x02", "ConnectionLost: the other side closed the connection during the handshake"),
-        (b"", "ConnectionLost: the other side closed the connection during the handshake"),
+        (b"GET / HTTP/1.1\r\n\r\n", "was refused: FrameError: not a handshake of ours: it begins with b'GET '"),
+        (b"SYNH\x03\xff\xff", "was refused: FrameError: a handshake of 65535 bytes; at most 512"),
+        (b"SYNH\x03\x05\x00\xc1\xc1\xc1\xc1\xc1", "was refused: FrameError: a handshake that cannot be read"),
+        (b"SYNH\x03", "ended: the other side closed the connection during the handshake"),
+        (b"", "ended: the other side closed the connection during the handshake"),
     ],
 )
 def test_a_stranger_that_talks_nonsense_is_sent_away(host: Make, data: bytes, reason: str) -> None:
     there = host()
     with stranger(there) as sock:
+        port = sock.getsockname()[1]
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):  # closed with bytes of ours unread
             while sock.recv(4096):
                 pass
-    assert f"was refused: {reason}" in there.log()
+    assert f"127.0.0.1:{port} {reason}" in there.log()
     assert there.accepted.empty()
     check_works(there)
 

@@ -17,7 +17,7 @@ SEEDS = (0, 1, 2)
 @pytest.mark.proof
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("policy", ["sync", "bounded:2", "async"])
-def test_accuracy(policy: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accuracy(policy: str, tmp_path: pathlib.Path) -> None:
     found = []
     for seed in SEEDS:
         command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "--policy", policy]
@@ -28,6 +28,5 @@ def test_accuracy(policy: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFix
         assert accuracy, done.stdout
         found.append(float(accuracy[1]))
     mean = statistics.mean(found)
-    with capsys.disabled():
-        print(f"\n{policy}: {mean:.2f} % mean of {found}, spread {max(found) - min(found):.2f}", flush=True)
+    print(f"{policy}: {mean:.2f} % mean of {found}, spread {max(found) - min(found):.2f}", flush=True)
     assert mean >= 88.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from tests.roles.test_registering import hold, registration
 
 from syncline import Rule
 from syncline.client.job import Job
-from syncline.core.control import Host, Prepare, Uploaded
+from syncline.core.control import Host, Over, Prepare, SeedTo, Uploaded
 from syncline.core.members import Member
 from syncline.core.membership import JobState
 from syncline.core.message import Done
@@ -106,3 +107,47 @@ def test_a_server_that_came_late_gets_no_new_parameters_before_it_knows_the_work
         until(lambda: idle not in state.members and not state.is_changing, "it is out")
         job.add_server(idle)
         assert job.run(then, SECONDS) == [[1.0] * 8]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it is shown, too
+@pytest.mark.parametrize("where", ["_has_work", "_step"])
+def test_a_bug_in_the_thread_of_changes_ends_in_a_verdict(jobs: Any, where: str) -> None:
+    """Also where it only looks whether there is something to do: nobody would ever come, go or be fenced again."""
+    job = jobs().begin()
+    changing = job.coordinator.changing
+
+    def broken() -> float:
+        raise KeyError("server-9")
+
+    setattr(changing, where, broken)
+    changing.wake()
+    until(lambda: bool(job["worker-0"].all(Over)), "everyone hears of it")
+    (over,) = job["worker-0"].all(Over)
+    assert over.failed and "coordinator is gone: it has a bug: KeyError: 'server-9'" in over.reason
+
+
+def test_no_slice_is_given_to_a_server_that_has_not_heard_of_it(jobs: Any) -> None:
+    """It has just joined: whatever the thread of changes decides in that moment does not count on it yet."""
+    job = jobs(replicas=2, slice_bytes=4096).begin()
+    job.register()
+    server, event = job["server-0"], job.coordinator.event
+    job.kill("server-1")
+    until(lambda: set(job.seats().values()) == {("server-0", "")}, "all of it is on one")
+    server.heard.clear()
+
+    def slowly(text: str) -> None:
+        event(text)
+        if "has joined" in text:
+            job.coordinator.changing.wake()
+            time.sleep(0.2)  # the thread of changes may do what it likes
+
+    job.coordinator.event = slowly
+    again = job.play("server", "server-1")
+    again.holds.add(Host)
+    assert again.joined(again.ask_to_join()).late
+    until(lambda: bool(again.held), "it is told of the layout")
+    assert not server.all(SeedTo)
+    again.holds.clear()
+    for request in again.held:
+        request.reply(Done())
+    until(lambda: bool(server.all(SeedTo)), "now it gets its backups")

@@ -229,7 +229,8 @@ def test_status_shows_everyone(jobs: Any) -> None:
     assert answer.status.protection == protection(2, ["a", "a"], seats), "the same words as at the start"
     assert "process-level only" in answer.status.protection
     one_alone = [Seat(0, "server-0"), *list(seats)[1:]]
-    assert f"1 of {len(seats)} slices have no backup now" in protection(2, ["a", "b"], one_alone)
+    alone = f"1 of {len(seats)} slices has no backup now: it lives as long as its server"
+    assert alone in protection(2, ["a", "b"], one_alone)
     left.close()
 
 

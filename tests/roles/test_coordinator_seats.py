@@ -90,7 +90,7 @@ def test_with_one_replica_the_freshest_copy_comes_back_and_the_loss_is_counted(j
     job["worker-1"].copies = [Copy(n, 8, {"worker-1": 8}, 8) for n in mine]
     job.kill("server-1")
     until(lambda: bool(job["worker-1"].all(GiveCopies)), "the freshest is asked")
-    until(lambda: any("1 acknowledged updates were revoked" in line for line in job.log), "said")
+    until(lambda: any("1 acknowledged update was revoked" in line for line in job.log), "said")
     (given,) = job["worker-1"].all(GiveCopies)
     assert sorted(c.slice for c in given.copies) == sorted(mine) and given.target.name == "server-0"
     assert all((c.version, c.known, c.clocks) == (8, 9, {"worker-1": 8}) for c in given.copies)

@@ -12,7 +12,8 @@ from syncline.core.control import Prepared, Roster
 from syncline.core.rounds import ERA
 from syncline.core.seats import Seat
 from syncline.core.slices import life_of
-from syncline.errors import FencedError
+from syncline.core.traffic import AskClip, Committed, GiveClip
+from syncline.errors import FencedError, ProtocolError, Refresh
 from syncline.net.transport import Peer
 
 from .conftest import WAIT, House, eventually
@@ -120,3 +121,64 @@ def test_when_all_have_heard_nothing_comes_from_who_was_the_primary(make_house: 
     assert not hosting.backups.was_of(numbers[0], "server-0")
     with pytest.raises(FencedError):
         hosting._check_sender(Peer("server", "server-0", 1), numbers[0])
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_round_that_waits_for_its_norm_is_not_counted_on_where_primaries_change(
+    make_house: MakeHouse, moves: bool
+) -> None:
+    """Two servers have applied it, the third waits for the norm. Its worker dies, and one of the two."""
+    house = make_house(3, 1, replicas=2, hold_seconds=0.1)
+    house.register(zeros())
+    for source, target in (("server-0", "server-1"), ("server-1", "server-0"), ("server-2", "server-0")):
+        house.seed(source, target)
+    (worker,) = house.workers.values()
+    asked = {server: worker.commit(server, 1, x(), clip_norm=1.0).wait(WAIT) for server in house.primaries()}
+    assert all(isinstance(answer, AskClip) for answer in asked.values()) and len(asked) == 3
+    for server in ("server-0", "server-2"):
+        assert isinstance(worker.ask(server, GiveClip(1, 48.0, [])).wait(WAIT), Committed)
+    seats = [Seat(part.id, "server-0") for part in house.parts("server-2")] if moves else None
+    house.kill("server-2")
+    change = house.change(fenced={"worker-0": worker.incarnation}, seats=seats, moves=moves)
+    house.prepare(change)
+    told = ["step 1 of worker-0 is on some slices and not on others"]
+    assert [loss.text for loss in change.torn()] == (told if moves else []), "else its server says that it is dropped"
+
+
+def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse) -> None:
+    """Slices that go elsewhere take nothing in from then on: a commit that is decided upon now would be missing on
+    them, and be answered. Another change has come in between, and its Install does not come."""
+    house = make_house(2, 1, policy="async", replicas=2, hold_seconds=0.01)
+    replicated(house)
+    (worker,) = house.workers.values()
+    (full,) = [server for server in house.servers if len(house.parts(server)) == 2]
+    (other,) = set(house.servers) - {full}
+    for clock in (1, 2):
+        worker.stage(full, clock, x()).wait(WAIT)
+    worker.commit(other, 1, x()).wait(WAIT)
+    goes, stays = house.parts(full)
+    slot = house.slot(full, stays.id)
+    slot.pin()
+    change = house.change(seats=[Seat(goes.id, other, full)], moves=True)
+    house.prepare(change)
+    begun = house.tell(full, change.install(house.members))
+    generations = house.servers[full]._changes()
+    eventually(lambda: generations._is_half_way)
+    again = house.change(moves=True)
+    prepared = house.tell(full, again.prepare())
+    call = worker.commit_staged(full, 2)
+    slot.unpin()
+    house.servers[full]._drain(slot)
+    assert isinstance(prepared.wait(WAIT), Prepared)
+    with pytest.raises(ProtocolError, match="is not prepared any more"):
+        begun.wait(WAIT)
+    assert not call.arrives(0.4), "only an Install lets go"
+    house.prepare(again)
+    house.install(again)
+    with pytest.raises(Refresh):
+        call.wait(WAIT)
+    worker.stamp.generation = house.generation
+    for clock in (1, 2):
+        for made in worker.commit_all(clock, x()):
+            made.wait(WAIT)
+    assert set(by_slice(house).values()) == {-2.0}

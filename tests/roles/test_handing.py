@@ -18,7 +18,7 @@ from syncline.core.handing import (
     OpenEpoch,
     Recall,
 )
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.slices import Copy
 from syncline.errors import ConfigError
 from syncline.net.rpc import Call
@@ -73,6 +73,12 @@ def test_a_lease_is_kept_before_it_is_told(jobs: Any) -> None:
     answer = asked.wait(SECONDS)
     assert isinstance(answer, GivenLease)
     assert answer.lease in job.disk.last.leases.epochs["a"][0].leases
+
+
+def test_an_epoch_is_kept_before_anybody_hears_that_it_has_begun(jobs: Any) -> None:
+    """A coordinator that comes back and knows nothing of it would take it for finished."""
+    job = begin(jobs)
+    assert job.disk.last.leases.epochs["a"][0].num_todo == 64
 
 
 def test_the_epoch_is_finished_by_the_servers_word_and_stays_so(jobs: Any) -> None:
@@ -187,4 +193,4 @@ def test_with_one_replica_the_living_say_what_the_lost_server_knew(jobs: Any) ->
     job.kill(primary(job).name)
     until(lambda: bool(job["worker-0"].all(AskUses)), "it is asked")
     until(lambda: job.coordinator.handing.leasing.epoch("a", 0).num_done == len(one.span), "and believed")  # type: ignore[union-attr]
-    assert any("count as read" in line for line in job.log)
+    assert any("it counts as read" in line for line in job.log)

@@ -14,7 +14,9 @@ from syncline.client.job import Job
 from syncline.core.control import Host, SeedTo
 from syncline.core.seats import Seat
 from syncline.core.traffic import Upload
-from syncline.net.transport import buffer_of
+from syncline.net.rpc import Stamp
+from syncline.net.stalls import BROKEN_OFF
+from syncline.net.transport import Peer, buffer_of
 from syncline.testing import local_job
 
 from .conftest import WAIT, House
@@ -100,3 +102,15 @@ def test_a_slice_that_is_hosted_anew_is_where_workers_read_it(make_house: Callab
     assert np.shares_memory(hosting.blocks._blocks[block].memory.array, hosting.slices[number].memory)
     assert (hosting.slices[number].memory == 1).all()
     assert number not in hosting.backups.backups
+
+
+def test_of_who_is_gone_without_a_word_one_plain_line_tells(make_house: Callable[..., House]) -> None:
+    """However many connections it had; who closes them in order is not worth a line."""
+    house = make_house(1, 2)
+    peer = Peer("worker", "worker-1", house.workers["worker-1"].incarnation)
+    ways = [house.connect(peer, Peer("server", "server-0", 0), Stamp("job"), "server-0") for _ in range(3)]
+    ways[0].close()
+    assert not house.lines
+    for way in ways[1:]:
+        way.close(BROKEN_OFF)
+    assert house.lines == ["worker-1 is gone: the connection broke off"]

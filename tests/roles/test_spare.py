@@ -16,7 +16,7 @@ from syncline import Rule
 from syncline.client.job import Job
 from syncline.core.control import Beat
 from syncline.core.handing import AskLease, AskUses, Confirm, GivenLease, Opened, OpenEpoch, Uses
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.traffic import Committed
 from syncline.testing import local_job
 from syncline.torch import DataLoader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 
 from .world import draw
 

@@ -159,9 +159,8 @@ class Host(SimMember):
             self._enqueue((((who, clock, (), False),),))
         self.waiting.setdefault((who, clock), []).append((session, request))
         first = self.hosted.get(0) if 0 in self.primaries() else None
-        is_copied = first is not None and first.epoch and verdict.kind == "already applied"
-        if first is not None and is_copied and first.state.clocks.get(who, 0) >= clock:
-            first.state.used(item.uses)  # it came from a copy, without what was used
+        if first is not None and first.epoch and first.state.clocks.get(who, 0) >= clock:
+            first.state.used(item.uses)  # it came from a copy, without what was used; other slices may lack this step
         self._take(verdict)
 
     def _take(self, verdict: Verdict[Item]) -> None:

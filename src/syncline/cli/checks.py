@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from syncline import config as configuration
+from syncline.core.words import counted
 from syncline.errors import SynclineError
 from syncline.net import shm
 
@@ -67,7 +68,7 @@ def torch() -> Finding:
     version = str(module.__version__)
     if tuple(int(part) for part in version.split(".")[:2]) < (2, 4):
         return Finding("problem", f"{version} is too old", "install torch 2.4 or newer")
-    return Finding("ok", f"{version}, {module.get_num_threads()} threads")
+    return Finding("ok", f"{version}, {counted(module.get_num_threads(), 'thread')}")
 
 
 def packages() -> Finding:

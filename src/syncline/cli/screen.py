@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
@@ -14,6 +15,7 @@ from rich.text import Text
 from syncline.cli.standing import duration, epoch_told
 from syncline.core.control import Standings
 from syncline.core.progress import shares
+from syncline.core.words import counted
 
 #: Without a terminal, progress is a plain line now and then.
 PLAIN_SECONDS = 10.0
@@ -24,15 +26,15 @@ MOST_SHARES = 4
 class TerminalScreen:
     """Shows the chief's lines as they are, the others' with their names, and progress below."""
 
-    def __init__(self, policy: str) -> None:
-        self._policy = policy
+    def __init__(self, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy, self._clock = policy, clock
+        self._began: float | None = None  # when the job was whole: a coordinator that comes back counts from itself
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, transient=True, refresh_per_second=4)
         self._lock = threading.Lock()
-        self._counted_at = 0.0
-        self._samples: dict[str, int] = {}  # by worker, as counted then
+        self._last: tuple[float, dict[str, int]] = (0.0, {})  # since when samples are counted; each worker's by then
         self._next_plain = time.monotonic() + PLAIN_SECONDS
-        self._rate = 0.0
+        self._rate: float | None = None  # not known
 
     def __enter__(self) -> TerminalScreen:
         if self._console.is_terminal:
@@ -66,29 +68,31 @@ class TerminalScreen:
         if not standings.formed:
             return f"starting: waiting for {', '.join(standings.missing)}"
         reports = standings.reports.values()
+        now = self._clock()
+        if self._began is None:
+            self._began = now - standings.seconds
         samples = {name: report.samples for name, report in standings.reports.items()}
-        self._count(standings.seconds, samples)
+        self._measure(now, samples)
         step = max((report.step for report in reports), default=0)
-        count = sum(name.startswith("worker-") for name in standings.incarnations)
-        workers = "1 worker" if count == 1 else f"{count} workers"
-        parts = [f"{self._policy}, {workers}", f"{standings.seconds:.0f} s", f"step {step:,}"]
+        workers = counted(sum(name.startswith("worker-") for name in standings.incarnations), "worker")
+        parts = [f"{self._policy}, {workers}", f"{now - self._began:.0f} s", f"step {step:,}"]
         newest = max(standings.epochs, key=lambda epoch: (epoch.epoch, epoch.num_samples), default=None)
         if newest is not None:
             left = newest.num_left / self._rate if self._rate else 0.0
             parts.append(epoch_told(newest) + (f", {duration(left)} left" if left else ""))
-        if any(samples.values()):
+        if self._rate is not None:
             parts.append(f"{self._rate:,.0f} samples/s")
             parts += _shares_told(shares(samples))
         return " · ".join(parts)
 
-    def _count(self, seconds: float, samples: dict[str, int]) -> None:
-        """Samples in a second, once a second. A worker that has started again counts from 0."""
-        if seconds - self._counted_at < 1.0:
-            return
-        before = {name: self._samples.get(name, 0) for name in samples}
-        fresh = sum(now - before[name] if now >= before[name] else now for name, now in samples.items())
-        self._rate = fresh / (seconds - self._counted_at)
-        self._counted_at, self._samples = seconds, samples
+    def _measure(self, now: float, samples: dict[str, int]) -> None:
+        """Samples per second, over a second; afresh when others report, or one anew: a coordinator or worker died."""
+        since, before = self._last
+        if samples.keys() != before.keys() or any(samples[name] < before[name] for name in samples):
+            self._rate, self._last = None, (now, samples)
+        elif now - since >= 1.0:
+            gained = sum(samples.values()) - sum(before.values())
+            self._rate, self._last = gained / (now - since) if any(samples.values()) else None, (now, samples)
 
     def verdict(self, text: str) -> None:
         with self._lock, contextlib.suppress(BrokenPipeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from syncline.core.words import counted
 from syncline.stats import EpochProgress, JobStatus, MemberStatus, Wait
 
 COLUMNS = 100
@@ -15,7 +16,7 @@ _LEFT = (0, 2, 3)  # columns of words; the others are numbers
 
 def show_status(status: JobStatus) -> str:
     """Members, waits and what happened lately."""
-    replicas = "1 replica" if status.replicas == 1 else f"{status.replicas} replicas"
+    replicas = counted(status.replicas, "replica")
     head = (
         f"{status.name or status.job}: {status.policy} · {replicas}, ack {status.ack} · term {status.term} · "
         f"generation {status.generation} · {duration(status.seconds)}"
@@ -52,7 +53,7 @@ def _cell(text: str, column: int, width: int) -> str:
 
 def _row(member: MemberStatus) -> tuple[str, ...]:
     is_server = member.role == "server"
-    state = member.state + (f" ({member.num_restarts} restarts)" if member.num_restarts else "")
+    state = member.state + (f" ({counted(member.num_restarts, 'restart')})" if member.num_restarts else "")
     return (
         _short(member.name, 16),
         str(member.incarnation),

@@ -103,7 +103,7 @@ class Exchange(Protocol):
         """That parameters have had, by what this worker knows, and with its own that are under way."""
 
     def rest(self, *, is_pause: bool = False) -> None:
-        """Takes part in no more rounds until the next commit. `is_pause`: in the middle of an epoch."""
+        """Takes part in no more rounds of this loop; `is_pause`: until its next commit."""
 
     def step_aside(self) -> int:
         """No round waits for this worker until its next commit; the stretch it was in."""

@@ -25,6 +25,8 @@ from syncline.errors import RuleError
 
 #: As much is looked at in one go: what was just copied, or looked at before, is still in the core's own cache.
 PIECE_BYTES = 256 << 10
+#: What is read once and lies in place has no use for the cache: the longer a piece, the faster it is read.
+LONG_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10
 #: So many bytes are looked at while they are copied; fewer are still in the cache afterwards.
 LOOK_BYTES = 1 << 20
@@ -104,15 +106,15 @@ class Plan:
         self._arenas = [(segment, slot, arena(segment, slot)) for segment in segments.values()]
         self._data = {segment.index: array for segment, _, array in self._arenas}
         self._small: list[npt.NDArray[np.float32]] = []
-        self._pieces: list[Bits | Halves] = []
-        self._num_bytes = 0  # of the pieces
+        self._groups: list[list[Bits | Halves]] = []  # a thread takes one after the other
+        self._num_bytes = 0  # of the groups
         for run in _runs(self._places):
             data, dtype = self._data[run.segment][run.begin : run.end], run.parameter.dtype
             if dtype == "float32" and data.size <= SMALL_BYTES:
                 self._small.append(data.view(np.float32))
             else:
                 self._num_bytes += data.size
-                self._pieces += _cut(data, dtype)
+                self._groups += [[*_cut(part, dtype)] for part in _split(data, LONG_BYTES)]
         self.is_empty = not self._places
 
     def fits(self, arena: Arena) -> bool:
@@ -132,13 +134,12 @@ class Plan:
         except (FloatingPointError, RuntimeWarning):  # as the user has set NumPy
             return self._first_bad_exactly()
         # What lies between parameters is nobody's, and a product may overflow: only an exact look refuses.
-        return self._first_bad_exactly() if self._pieces and not self._are_pieces_finite() else None
+        return self._first_bad_exactly() if self._groups and not self._are_groups_finite() else None
 
-    def _are_pieces_finite(self) -> bool:
+    def _are_groups_finite(self) -> bool:
         if count_threads(self._num_bytes) < 2:
-            return _are_finite(self._pieces)
-        starts = range(0, len(self._pieces), _PIECES_AT_ONCE)
-        return share([self._pieces[n : n + _PIECES_AT_ONCE] for n in starts], _are_finite, self._num_bytes)
+            return all(map(_are_finite, self._groups))
+        return share(self._groups, _are_finite, self._num_bytes)
 
     def _first_bad_exactly(self) -> str | None:
         for parameter, segment, begin, end in self._places:
@@ -184,8 +185,14 @@ def _look(data: Bytes, dtype: str, exact: bool = False) -> Bits | Halves:
 
 
 def _cut(data: Bytes, dtype: str, exact: bool = False) -> Iterator[Bits | Halves]:
-    for start in range(0, data.size, PIECE_BYTES):
-        yield _look(data[start : start + PIECE_BYTES], dtype, exact)
+    """Bits are read twice, so in pieces that stay in the cache meanwhile."""
+    for piece in _split(data, PIECE_BYTES if exact or dtype != "float32" else LONG_BYTES):
+        yield _look(piece, dtype, exact)
+
+
+def _split(data: Bytes, num_bytes: int) -> Iterator[Bytes]:
+    for start in range(0, data.size, num_bytes):
+        yield data[start : start + num_bytes]
 
 
 Copied = tuple[Bytes, Bytes, str]

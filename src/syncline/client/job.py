@@ -105,8 +105,9 @@ class Job:
         self.own_step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self._ask, link)
-        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self.pause)
+        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
         self._before_rest: list[Callable[[], None]] = []
+        self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
         self._closed = threading.Event()
         self._device: str | None = None
@@ -171,6 +172,7 @@ class Job:
     def stepped(self) -> None:
         """A step was made: by a push, or locally between two of them."""
         self.own_step += 1
+        self.exchange.uses.stepped()
         self._hearing.pacing.slow_down(self._leave_if_retiring)
 
     @property
@@ -192,6 +194,15 @@ class Job:
         """Something that must be sent before this worker rests or leaves."""
         self._before_rest.append(action)
 
+    def after_wait(self, action: Callable[[], None]) -> None:
+        """Something to be done when others went on without this worker, which had nothing to read meanwhile."""
+        self._after_wait.append(action)
+
+    def catch_up(self) -> None:
+        """Others went on without this worker."""
+        for action in self._after_wait:
+            action()
+
     def before_settle(self, action: Callable[[], None]) -> None:
         """Something to be done before all open pushes are waited for: at a barrier, a rest, the end."""
         self._before_settle.append(action)
@@ -212,16 +223,19 @@ class Job:
             self.close()
             raise SystemExit(0)
 
-    def rest(self) -> None:
-        """Takes part in no round until the next push: this worker has finished its part, here an epoch of it."""
-        self._rest(is_pause=False)
+    def rest(self, *, leaves: bool = True) -> None:
+        """Takes part in no round until the next push: this worker has finished its part, here an epoch of it.
+
+        `leaves`: where it was asked to leave the job, here is a place for it."""
+        self._rest(is_pause=False, leaves=leaves)
 
     def pause(self) -> None:
-        """Takes part in no round until the next push: this worker waits in the middle of an epoch."""
+        """Takes part in no round until the next push: in the middle of an epoch it waits for what others have."""
         self._rest(is_pause=True)
 
-    def _rest(self, *, is_pause: bool) -> None:
-        self.leave_if_asked()
+    def _rest(self, *, is_pause: bool, leaves: bool = True) -> None:
+        if leaves:
+            self.leave_if_asked()
         for action in (*self._before_rest, *self._before_settle):
             action()
         self.exchange.rest(is_pause=is_pause)
@@ -270,13 +284,13 @@ class Job:
 
     def _beat(self) -> Beat:
         step, waits, finite = self.exchange.num_landed, self.exchange.waits.told(), self.exchange.finite
-        taken, seconds = self.samples.taken, self.samples.work_seconds
+        samples, seconds = self.exchange.times.measured
         return Beat(
             step=step,
             waits=waits,
             num_refused=finite.num_refused,
             is_quarantined=finite.is_quarantined,
-            samples=max(0, taken),
+            samples=samples,
             work_seconds=seconds,
         )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from syncline.client.portion import Piece, Portion
 from syncline.client.times import StepClock
-from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
-from syncline.core.leasing import Loader
+from syncline.core.handing import AskLease, EndShard, GaveBack, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
+from syncline.core.loader import Loader
 from syncline.core.message import Message
 from syncline.core.places import Places, merged
 from syncline.errors import SynclineError
@@ -30,6 +30,19 @@ class Asks(Protocol):
         """One attempt, not waited for."""
 
 
+class Pauses(Protocol):
+    """The worker, as rounds know it."""
+
+    def pause(self) -> None:
+        """No round of this loop waits for it any more; before a wait for others."""
+
+    def rest(self) -> None:
+        """Nor of the loop that it has left."""
+
+    def catch_up(self) -> None:
+        """Others went on without it: after that wait."""
+
+
 class Asked(Protocol):
     """A question under way."""
 
@@ -46,6 +59,8 @@ class Uses:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read: list[Use] = []
+        self._stepped: list[Use] = []  # in local steps, which the next commit brings
+        self._void: list[Use] = []  # in pushes that were refused
         self._committed: dict[int, list[Places]] = {}
         self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
@@ -57,10 +72,19 @@ class Uses:
             self._read.append((piece.lease, piece.begin, piece.end))
             self.samples += len(piece)
 
-    def take(self) -> list[Use]:
-        """All of it, for the commit that is made now."""
+    def stepped(self) -> None:
+        """What was read is in a step."""
         with self._lock:
-            taken, self._read = self._read, []
+            self._stepped += self._read
+            self._read = []
+
+    def take(self, *, is_void: bool = False) -> list[Use]:
+        """All of it, for the commit that is made now. `is_void`: nothing of that counts; it is passed over."""
+        with self._lock:
+            taken, self._read, self._stepped = self._stepped + self._read, [], []
+            if is_void:
+                self._void += taken
+                return []
         return taken
 
     def answered(self, uses: Iterable[Use], *, is_late: bool) -> None:
@@ -83,24 +107,35 @@ class Uses:
     def forget(self, leases: set[int]) -> None:
         """The epoch of these leases is over."""
         with self._lock:
-            for lease in leases - {use[0] for use in self._read}:
+            for lease in leases - {use[0] for use in [*self._read, *self._stepped]}:
                 self._committed.pop(lease, None)
                 self._late.pop(lease, None)
 
+    @property
+    def is_any_held(self) -> bool:
+        """Whether anything waits for a commit."""
+        return bool(self._read or self._stepped)
+
     def held(self, leases: set[int]) -> list[Use]:
-        """What of these leases waits for a commit, from the first place to the last."""
+        """What of these leases waits for a commit, or for the end of the loop, to be passed over."""
         with self._lock:
-            places: dict[int, tuple[int, int]] = {}
-            for lease, begin, end in self._read:
+            places: dict[int, list[Places]] = {}
+            for lease, begin, end in [*self._read, *self._stepped, *self._void]:
                 if lease in leases:
-                    first, last = places.get(lease, (begin, end))
-                    places[lease] = (min(first, begin), max(last, end))
-        return [(lease, begin, end) for lease, (begin, end) in places.items()]
+                    places[lease] = merged([*places.get(lease, ()), (begin, end)])
+        return [(lease, begin, end) for lease, each in places.items() for begin, end in each]
+
+    def drop_void(self, leases: set[int]) -> list[Use]:
+        """What of these leases was in pushes that were refused."""
+        with self._lock:
+            dropped = [use for use in self._void if use[0] in leases]
+            self._void = [use for use in self._void if use[0] not in leases]
+        return dropped
 
     def drop(self, leases: set[int]) -> list[Use]:
-        """What of these leases was read for no commit: it is in none from now on."""
+        """What of these leases was read for no step: it is in none from now on."""
         with self._lock:
-            dropped = [(lease, begin, end) for lease, begin, end in self._read if lease in leases]
+            dropped = [use for use in self._read if use[0] in leases]
             self._read = [use for use in self._read if use[0] not in leases]
         return dropped
 
@@ -117,19 +152,21 @@ class Reading:
         data: Loader,
         *,
         times: StepClock,
-        pause: Callable[[], None],
+        worker: Pauses,
     ) -> None:
-        """`pause` is called before a wait for others; `times`: how long this worker has worked so far."""
+        """`times`: how long this worker has worked so far."""
         self.loader, self.epoch = loader, epoch
         self._asks, self._uses, self._data = asks, uses, data
-        self._times, self._pause = times, pause
+        self._times, self._worker = times, worker
         self._portion = Portion(data.batch)
         self._asked: Asked | None = None
         self._not_before = 0.0  # there was no answer, or nothing in it
-        self._told = (0, 0.0)  # samples and seconds of work, as last said
+        self._told = times.measured  # samples and seconds of work, as last said
         answer = asks.ask(OpenEpoch(loader, epoch, data))
         assert isinstance(answer, Opened)
         self.num_samples, self.num_done, self._is_finished = answer.num_samples, answer.num_done, not answer.is_left
+        times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
+        self.is_shared = answer.is_shared  #: whether all workers come to this loader's epochs, by what is known
 
     def next(self, *, may_wait: bool = True) -> Piece | None:
         """The next batch to read; None when the epoch is finished, or when there is none without a wait."""
@@ -155,7 +192,7 @@ class Reading:
     # -- asking -------------------------------------------------------------------------------------------
 
     def _question(self, *, waits: bool) -> AskLease:
-        samples, seconds = self._uses.samples, self._times.work_seconds
+        samples, seconds = self._times.measured
         before, self._told = self._told, (samples, seconds)
         self._uses.num_questions += 1
         portion, number = self._portion, self._uses.num_questions
@@ -189,14 +226,17 @@ class Reading:
         answer = self._asks.ask(self._question(waits=False))
         if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
             return answer
-        self._pause()
-        return self._asks.ask(self._question(waits=True))
+        self._worker.pause()
+        answer = self._asks.ask(self._question(waits=True))
+        if not self._uses.is_any_held:  # else more is added to what was computed already, with what was known then
+            self._worker.catch_up()
+        return answer
 
     def _take(self, answer: Message) -> None:
         self._asked = None
         assert isinstance(answer, GivenLease)
         if answer.is_finished:
-            self._is_finished = True
+            self._is_finished, self.is_shared = True, answer.is_shared
         elif answer.lease:
             self._portion.take(answer)
         else:
@@ -210,18 +250,24 @@ class Reading:
 
     # -- giving back --------------------------------------------------------------------------------------
 
-    def give_back(self) -> list[tuple[int, int]]:
+    def give_back(self) -> GaveBack:
         """What is not cut into batches yet is others'; in the thread that hears the coordinator.
 
         Nothing of a shard that is begun: whoever goes on with it must read it from its first sample.
         """
-        return self._portion.give_back(keeps_begun=self._data.num_shards > 0)
+        newest = self._portion.newest  # before that: one that comes now is not given back
+        return GaveBack(self._portion.give_back(keeps_begun=self._data.num_shards > 0), newest)
 
-    def leave(self, unread: list[Piece], *, passes_over: bool) -> None:
-        """The loop is left: what was not given to the script goes back, what it made no step with is passed over."""
-        given = self._portion.leave(unread)
-        dropped = self._uses.drop(self._portion.numbers) if passes_over else []
-        if given or dropped or not self._is_finished:
-            self._asks.ask(LeaveEpoch(self.loader, self.epoch, list(given.items()), dropped, self._portion.newest))
-        self._is_finished = True
-        self._uses.forget(self._portion.numbers)
+    def leave(self, unread: list[Piece], *, passes_over: bool) -> int:
+        """The loop is left: what was not given to the script goes back, what it made no step with is passed over. How
+        many samples that are."""
+        given, numbers = self._portion.leave(unread), self._portion.numbers
+        dropped = self._uses.drop(numbers) if passes_over else []
+        passed_over = dropped + self._uses.drop_void(numbers)
+        self._is_finished, was_finished = True, self._is_finished
+        if given or passed_over or not was_finished:
+            self._asks.ask(
+                LeaveEpoch(self.loader, self.epoch, list(given.items()), passed_over, self._portion.newest)
+            )
+        self._uses.forget(numbers)
+        return sum(end - begin for _, begin, end in dropped)

@@ -10,7 +10,7 @@ from typing import Protocol
 from syncline.client.leases import Reading
 from syncline.client.portion import Piece
 from syncline.client.samples import Samples
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.errors import SynclineError
 
 
@@ -27,7 +27,7 @@ class TakesSamples(Protocol):
     def in_rounds(self) -> bool: ...
     @property
     def samples(self) -> Samples: ...
-    def rest(self) -> None: ...
+    def rest(self, *, leaves: bool = True) -> None: ...
     def notice(self, text: str) -> None: ...
 
 
@@ -35,7 +35,8 @@ class Loop:
     """Opened with the epoch, used with `with` around the loop, which ends when `next` has nothing more.
 
     Leaving it early gives back what the script has not got; at its end the worker rests. A loop without a step was an
-    evaluation: its samples are passed over, and in no step's weight.
+    evaluation: its samples are passed over, and in no step's weight; when others had no such loop, the worker does
+    not rest behind it.
     """
 
     def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader) -> None:
@@ -71,10 +72,23 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         without_a_step = self._job.own_step == self._first_step
-        if self._taken and without_a_step:
-            self._job.samples.took(-self._taken)
         failed = kind is not None and issubclass(kind, Exception)
+        is_left_early = kind is not None
         with contextlib.suppress(SynclineError):  # the job may be over by now
-            self._job.samples.close(self.reading, list(self._cut), passes_over=without_a_step, failed=failed)
-        if kind is None:
-            self._job.rest()  # also one that made no step: behind the loop all workers are level
+            self._job.samples.close(
+                self.reading, list(self._cut), passes_over=without_a_step or is_left_early, failed=failed
+            )
+        if kind is None and without_a_step and self._taken and self._job.world_size > 1:
+            self._job.notice(
+                "a loop over a DataLoader made no step: evaluate with torch.no_grad(), else the workers share the "
+                "samples, and wait for each other at the end"
+            )
+        if without_a_step and not self.reading.is_shared:
+            return
+        if not is_left_early:
+            self._job.rest()  # also one that made no step: behind the loop all are level
+        elif failed:
+            self._job.samples.rests_first = True  # should the script go on; else what it has stays its own to the end
+        elif not self._job.samples.is_over:
+            with contextlib.suppress(SynclineError):
+                self._job.rest(leaves=False)  # a loop that is left by `break` ends in the middle of a line

@@ -35,6 +35,7 @@ class _Own:
     span: Span
     begin: int  # the next place to be read
     end: int
+    step: int  # samples of a batch
 
 
 class Portion:
@@ -57,7 +58,7 @@ class Portion:
             self.numbers.add(given.lease)
             self.newest = given.lease
             self._size = len(given.span)
-            self._own.append(_Own(given.lease, given.span, 0, self._size))
+            self._own.append(_Own(given.lease, given.span, 0, self._size, given.step or self._batch))
 
     def cut(self) -> Piece | None:
         """The next batch; None: nothing is left here."""
@@ -67,7 +68,7 @@ class Portion:
             if not self._own:
                 return None
             own = self._own[0]
-            end = min(own.begin + (own.span.width or self._batch), own.end)
+            end = min(own.begin + own.step, own.end)
             piece = Piece(own.number, own.span, own.begin, end)
             own.begin = end
             return piece

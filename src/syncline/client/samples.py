@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
 
-from syncline.client.leases import Asks, Reading, Uses
+from syncline.client.leases import Asks, Pauses, Reading, Uses
+from syncline.client.passes import Passes
 from syncline.client.portion import Piece
 from syncline.client.times import StepClock
 from syncline.core.handing import GaveBack, Recall, Use
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.message import Message
 from syncline.errors import ConfigError
 from syncline.net.link import Link
@@ -24,19 +24,12 @@ class CoordinatorAsks:
         self.ask, self.try_ask = ask, link.try_call
 
 
-@dataclasses.dataclass
-class _Passes:
-    source: object  # which lives as long as its id is in use
-    name: str
-    num_begun: int = 0
-
-
 class Samples:
     """All that a job's loaders have in common."""
 
-    def __init__(self, asks: Asks, uses: Uses, times: StepClock, pause: Callable[[], None]) -> None:
-        """`pause` is called before a wait for others."""
-        self._asks, self.uses, self._times, self._pause = asks, uses, times, pause
+    def __init__(self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses) -> None:
+        self._asks, self.uses, self._times, self._worker = asks, uses, times, worker
+        self.rests_first = False  #: a loop was left by an error: behind it all are level again
         self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
@@ -47,7 +40,7 @@ class Samples:
         self._failed: list[tuple[Reading, Piece]] = []  # batches that could not be read
         self._names: set[str] = set()
         self._begun: set[object] = set()
-        self._passes: dict[int, _Passes] = {}  # by the id of what is read
+        self.passes = Passes()  #: over sources that are read by themselves, without a loader
 
     def name_loader(self, name: str) -> str:
         """The name that a loader has in all workers: its own, or its number in the order in which they are made."""
@@ -64,19 +57,13 @@ class Samples:
         self._begun.add(kind)
         return known
 
-    def next_pass(self, source: object, name: str, epoch: int | None) -> tuple[str, int]:
-        """The name of what reads a source by itself, without a loader, and which pass of it this is."""
-        known = self._passes.get(id(source))
-        if known is None or (name and name != known.name):
-            known = self._passes[id(source)] = _Passes(source, self.name_loader(name))
-        number = known.num_begun if epoch is None else epoch
-        known.num_begun = number + 1
-        return known.name, number
-
     def open(self, loader: str, epoch: int, data: Loader) -> Reading:
         """This worker begins its loop over an epoch."""
         self.let_go()
-        reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, pause=self._pause)
+        if self.rests_first:
+            self.rests_first = False
+            self._worker.rest()
+        reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, worker=self._worker)
         with self._lock:
             self._readings[loader, epoch] = reading
         return reading
@@ -92,7 +79,7 @@ class Samples:
             return
         if failed and unread:
             self._failed.append((reading, unread[0]))
-        reading.leave(unread[1:] if failed else unread, passes_over=passes_over)
+        self.took(-reading.leave(unread[1:] if failed else unread, passes_over=passes_over))
 
     def let_go(self) -> None:
         """This worker goes on: what it could not read is for others to try."""
@@ -104,7 +91,7 @@ class Samples:
         """In the thread that hears the coordinator: what is not begun is others'."""
         with self._lock:
             reading = self._readings.get((recall.loader, recall.epoch))
-        return GaveBack(reading.give_back() if reading is not None else [])
+        return reading.give_back() if reading is not None else GaveBack([])
 
     def used(self) -> list[Use]:
         """What commits of this worker have used so far, of leases that it may still have."""
@@ -113,11 +100,6 @@ class Samples:
     def late(self) -> list[Use]:
         """Likewise, of commits that were late."""
         return self.uses.late()
-
-    @property
-    def work_seconds(self) -> float:
-        """Time spent on steps, waits for others left out."""
-        return self._times.work_seconds
 
     # -- counting -----------------------------------------------------------------------------------------
 

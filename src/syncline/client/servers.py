@@ -40,8 +40,7 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import WireStats
 
 T = TypeVar("T")
-_LONG_LOOK_SECONDS = 0.25
-_WHY_SECONDS = 2.0
+_LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0
 _NOTHING = Push(pushed=())
 
 
@@ -196,6 +195,7 @@ class ServersExchange:
 
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
         self.make_room()
+        given = push
         push = self.finite.admit(push, self.clock + 1, self.layout, self._placement.arenas.array, self.slot)
         for action in self._before_commit:
             action()
@@ -206,7 +206,7 @@ class ServersExchange:
                 self._part.come_back()
         before = self._open[-1] if self._open else None
         self._open.append(ticket := self._draft(push, sink))
-        ticket.uses = self.uses.take()
+        ticket.uses = self.uses.take(is_void=push is not given)
         self.clock = ticket.clock
         self._part.committed(ticket.stretch)
         try:
@@ -216,8 +216,8 @@ class ServersExchange:
         except MENDED as error:
             ticket.generation = self._redo.generation
             self._mend(ticket, error, time.monotonic(), time.monotonic() + self._wait_seconds)
-        self.times.num_steps += 1
         self.times.lap("stage")
+        self.times.made_step(self.uses.samples)
         return ticket
 
     def _is_broken(self) -> bool:
@@ -292,8 +292,7 @@ class ServersExchange:
                 left = began + self._wait_seconds - time.monotonic()
                 if left < 0:
                     raise self._has_waited(ticket, began)
-                lane, _, numbers = missing
-                lane.await_more(flow, numbers, min(left, LOUD_SECONDS))
+                missing[0].await_more(flow, missing[2], min(left, LOUD_SECONDS))
         finally:
             self.times.lap("wait")
         return False

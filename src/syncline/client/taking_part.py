@@ -72,13 +72,13 @@ class TakingPart:
         maybe for it. The next commit enters again, beside the others.
         """
         has_paused = self._rested and self.stretch % LOOP > 0
-        if not has_paused:
+        if not has_paused and self.stretch % LOOP < LOOP - 1:  # the last one is the loop's end
             self._rest_from(self.stretch)
             self._enters_again = self._policy.stands_still
 
     def rest(self) -> None:
         """In no more rounds of this loop."""
-        self._enters_again = False
+        self._enters_again = self._is_away and self._policy.in_rounds
         self._rest_from(self.stretch // LOOP * LOOP + LOOP - 1)
 
     def _rest_from(self, stretch: int) -> None:

@@ -20,6 +20,7 @@ class StepClock:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._last: float | None = None
         self.num_steps = 0
+        self.measured = (0, 0.0)  #: samples of all steps so far, and the time of work that they took
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
@@ -39,6 +40,11 @@ class StepClock:
     def work_seconds(self) -> float:
         """Time spent on steps, waits for others left out."""
         return sum(seconds for phase, seconds in self._seconds.items() if phase != "wait")
+
+    def made_step(self, samples: int) -> None:
+        """With so many samples in all so far. Read between two steps, samples and seconds would not fit together."""
+        self.num_steps += 1
+        self.measured = (samples, self.work_seconds)
 
     def times(self) -> StepTimes:
         return StepTimes(num_steps=self.num_steps, **self._seconds)

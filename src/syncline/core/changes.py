@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from syncline.core.control import Install, Prepare, Prepared
+from syncline.core.control import Entered, Install, Prepare, Prepared
 from syncline.core.members import Member
 from syncline.core.rolls import Roll, Rolls
 from syncline.core.rounds import LOOP
@@ -137,14 +137,26 @@ class Change:
         return kept + entering + anew
 
     def _placed(self, known: Standing | None, name: str, incarnation: int) -> Standing:
-        """Its next commit is in the round after all that were opened; its clock goes on, where it was away."""
+        """Its next commit is in the round after all that were opened; its clock goes on, where it was away.
+
+        Who has paused is in its loop still: others may be in a later one.
+        """
+        is_known = known is not None and known.incarnation == incarnation
+        clock = known.clock if known is not None and is_known else 0
         stretch, number = self.turn()
-        clock = known.clock if known is not None and known.incarnation == incarnation else 0
+        if known is not None and is_known and not known.away:
+            inside = [s for s in self._standings() if s.stretch // LOOP == known.stretch // LOOP]
+            stretch, number = next_turn([known, *inside])
         return Standing(name, incarnation, clock, stretch, clock - number, position=self.back_at())
 
     def rolls(self) -> list[Roll]:
         """With spare workers: what any server knows of who is in the last rounds, every one is to know."""
         return Rolls(roll for answer in self._answers.values() for roll in answer.rolls).entries()
+
+    def places(self) -> dict[str, Entered]:
+        """For those who enter: the stretch of their next commits, or where beside the slowest."""
+        back_at = self.back_at()
+        return {s.name: Entered(s.stretch, back_at) for s in self.standings() if s.name in self.entering}
 
     def install(self, members: Sequence[Member]) -> Install:
         return Install(self.generation, list(members), self.settle(), self.standings(), self.rolls())

@@ -175,7 +175,8 @@ class Deciding:
     def finish(self, change: Change) -> dict[str, Entered]:
         """It is kept: who has entered, and where."""
         self.moves = self._server_is_out
-        place = Entered(change.turn()[0], change.back_at())
         entered = [name for name in change.entering if name in self.state.entered and name in self.entering]
-        self._places.update((name, (change.entering[name], self.entering.pop(name), place)) for name in entered)
-        return dict.fromkeys(entered, place)
+        places = {name: place for name, place in change.places().items() if name in entered}
+        for name, place in places.items():
+            self._places[name] = (change.entering[name], self.entering.pop(name), place)
+        return places

@@ -15,10 +15,12 @@ from syncline.core.ledger import Epoch
 from syncline.core.membership import Membership
 from syncline.core.policy import policy_of
 from syncline.core.slices import Identity
-from syncline.core.spans import Span
+from syncline.core.spans import Span, joined
 
 R = TypeVar("R")
 _NOTHING = Span(0, 0)
+#: So many ranges of what was lost are named.
+MOST_SPANS = 8
 
 
 class Asked(NamedTuple, Generic[R]):
@@ -38,8 +40,8 @@ class Desk(Generic[R]):
         self._leasing: Leasing | None = None  # once the policy is known
         self.asking: dict[str, Asked[R]] = {}
         self._asked: dict[str, tuple[Identity, int]] = {}  # the number of each worker's last question
-        self._used: list[Use] = []  # known here, not kept yet
-        self._late: list[Use] = []  # likewise, of commits that were late
+        self._used: set[Use] = set()  # known here, not kept yet
+        self._late: set[Use] = set()  # likewise, of commits that were late
 
     @property
     def is_open(self) -> bool:
@@ -99,9 +101,10 @@ class Desk(Generic[R]):
         )  # fmt: skip
         recalls = [(other, Recall(message.loader, message.epoch)) for other in answer.recall]
         if answer.lease is not None:
-            return GivenLease(answer.lease.number, answer.lease.span), recalls
+            return GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step), recalls
         if answer.is_finished or not (message.waits or answer.is_coming):
-            return GivenLease(0, _NOTHING, answer.is_finished), recalls
+            is_shared = self.leasing.is_shared(message.loader)
+            return GivenLease(0, _NOTHING, answer.is_finished, is_shared=is_shared), recalls
         return None, recalls
 
     def not_kept(self, answers: Iterable[tuple[Asked[R], GivenLease]]) -> None:
@@ -138,36 +141,47 @@ class Desk(Generic[R]):
 
     def use(self, uses: Iterable[Use], late: Iterable[Use] = ()) -> None:
         """By the word of slice 0's server."""
-        self._used += (fresh := list(uses))
+        self._used.update(fresh := list(uses))
         self.leasing.used(fresh)
-        self._late += (back := list(late))
+        self._late.update(back := list(late))
         self.leasing.late(back)
 
     @property
     def has_news(self) -> bool:
         """Whether something is to be kept, and confirmed to servers."""
-        return bool(self._used or self._late)
+        return bool(self._used or self._late or self.leasing.is_any_through)
 
     def take_news(self) -> tuple[list[Use], list[Use], list[tuple[str, int, Epoch]]]:
         """What is to be kept now, and confirmed when it is: used, late; and the epochs that are over by it."""
-        used, self._used = self._used, []
-        late, self._late = self._late, []
+        used, self._used = sorted(self._used), set()
+        late, self._late = sorted(self._late), set()
         return used, late, self.leasing.forget_finished()
 
     def put_back_news(self, used: Iterable[Use], late: Iterable[Use]) -> None:
         """It could not be kept."""
-        self._used, self._late = [*used, *self._used], [*late, *self._late]
+        self._used.update(used)
+        self._late.update(late)
 
     # -- uses that were lost ------------------------------------------------------------------------------
 
-    def uses_are_lost(self) -> None:
-        """Slice 0 came back from a worker's copy, without what was used: the workers that live are to say it.
+    def uses_are_lost(self) -> str:
+        """Slice 0 came back from a worker's copy, without what was used: the workers that live are to say it. Among
+        what it is, in words.
 
         To be kept together with the slice's return.
         """
-        if self._membership.state.leases.epochs:
+        leases = self._membership.state.leases
+        if leases.epochs:
             members = self._membership.state.members
-            self._membership.state.leases.unheard = {n: members[n].incarnation for n in self._membership.workers()}
+            leases.unheard = {n: members[n].incarnation for n in self._membership.workers()}
+        found = []
+        for name, epochs in leases.epochs.items():
+            for number, epoch in epochs.items():
+                rest = joined([span for lease in epoch.leases.values() for span in lease.rest()])
+                places = ", ".join(f"{span.start} to {span.stop - 1}" for span in rest[:MOST_SPANS])
+                more = f" and {len(rest) - MOST_SPANS} more" if len(rest) > MOST_SPANS else ""
+                found.append(f"epoch {number + 1} of {name!r}, among positions {places}{more}")
+        return "; ".join(found)
 
     def unheard(self) -> list[Identity]:
         """Of which workers that is still to be heard."""

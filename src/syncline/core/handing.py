@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.message import Message
 from syncline.core.spans import Span
 
@@ -19,11 +19,15 @@ class OpenEpoch(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """`is_left`: whether there is anything to read. The samples of the epoch, and how many of them are done."""
+    """`is_left`: whether there is anything to read. The samples of the epoch, and how many of them are done.
+
+    `is_shared`: whether all workers come to this loader's epochs, by what is known.
+    """
 
     is_left: bool
     num_samples: int
     num_done: int
+    is_shared: bool = True
 
 
 class AskLease(Message, frozen=True):
@@ -50,11 +54,16 @@ class AskLease(Message, frozen=True):
 
 
 class GivenLease(Message, frozen=True):
-    """The next lease; 0: there is none, for now or because the epoch is finished."""
+    """The next lease, and how much of it is one step; 0: there is none, for now or because the epoch is finished.
+
+    `is_shared`: whether all workers come to this loader's epochs, by what is known.
+    """
 
     lease: int
     span: Span
     is_finished: bool = False
+    step: int = 0
+    is_shared: bool = True
 
 
 class Recall(Message, frozen=True):
@@ -65,9 +74,10 @@ class Recall(Message, frozen=True):
 
 
 class GaveBack(Message, frozen=True):
-    """Leases, and the places from which on this worker reads none of them."""
+    """Leases, and the places from which on this worker reads none of them. `newest`: the last that it knows of."""
 
     leases: list[tuple[int, int]]
+    newest: int | None = None
 
 
 class LeaveEpoch(Message, frozen=True):

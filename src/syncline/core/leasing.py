@@ -8,12 +8,14 @@ give back what they have not begun; an epoch ends for all when everything in it 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from syncline.core.ledger import Epoch, Lease
-from syncline.core.places import Places, merged
+from syncline.core.loader import Loader
+from syncline.core.places import Places, merged, without
 from syncline.core.shares import deal_rounds, lease_samples, widths, worth_a_change
 from syncline.core.slices import Identity
 from syncline.core.spans import Span
@@ -25,20 +27,6 @@ SHARD_POSITIONS = 1 << 40
 _FRESH = 0.3
 
 
-class Loader(msgspec.Struct, frozen=True, array_like=True):
-    """What all workers must agree on."""
-
-    num_samples: int
-    batch: int
-    drop_last: bool = False
-    is_auto: bool = False  # parts of a global batch follow the workers' speeds
-    num_shards: int = 0  # instead of samples: how many there are in each shows when it is read
-
-    def describe(self) -> str:
-        what = f"{self.num_shards} shards" if self.num_shards else f"{self.num_samples} samples"
-        return f"{what} in batches of {self.batch}"
-
-
 class LeaseState(msgspec.Struct):
     """All of it that must outlive the coordinator."""
 
@@ -46,6 +34,7 @@ class LeaseState(msgspec.Struct):
     loaders: dict[str, Loader] = {}
     epochs: dict[str, dict[int, Epoch]] = {}  # that are under way
     finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
+    unshared: list[str] = []  # loaders that some workers did not come to, when others read
     unheard: dict[str, int] = {}  # lives of workers that are to say what they have used: servers do not know it
 
 
@@ -67,16 +56,20 @@ class Leasing:
         self.speeds: dict[str, float] = {}  # samples in a second of work
         self._widths: dict[tuple[str, int], dict[str, int]] = {}  # parts of a global batch, as last dealt out
         self._recalled: dict[Identity, set[tuple[str, int]]] = {}  # asked to give back, and not answered yet
-        self._dry: set[tuple[Identity, str, int]] = set()  # has nothing to give back until it gets more
+        #: Have nothing to give back until they get more; up to which lease that is known.
+        self._dry: dict[tuple[Identity, str, int], int] = {}
         self._held: dict[tuple[Identity, str, int], list[tuple[int, int, int]]] = {}  # read, waiting for a commit
         self._opened: set[tuple[Identity, str, int]] = set()
         self._gone: set[tuple[Identity, str, int]] = set()  # have left the loop over this epoch
+        self._absent: set[tuple[Identity, str]] = set()  # did not come to an epoch of this loader that others read
+        self._quarantined: set[Identity] = set()
 
     # -- epochs -------------------------------------------------------------------------------------------
 
     def open(self, owner: Identity, name: str, number: int, loader: Loader, num_workers: int) -> bool:
         """Whether there is anything left in this epoch. A loader that is not as others have it is refused."""
         worker = owner[0]
+        loader.check()
         known = self.state.loaders.setdefault(name, loader)
         if known != loader:
             raise ConfigError(
@@ -84,6 +77,7 @@ class Leasing:
                 "read the same data; loaders are told apart by the order in which they are made, or by name="
             )
         self._gone.discard((owner, name, number))
+        self._absent.discard((owner, name))
         self._opened.add((owner, name, number))
         if self._has_finished(name, number):
             return False
@@ -94,14 +88,17 @@ class Leasing:
 
     def _begin(self, loader: Loader, num_workers: int) -> Epoch:
         if loader.num_shards:
-            shards = [Span(k * SHARD_POSITIONS, (k + 1) * SHARD_POSITIONS) for k in range(loader.num_shards)]
-            return Epoch(0, loader.batch, shards)
+            return Epoch(0, loader.batch, [Span(0, loader.num_shards * SHARD_POSITIONS)])
         wide = loader.batch * (num_workers if self._in_rounds else 1)
         size = loader.num_samples - (loader.num_samples % wide if loader.drop_last else 0)
         return Epoch(size, loader.batch, [Span(0, size)] if size else [])
 
     def epoch(self, name: str, number: int) -> Epoch | None:
         return self.state.epochs.get(name, {}).get(number)
+
+    def is_shared(self, name: str) -> bool:
+        """Whether all workers come to this loader's epochs, by what is known."""
+        return name not in self.state.unshared
 
     def _has_finished(self, name: str, number: int) -> bool:
         return any(begin <= number < end for begin, end in self.state.finished.get(name, []))
@@ -128,6 +125,10 @@ class Leasing:
         `given`: leases that it has given back, from which place on."""
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
+        self._opened.add((owner, name, number))  # a coordinator that has come back did not hear of that
+        self._absent.discard((owner, name))
+        if newest is not None and newest > self._dry.get((owner, name, number), newest):
+            del self._dry[owner, name, number]  # a lease was on its way when it gave back
         if epoch is not None:
             self._give_back(epoch, owner, given)
         if epoch is None or self._is_through(name, number, epoch):
@@ -139,11 +140,13 @@ class Leasing:
             lease = self._hand_out(owner, name, number, epoch, taking_part)
         if lease is not None:
             lease.is_told = True
-            self._dry.discard((owner, name, number))
+            self._dry.pop((owner, name, number), None)
             self._held.pop((owner, name, number), None)
             return Answer(lease)
-        recall = self._whom_to_ask(owner, name, number, epoch) if is_idle else ()
-        return Answer(recall=recall, is_coming=bool(epoch.todo) or self._is_recalling(name, number))
+        is_barred = self._is_barred(owner, taking_part)
+        recall = self._whom_to_ask(owner, name, number, epoch) if is_idle and not is_barred else ()
+        is_coming = not is_barred and (bool(epoch.todo) or self._is_recalling(name, number))
+        return Answer(recall=recall, is_coming=is_coming)
 
     def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
         """Whether all is done, but for what waits for the next commits of those who have read it."""
@@ -156,7 +159,10 @@ class Leasing:
 
     def _is_held(self, name: str, number: int, lease: Lease) -> bool:
         told = self._held.get((lease.owner, name, number), [])
-        return any(n == lease.number and begin <= lease.first_left and end >= lease.end for n, begin, end in told)
+        left: list[Places] = [(0, lease.end)]
+        for places in [*lease.done, *((begin, end) for n, begin, end in told if n == lease.number)]:
+            left = without(left, places)
+        return not left
 
     @staticmethod
     def _untold(epoch: Epoch, owner: Identity) -> Lease | None:
@@ -171,7 +177,7 @@ class Leasing:
     def _hand_out(
         self, owner: Identity, name: str, number: int, epoch: Epoch, taking_part: Sequence[Identity]
     ) -> Lease | None:
-        if not epoch.todo or self._is_recalling(name, number):
+        if not epoch.todo or self._is_recalling(name, number) or self._is_barred(owner, taking_part):
             return None
         first = self.state.next_lease
         if self.state.loaders[name].num_shards:
@@ -184,7 +190,7 @@ class Leasing:
             mine = self.speeds.get(owner[0], 0.0)
             size = lease_samples(epoch.batch, epoch.num_todo, mine, sum(speeds), len(names))
             return epoch.lease(first, owner, size)
-        owners = [one for one in taking_part if one == owner or (one, name, number) not in self._gone]
+        owners = [one for one in taking_part if one == owner or not self._is_elsewhere(one, name, number)]
         owners += [owner] if owner not in owners else []
         wide = self.widths(name, [one for one, _ in owners])
         self._widths[name, number] = wide
@@ -192,6 +198,21 @@ class Leasing:
         rounds = deal_rounds(sum(wide.values()), sum(self.speeds.get(one, 0.0) for one, _ in owners))
         epoch.deal(first, [(one, wide[one[0]]) for one in owners], rounds)
         return self._untold(epoch, owner)
+
+    def _is_elsewhere(self, owner: Identity, name: str, number: int) -> bool:
+        return (owner, name, number) in self._gone or (owner, name) in self._absent or owner in self._quarantined
+
+    def _is_barred(self, owner: Identity, taking_part: Sequence[Identity]) -> bool:
+        """A quarantined worker gets nothing to read, while others are there who do."""
+        return owner in self._quarantined and any(one not in self._quarantined for one in taking_part)
+
+    def quarantine(self, owner: Identity) -> list[tuple[str, int]]:
+        """Nothing that this worker pushes counts any more: of which epochs it is to give back what it has."""
+        if owner in self._quarantined:
+            return []
+        self._quarantined.add(owner)
+        known = [(name, n, epoch) for name, epochs in self.state.epochs.items() for n, epoch in epochs.items()]
+        return [(name, n) for name, n, epoch in known if epoch.of(owner) and self._recall([owner], name, n)]
 
     def widths(self, name: str, workers: Sequence[str]) -> dict[str, int]:
         """Each worker's part of a global batch now."""
@@ -228,13 +249,23 @@ class Leasing:
     def _is_recalling(self, name: str, number: int) -> bool:
         return any((name, number) in asked for asked in self._recalled.values())
 
-    def gave_back(self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]]) -> int:
-        """A worker reads none of these leases from these places on: samples that are to do again by it."""
+    def gave_back(
+        self,
+        owner: Identity,
+        name: str,
+        number: int,
+        leases: Iterable[tuple[int, int]],
+        newest: int | None = None,
+    ) -> int:
+        """A worker reads none of these leases from these places on: samples that are to do again by it.
+
+        `newest`: the last lease it knew of; what is on its way to it is not given back."""
         self._recalled.get(owner, set()).discard((name, number))
-        self._dry.add((owner, name, number))
         epoch = self.epoch(name, number)
         if epoch is None:
             return 0
+        told = max((one.number for one in epoch.of(owner) if one.is_told), default=0)
+        self._dry[owner, name, number] = told if newest is None else newest
         untold = [(lease.number, 0) for lease in epoch.of(owner) if not lease.is_told]
         return self._give_back(epoch, owner, [*leases, *untold])
 
@@ -257,7 +288,9 @@ class Leasing:
         epoch = self.epoch(name, number)
         owners = {lease.owner for lease in epoch.leases.values() if not lease.is_told} if epoch else set()
         absent = [one for one in owners if (one, name, number) not in self._opened]
-        self._gone.update((one, name, number) for one in absent)
+        self._absent.update((one, name) for one in absent)
+        if absent and name not in self.state.unshared:
+            self.state.unshared.append(name)
         return sum(self.gave_back(one, name, number, []) for one in absent)
 
     def recut(self, name: str, number: int, taking_part: Sequence[Identity]) -> tuple[Identity, ...]:
@@ -265,7 +298,10 @@ class Leasing:
         epoch, known = self.epoch(name, number), self._widths.get((name, number))
         if epoch is None or known is None or not self._in_rounds:
             return ()
-        wanted = self.widths(name, [one for one, _ in taking_part])
+        names = [one[0] for one in taking_part if not self._is_elsewhere(one, name, number)]
+        # Who has a lease and has not entered yet will, with its first commit.
+        names += sorted({lease.worker for lease in epoch.leases.values() if lease.worker in known} - set(names))
+        wanted = self.widths(name, names)
         if not worth_a_change(known, wanted):
             return ()
         self._widths[name, number] = wanted
@@ -299,14 +335,28 @@ class Leasing:
         """A life of a worker is over, and all that counts of it is known: what it had is to do again."""
         self._recalled.pop(owner, None)
         self._forget(lambda key: key[0] == owner)
+        self._absent = {one for one in self._absent if one[0] != owner}
+        self._quarantined.discard(owner)
         self.speeds.pop(owner[0], None)
-        return sum(e.out(owner, failed=failed) for epochs in self.state.epochs.values() for e in epochs.values())
+        found = 0
+        for name, epochs in self.state.epochs.items():
+            for number, epoch in epochs.items():
+                back = epoch.out(owner, failed=failed)
+                if self._has_finished(name, number):
+                    epoch.give_up()  # it was read and held, and the others have gone on without waiting for it
+                else:
+                    found += back
+        return found
 
     def measured(self, worker: str, samples: int, seconds: float) -> None:
         """A worker has done so many samples in so much time of work."""
-        if samples > 0 and seconds > 0:
+        if samples > 0 and 0 < seconds < math.inf:
             speed, known = samples / seconds, self.speeds.get(worker, 0.0)
             self.speeds[worker] = known + _FRESH * (speed - known) if known else speed
+
+    @property
+    def is_any_through(self) -> bool:
+        return any(epoch.is_finished for epochs in self.state.epochs.values() for epoch in epochs.values())
 
     def forget_finished(self) -> list[tuple[str, int, Epoch]]:
         """Epochs of which nothing is open any more; they are out of what is kept."""
@@ -324,7 +374,8 @@ class Leasing:
 
     def _forget(self, matches: Callable[[tuple[Identity, str, int]], bool]) -> None:
         self._held = {key: told for key, told in self._held.items() if not matches(key)}
-        for known in (self._dry, self._opened, self._gone):
+        self._dry = {key: newest for key, newest in self._dry.items() if not matches(key)}
+        for known in (self._opened, self._gone):
             known.difference_update([key for key in known if matches(key)])
 
     def shares(self, name: str) -> Mapping[str, int]:

@@ -29,6 +29,7 @@ class Lease(msgspec.Struct, array_like=True):
     end: int  # places from here on are others'
     done: list[Places] = []  # in order, apart
     is_told: bool = False  # whether the worker knows of it
+    step: int = 0  # samples of one step of it: the worker's part of a global batch; 0: the loader's batch
 
     @property
     def owner(self) -> Identity:
@@ -100,12 +101,13 @@ class Epoch(msgspec.Struct):
         size = len(first) if suspect else min(most, len(first))
         taken, *pieces = first.cut(0, size) + first.cut(size, len(first))
         self.todo = sorted([*pieces, *self.todo])
-        return self._add(number, owner, taken)
+        return self._add(number, owner, taken, len(taken) if suspect else 0)
 
     def deal(self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int) -> list[Lease]:
         """The next global batches, dealt out: of each, every worker gets as many samples as its part says.
 
-        What is too little for a global batch, and odd pieces that others have left, are cut by the same parts.
+        What is too little for a global batch is cut by the same parts; of odd pieces that others have left every
+        worker gets one, so that rounds are as wide as they can be.
         """
         if not self.todo:
             return []
@@ -113,6 +115,8 @@ class Epoch(msgspec.Struct):
         if any(one.span == first for one in self.suspects):
             owner = parts[first_number % len(parts)][0]
             return [lease] if (lease := self.lease(first_number, owner, len(first))) else []
+        if len(first) < period and len(self.todo) > 1:
+            return self._deal_pieces(first_number, parts)
         rounds = 0 if first.period else min(most_rounds, len(first) // period)
         size = rounds * period or min(len(first), most_rounds * period)
         self.todo = sorted([*first.cut(size, len(first)), *self.todo[1:]])
@@ -124,13 +128,25 @@ class Epoch(msgspec.Struct):
                 spans = first.cut(size * at // period, size * (at + width) // period)
             at += width
             if spans:
-                found.append(self._add(first_number + number, owner, spans[0]))
+                found.append(self._add(first_number + number, owner, spans[0], width))
                 self.todo = sorted([*spans[1:], *self.todo])
         return found
 
-    def _add(self, number: int, owner: Identity, span: Span) -> Lease:
+    def _deal_pieces(self, first_number: int, parts: Sequence[tuple[Identity, int]]) -> list[Lease]:
+        found, apart = [], {one.span for one in self.suspects}
+        for number, (owner, width) in enumerate(parts, first_number):
+            first = next((span for span in self.todo if span not in apart), None)
+            if first is None:
+                break
+            taken = first.cut(0, width)[0]
+            self.todo.remove(first)
+            self.todo = sorted([*first.cut(len(taken), len(first)), *self.todo])
+            found.append(self._add(number, owner, taken, width))
+        return found
+
+    def _add(self, number: int, owner: Identity, span: Span, step: int = 0) -> Lease:
         assert number not in self.leases
-        lease = self.leases[number] = Lease(number, *owner, span, len(span))
+        lease = self.leases[number] = Lease(number, *owner, span, len(span), step=step)
         return lease
 
     # -- what becomes of it -------------------------------------------------------------------------------
@@ -152,6 +168,11 @@ class Epoch(msgspec.Struct):
         self.num_done -= fresh
         self.num_passed_over += fresh
         return fresh
+
+    def give_up(self) -> None:
+        """Nobody reads what is to do any more: it is passed over."""
+        self.num_passed_over += self.num_todo
+        self.todo = []
 
     def late(self, number: int, begin: int, end: int) -> int:
         """A commit with these places was late: nothing of it counts, they are to do again. How many that are."""
@@ -191,7 +212,7 @@ class Epoch(msgspec.Struct):
         for lease in mine:
             rest = lease.rest()
             if failed and lease.is_told and rest:
-                rest = self._suspect(owner[0], rest)
+                rest = self._suspect(owner[0], rest, lease.step or self.batch)
                 failed = False
             back += rest
             del self.leases[lease.number]
@@ -203,10 +224,10 @@ class Epoch(msgspec.Struct):
         whole = joined([span for span in [*self.todo, *spans] if span not in apart])
         self.todo = sorted([*whole, *(span for span in [*self.todo, *spans] if span in apart)])
 
-    def _suspect(self, worker: str, rest: list[Span]) -> list[Span]:
+    def _suspect(self, worker: str, rest: list[Span], step: int) -> list[Span]:
         """The next batch is under suspicion: it is kept apart, and set aside when too many have failed at it."""
         head, *others = rest
-        batch = head if any(one.span == head for one in self.suspects) else head.cut(0, self.batch)[0]
+        batch = head if any(one.span == head for one in self.suspects) else head.cut(0, step)[0]
         others = head.cut(len(batch), len(head)) + others
         known = next((one for one in self.suspects if one.span == batch), None)
         if known is None:

@@ -15,6 +15,7 @@ from syncline.core.pacing import Paced
 from syncline.core.rounds import after_barrier
 from syncline.core.seats import Seat, without
 from syncline.core.standings import by_name
+from syncline.core.words import counted
 from syncline.errors import ConfigError
 
 
@@ -153,7 +154,7 @@ class Membership:
             name = next((n for n in free if n not in self.state.awaited), "")
         stem, _, number = name.rpartition("-")
         if stem != role or not number.isdecimal() or int(number) >= most or len(self.named(role)) >= most:
-            counts = f"{len(self.workers())} workers and {len(self.servers())} servers"
+            counts = f"{counted(len(self.workers()), 'worker')} and {counted(len(self.servers()), 'server')}"
             raise ConfigError(
                 f"no {role} {name or 'more'} is expected: the job has {counts}, at most {most} of these"
             )

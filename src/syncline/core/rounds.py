@@ -212,7 +212,6 @@ class Rounds(Generic[T]):
             return Verdict("new", self._whole_rounds(), self.waiting_reason)
         if stretch > standing.stretch:
             standing.stretch, standing.stretch_began = stretch, standing.clock
-            standing.away = False  # it has paused before, and waits no more
         if stretch == standing.stretch:
             standing.resting = True
         return Verdict("new", self._whole_rounds(), self.waiting_reason)

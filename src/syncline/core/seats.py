@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from syncline.core.words import counted
+
 #: Primaries are moved only when one server has this much more than another, in slices of the largest size.
 WORTH_A_MOVE = 2.0
 
@@ -160,7 +162,8 @@ def _back(
                 loads.all[target] += sizes[seat.slice]
                 seeds.append(Seed(seat.slice, seat.primary, target))
                 after.append(Seat(seat.slice, seat.primary, target))
-    return Plan(tuple(seeds), tuple(after), f"{len(after)} slices get a backup" if after else "")
+    get = "slice gets" if len(after) == 1 else "slices get"
+    return Plan(tuple(seeds), tuple(after), f"{len(after)} {get} a backup" if after else "")
 
 
 def _even(
@@ -188,7 +191,8 @@ def _even(
             else:
                 seeds.append(Seed(seat.slice, fullest, emptiest))
                 after.append(Seat(seat.slice, emptiest, ""))
-    return Plan(tuple(seeds), tuple(after), f"{len(after)} slices go from {fullest} to {emptiest}" if after else "")
+    go = "slice goes" if len(after) == 1 else "slices go"
+    return Plan(tuple(seeds), tuple(after), f"{len(after)} {go} from {fullest} to {emptiest}" if after else "")
 
 
 def by_source(seeds: Iterable[Seed]) -> dict[tuple[str, str], list[int]]:
@@ -208,6 +212,7 @@ def protection(replicas: int, hosts: Iterable[str], seats: Collection[Seat] = ()
         )
     alone = sum(not seat.backup for seat in seats)
     if alone:
-        return f"2 replicas, but {alone} of {len(seats)} slices have no backup now: they live as long as their server"
+        have, they = ("has", "it lives as long as its") if alone == 1 else ("have", "they live as long as their")
+        return f"2 replicas, but {alone} of {counted(len(seats), 'slice')} {have} no backup now: {they} server"
     reach = "" if len(set(hosts)) > 1 else " (process-level only: all servers are on one host)"
     return f"2 replicas, acknowledged by both: the loss of any one server costs nothing{reach}"

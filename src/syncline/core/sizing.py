@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from syncline.core.words import counted
+
 #: After a change, for all to be at full speed; then for so long their samples are counted.
 SETTLE_SECONDS, MEASURE_SECONDS = 3.0, 6.0
 #: One more must add at least this part of what a worker does on average.
@@ -64,7 +66,8 @@ class Sizing:
                 why = f"less than the {worth:.0%} that would pay; workers wait {waiting:.0%} of their time"
                 return Decision(count - 1, f"{said}, {why}")
         else:
-            said = f"{count} workers do {rate:,.0f} samples/s"
+            verb = "do" if count > 1 else "does"
+            said = f"{counted(count, 'worker')} {verb} {rate:,.0f} samples/s"
         if count < self._most:
             return Decision(count + 1, f"{said}; one more is tried")
         self._is_settled_until = now + AGAIN_SECONDS

@@ -7,7 +7,9 @@ iterables                  whatever can be iterated over, as shards
 table, columns             rows of several files, chunk by chunk; Arrow's columns as arrays
 files, extra               paths on this machine and elsewhere; packages that may be missing
 batching, leased           batches by position; inside a job, what this worker leases of them
+positions                  which samples the log of a job means
 stacking                   samples put together
+saying                     what is told to people
 transform                  a function applied to each sample
 datasets, idx, iris        data sets with a name
 """
@@ -20,6 +22,7 @@ from syncline.data.datasets import fashion_mnist, mnist
 from syncline.data.idx import read_idx
 from syncline.data.iterables import IterableSource
 from syncline.data.opening import open_source as open
+from syncline.data.positions import samples_at
 from syncline.data.source import Batch, ShardSource, Source
 from syncline.data.transform import mapped
 
@@ -36,4 +39,5 @@ __all__ = [
     "open",
     "read_batches",
     "read_idx",
+    "samples_at",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,16 @@ class ArraySource:
             self._arrays = tuple(np.asanyarray(value) for value in given)
         self._name = name or "arrays"
         self._length = self._checked_length()
+        self._mapped_from = ""  # the file that all of it is mapped from
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: what is mapped from a file is mapped there, not sent."""
+        return {**self.__dict__, "_arrays": ()} if self._mapped_from else self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._mapped_from:
+            self._arrays = (_mapped(self._mapped_from),)
 
     def describe(self) -> str:
         return f"{self._name}, {counted(self._length, 'sample')}: {', '.join(self._labels())}"
@@ -91,16 +101,23 @@ def open_numpy(files: Files) -> ArraySource:
     (path,) = files.paths
     with explained(path):
         try:
-            return ArraySource(_loaded(files, path), path)
+            source = ArraySource(_loaded(files, path), path)
         except (ValueError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(
                 f"{path}: not a whole NumPy file of plain numbers ({error}); write it again with numpy.save"
             ) from error
+    if files.is_local and not path.endswith(".npz"):
+        source._mapped_from = path
+    return source
+
+
+def _mapped(path: str) -> Array:
+    return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 def _loaded(files: Files, path: str) -> Array | dict[str, Array]:
     if files.is_local and not path.endswith(".npz"):
-        return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
+        return _mapped(path)
     with files.open(path) as file:
         content = io.BytesIO(file.read())
     loaded = np.load(content, allow_pickle=False)

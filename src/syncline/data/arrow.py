@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from syncline.data.table import TableFile, TableSource
 from syncline.errors import DataError
 
 _NUM_OPENED_AT_ONCE = 16
+_STREAM = b"\xff" * 4  # what an Arrow stream begins with; a file, with its name
+_PIECE_BYTES, _LEAST_ROWS = 1 << 19, 256
 
 
 class ParquetFile:
@@ -20,25 +23,32 @@ class ParquetFile:
 
     def __init__(self, files: Files, path: str) -> None:
         self.path, self._files = path, files
-        self._parquet = needed("pyarrow.parquet", "Parquet files")
         with self._opened() as file:
             self._footer = file.metadata
-            self.types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+            self.types, self.doubled = _types(file.schema_arrow)
         self.chunk_sizes: Sequence[int] = [
             self._footer.row_group(i).num_rows for i in range(self._footer.num_row_groups)
         ]
 
-    def read_chunk(self, index: int, columns: list[str]) -> Any:
+    def read_chunk(self, index: int, columns: list[str]) -> Iterator[Any]:
+        nested = needed("pyarrow", "Parquet files").types.is_nested
         with self._opened(metadata=self._footer) as file:
-            return file.read_row_group(index, columns=columns)
+            if any(nested(self.types[name]) for name in columns):
+                # pyarrow puts lists together faster in pieces that stay in a processor's cache.
+                group = self._footer.row_group(index)
+                num_rows = max(_LEAST_ROWS, _PIECE_BYTES * group.num_rows // max(group.total_byte_size, 1))
+                yield from file.iter_batches(num_rows, row_groups=[index], columns=columns)
+            else:
+                yield file.read_row_group(index, columns=columns)
 
     @contextlib.contextmanager
     def _opened(self, **options: Any) -> Iterator[Any]:
+        parquet = needed("pyarrow.parquet", "Parquet files")
         # Not mapped: a file that somebody cuts short meanwhile would kill a process that has it mapped.
         with (
             whole(self.path, "Parquet"),
             _opened(self._files, self.path, "OSFile") as raw,
-            self._parquet.ParquetFile(raw, pre_buffer=not self._files.is_local, **options) as file,
+            parquet.ParquetFile(raw, pre_buffer=not self._files.is_local, **options) as file,
         ):
             yield file
 
@@ -48,16 +58,29 @@ class ArrowFile:
 
     def __init__(self, files: Files, path: str) -> None:
         self.path, self._files = path, files
-        with self._opened() as reader:
-            self.types = dict(zip(reader.schema.names, reader.schema.types, strict=True))
+        try:
+            with self._opened() as reader:
+                self._names = list(reader.schema.names)
+                self.types, self.doubled = _types(reader.schema)
+        except DataError as error:
+            if self._is_stream():
+                raise DataError(
+                    f"{path}: an Arrow stream, which is read from its beginning only; write it as a file, with "
+                    "pyarrow.ipc.new_file or pyarrow.feather.write_feather"
+                ) from error
+            raise
         # A footer has no row counts; they stand in the record batches, of which one column is the least to read.
         with self._opened([0]) as reader:
             self.chunk_sizes: Sequence[int] = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
 
-    def read_chunk(self, index: int, columns: list[str]) -> Any:
-        fields = sorted(list(self.types).index(name) for name in columns)
+    def read_chunk(self, index: int, columns: list[str]) -> Iterator[Any]:
+        fields = sorted(self._names.index(name) for name in columns)
         with self._opened(fields) as reader:
-            return reader.get_batch(index)
+            yield reader.get_batch(index)
+
+    def _is_stream(self) -> bool:
+        with self._files.open(self.path) as file:
+            return file.read(len(_STREAM)) == _STREAM
 
     @contextlib.contextmanager
     def _opened(self, fields: list[int] | None = None) -> Iterator[Any]:
@@ -69,6 +92,12 @@ class ArrowFile:
             ipc.open_file(raw, options=options) as reader,
         ):
             yield reader
+
+
+def _types(schema: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """The type of each column, and the names that several columns have."""
+    doubled = frozenset(name for name, count in collections.Counter(schema.names).items() if count > 1)
+    return dict(zip(schema.names, schema.types, strict=True)), doubled
 
 
 def _opened(files: Files, path: str, local: str) -> Any:

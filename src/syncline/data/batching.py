@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from syncline.client.job import current_job, has_current_job
+from syncline.client.passes import Passes
 from syncline.core.order import ChunkedOrder, Order
 from syncline.data.leased import leased_numbers, leased_shards
-from syncline.data.source import Batch, ShardSource, Source
+from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, DataError
 
 _STRETCH = 1 << 13  # positions whose order is worked out at once: by the batch, the calls alone would cost more
 _AT_ONCE_BYTES = 4 << 20  # for the same reason: as much as a processor's cache holds
+SHARDS_END = (
+    "where shards end shows when they are read; leave it out, and pass over small batches in the loop (`continue`), "
+    "or give data that has a length"
+)
+_passes = Passes()  # of this process by itself: there is no job that could count them
 
 
 def read_batches(
@@ -73,25 +80,50 @@ def batches(
     name: str = "",
     alone: bool = False,
 ) -> Iterator[Batch]:
-    """One pass over a source; the last batch may be smaller. Of shards, `shuffle` mixes the order.
+    """One pass over a source; the last batch may be smaller (`drop_last` leaves it out).
+
+    Of shards, `shuffle` mixes the order; inside a job a batch does not cross them, so that each may end with a small
+    one, and `drop_last` is refused.
 
     Inside a job its workers share the pass: each sample goes to one of them, and counts with its next push, whoever
     dies, joins or is slow. The n-th call with a source is epoch n of the job, or `epoch` says which: one that the job
     has finished yields nothing, one that is under way what is left. Sources are told apart by the order in which they
     are first read, or by `name`. `alone`: this worker reads all of it by itself, for an evaluation; so does a process
-    without a job.
+    without a job, whose n-th call with a source is epoch n too.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; a batch has at least one sample")
+    batch_size = _checked(source, batch_size)
+    if drop_last and not isinstance(source, Source):
+        raise ConfigError(f"drop_last cannot be given: {SHARDS_END}")
     if alone or not has_current_job():
-        return _all(source, batch_size, shuffle=shuffle, seed=seed, epoch=epoch or 0, drop_last=drop_last)
+        _, number = _passes.next(source, name, epoch)
+        return _all(source, batch_size, shuffle=shuffle, seed=seed, epoch=number, drop_last=drop_last)
     job = current_job()
-    name, number = job.samples.next_pass(source, name, epoch)
+    passes, kind = job.samples.passes, (source.describe(), batch_size, seed)
+    name, number = passes.next(source, name, epoch, kind=kind, named=job.samples.name_loader)
+    if shuffle and epoch is None and not number and passes.is_gone(kind):
+        job.notice(
+            "batches over a source that was opened anew begin with the same order again: open it once, before the "
+            "loop over the epochs, and every pass has an order of its own"
+        )
     if isinstance(source, Source):
         order = order_of(source, shuffle=shuffle, seed=seed, epoch=number)
         return leased_numbers(job, source, order, batch_size, name=name, epoch=number, drop_last=drop_last)
     shards = Order(len(source.shards), seed, number, shuffle)
     return leased_shards(job, source, shards, batch_size, name=name, epoch=number)
+
+
+def _checked(source: object, batch_size: object) -> int:
+    """The size of a batch, if this can be read in batches at all."""
+    if not isinstance(source, Source | ShardSource):
+        raise ConfigError(
+            f"batches are read from a source, and {type(source).__name__} is none; give syncline.data.ArraySource(…) "
+            "for arrays, IterableSource(…) for what can be iterated over, open(path) for files"
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral):
+        raise ConfigError(f"batch_size is {batch_size!r}; it is a whole number, the samples of a batch")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; a batch has at least one sample")
+    return int(batch_size)
 
 
 def _all(
@@ -106,4 +138,13 @@ def _all(
         return read_batches(source, stretches, order, batch_size)
     shards = Order(len(source.shards), seed, epoch, shuffle).at(np.arange(len(source.shards))).tolist()
     samples = itertools.chain.from_iterable(source.iter_shard(shard, 0) for shard in shards)
-    return (stacked(some) for some in iter(lambda: list(itertools.islice(samples, batch_size)), []))
+    return _stacked(source, samples, batch_size)
+
+
+def _stacked(source: ShardSource, samples: Iterator[Sample], batch_size: int) -> Iterator[Batch]:
+    some = list(itertools.islice(samples, batch_size))
+    if not some:
+        raise DataError(f"{source.describe()}: there is no sample in any of them; write some, or check the path")
+    while some:
+        yield stacked(some)
+        some = list(itertools.islice(samples, batch_size))

@@ -1,9 +1,10 @@
 """Arrow columns as NumPy arrays.
 
-Numbers, booleans, dates and times become the array of their type, without a copy where Arrow allows it. Lists of
-one fixed length become a 2-D array (lists of such lists: one dimension more). Strings and bytes become object
-arrays of `str` and `bytes`: rows of unequal length have no fixed width, and cutting or padding them would change
-them. A missing value is NaN among floats and None among strings; elsewhere it is an error.
+Numbers, booleans, dates, timestamps and durations become the array of their type, without a copy where Arrow allows
+it. Times of day (time32, time64), for which NumPy has no type, become object arrays of `datetime.time`. Lists of one
+fixed length become a 2-D array (lists of such lists: one dimension more). Strings and bytes become object arrays of
+`str` and `bytes`: rows of unequal length have no fixed width, and cutting or padding them would change them. A
+missing value is NaN among floats and None among strings; elsewhere it is an error.
 """
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ def as_array(column: Any, name: str, where: str) -> Array:
     return cast(Array, values.to_numpy(zero_copy_only=False))
 
 
+def unequal(name: str, where: str) -> str:
+    return f"{where}: column '{name}' has lists of different lengths; pad them, or leave it out with columns="
+
+
 def _joined(pieces: list[Array], name: str, where: str) -> Array:
     """The pieces in which Arrow holds a column, as one array."""
     widths = {piece.shape[1:] for piece in pieces if len(piece)}
     if len(widths) > 1:
-        raise DataError(f"{where}: column '{name}' has lists of different lengths; pad them, or leave it out")
+        raise DataError(unequal(name, where))
     return np.concatenate([piece for piece in pieces if len(piece)] or pieces[:1])
 
 

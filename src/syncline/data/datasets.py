@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from syncline.config import cache_folder, data_folder
 from syncline.data.idx import parse_idx, read_bounded, unzipped
+from syncline.data.saying import say
 from syncline.errors import DataError
 
 _log = logging.getLogger("syncline.data")
@@ -163,7 +164,7 @@ def _checked(sha256: str, content: bytes, source: str) -> npt.NDArray[np.uint8]:
 
 def _downloaded(sha256: str, url: str, kept: pathlib.Path, fetch: Fetch) -> npt.NDArray[np.uint8]:
     """The array of a downloaded file, kept in the cache from now on if that can be written."""
-    _log.info("downloading %s", url)
+    say(f"downloading {url}")
     content = fetch(url, _MOST_BYTES)
     array = _checked(sha256, content, url)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from syncline.errors import ConfigError
@@ -10,6 +11,8 @@ from syncline.errors import ConfigError
 
 def needed(module: str, what: str) -> Any:
     """A module of the extra `data`; `what` cannot be read without it."""
+    if (found := sys.modules.get(module)) is not None:  # asked for every column of every chunk
+        return found
     try:
         return importlib.import_module(module)
     except ImportError as error:

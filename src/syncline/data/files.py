@@ -16,6 +16,7 @@ from syncline.data.extra import needed
 from syncline.errors import ConfigError, DataError
 
 _MAGIC = "*?["
+_HIDDEN = (".", "_")
 _DRIVERS = {  # protocol -> the package that speaks it
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -35,10 +36,23 @@ _DRIVERS = {  # protocol -> the package that speaks it
     "oss": "ossfs",
     "hdfs": "pyarrow",
 }
-_CREDENTIALS = (
+_S3 = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, log in with `aws configure`, or pass "
     'storage_options={"key": …, "secret": …}; for public data storage_options={"anon": True}'
 )
+_GOOGLE = (
+    "log in with `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS to the file of a "
+    'service account, or pass storage_options={"token": …}; for public data storage_options={"token": "anon"}'
+)
+_AZURE = (
+    "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or pass "
+    'storage_options={"account_name": …, "account_key": …}; for public data storage_options={"anon": True}'
+)
+_CREDENTIALS = {  # protocol -> where to put them
+    **dict.fromkeys(("s3", "s3a"), _S3),
+    **dict.fromkeys(("gs", "gcs"), _GOOGLE),
+    **dict.fromkeys(("abfs", "abfss", "az", "adl"), _AZURE),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +62,7 @@ class Files:
     path: str  #: as it was asked for
     paths: tuple[str, ...]
     driver: Any = None  #: fsspec's file system; None: this machine's
+    made_in: int = dataclasses.field(default_factory=os.getpid)
 
     @property
     def is_local(self) -> bool:
@@ -56,7 +71,13 @@ class Files:
     def open(self, path: str) -> IO[bytes]:
         """One of the files, to be read. Raises DataError, which names it."""
         with explained(path):
-            return open(path, "rb") if self.driver is None else self.driver.open(path, "rb")
+            return open(path, "rb") if self.driver is None else self._driver_here().open(path, "rb")
+
+    def _driver_here(self) -> Any:
+        """A driver may have threads, which a fork leaves behind: then one like it, which fsspec keeps."""
+        if os.getpid() == self.made_in:
+            return self.driver
+        return type(self.driver)(*self.driver.storage_args, **self.driver.storage_options)
 
 
 def found(path: str | os.PathLike[str], suffixes: tuple[str, ...], options: Mapping[str, Any] | None = None) -> Files:
@@ -99,13 +120,26 @@ def explained(path: str, protocol: str = "") -> Iterator[None]:
     except Exception as error:  # drivers raise whatever their own libraries raise
         kind = type(error).__name__
         if "Credentials" in kind:
-            raise DataError(f"{path}: there are no credentials for {protocol}://: {_CREDENTIALS}") from error
+            raise DataError(f"{path}: there are no credentials for {protocol}://: {_remedy(protocol)}") from error
         if isinstance(error, PermissionError):
-            raise DataError(f"{path}: access was refused ({error}); check whose credentials these are") from error
+            raise DataError(f"{path}: access was refused ({error}); {_refused(path, protocol)}") from error
         if isinstance(error, ValueError) and "Protocol not known" in str(error):
             known = ", ".join(sorted({"file", "memory", *_DRIVERS}))
             raise ConfigError(f"{path}: {protocol}:// is not known; known are {known}") from error
         raise DataError(f"{path}: cannot be read: {kind}: {error}") from error
+
+
+def _remedy(protocol: str) -> str:
+    """Where credentials go."""
+    driver = _DRIVERS.get(protocol, "its driver")
+    return _CREDENTIALS.get(protocol, f"pass them in storage_options= as {driver} takes them")
+
+
+def _refused(path: str, protocol: str) -> str:
+    """What to do about an access that was refused."""
+    if "://" not in path or protocol == "file":
+        return "let this user read it (`chmod`, `chown`), or run as one who may"
+    return f"check whose credentials these are; for others: {_remedy(protocol)}"
 
 
 def _has_magic(path: str) -> bool:
@@ -114,13 +148,28 @@ def _has_magic(path: str) -> bool:
 
 def _local(path: str, suffixes: tuple[str, ...]) -> list[str]:
     if os.path.isdir(path):
-        walked = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-        return sorted(name for name in walked if _counts(name, path, suffixes))
+        return sorted(name for name in _walked(path, set()) if _counts(name, path, suffixes))
     if os.path.exists(path):
         return [path]
     if _has_magic(path):
         return sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
     raise DataError(f"{path}: there is no such file or folder; check the path")
+
+
+def _walked(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+    """The files below a folder, through links too: each folder once, whatever leads to it, and no hidden ones."""
+    with explained(folder):
+        found = os.stat(folder)
+        if (found.st_dev, found.st_ino) in seen:
+            return
+        seen.add((found.st_dev, found.st_ino))
+        with os.scandir(folder) as entries:
+            inside = sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name))  # a link's target goes first
+        for entry in inside:
+            if not entry.is_dir():
+                yield entry.path
+            elif not entry.name.startswith(_HIDDEN):
+                yield from _walked(entry.path, seen)
 
 
 def _remote(driver: Any, root: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -136,4 +185,4 @@ def _remote(driver: Any, root: str, suffixes: tuple[str, ...]) -> list[str]:
 def _counts(name: str, folder: str, suffixes: tuple[str, ...]) -> bool:
     """Whether a file of a folder is data: by its suffix, and neither it nor its folders hidden (`.x`, `_x`)."""
     inside = name.removeprefix(folder).strip("/").split("/")
-    return name.lower().endswith(suffixes) and not any(part.startswith((".", "_")) for part in inside)
+    return name.lower().endswith(suffixes) and not any(part.startswith(_HIDDEN) for part in inside)

@@ -6,7 +6,6 @@ import numpy as np
 
 from syncline.data.arrays import ArraySource
 
-SPECIES = ("setosa", "versicolor", "virginica")
 _COLUMNS = ("sepal_length", "sepal_width", "petal_length", "petal_width")
 
 # One flower in eight digits: sepal length and width, petal length and width, each in millimetres. The two rows

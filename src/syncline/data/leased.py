@@ -9,7 +9,7 @@ import numpy as np
 from syncline.client.loop import Loop, TakesSamples
 from syncline.client.numbers import LeasedNumbers
 from syncline.client.shards import LeasedShards
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.order import ChunkedOrder, Order
 from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,11 +11,10 @@ from syncline.data.arrow import open_arrow, open_parquet
 from syncline.data.datasets import fashion_mnist, mnist
 from syncline.data.files import Files, found
 from syncline.data.iris import iris
+from syncline.data.saying import say
 from syncline.data.source import ShardSource, Source
 from syncline.data.tar import TarSource
 from syncline.errors import ConfigError
-
-_log = logging.getLogger("syncline.data")
 
 _SUFFIXES = {
     "parquet": (".parquet", ".pq"),
@@ -43,7 +41,11 @@ def open_source(
     "numpy" or "tar". `columns` chooses columns or fields; `storage_options` go to the driver of a remote path.
     """
     text = os.fspath(path_or_name)
+    if isinstance(columns, str):
+        raise ConfigError(f"{text}: columns= is a list of names; say columns=[{columns!r}] for this one")
     if kind is None and isinstance(path_or_name, str) and (text == "iris" or text in _IMAGE_SETS):
+        if storage_options:
+            raise ConfigError(f"{text}: storage_options are for remote paths; leave them out for {text}")
         source: Source | ShardSource = _named(text, columns, split)
     else:
         if split is not None:
@@ -51,7 +53,7 @@ def open_source(
                 f"{text}: split= is for {' and '.join(_IMAGE_SETS)}; give the path of the split's files"
             )
         source = _from_files(text, columns, kind, storage_options)
-    _log.info("%s: taken as %s", text, source.describe())
+    say(f"{text}: taken as {source.describe()}")
     return source
 
 

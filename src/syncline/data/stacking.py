@@ -17,7 +17,12 @@ def stacked(samples: Sequence[Sample]) -> dict[str, Array]:
     for sample in samples:
         if sample.keys() != names:
             odd = sorted(sample.keys() ^ names)[0]
-            raise DataError(f"some samples of a batch have '{odd}' and some do not; choose fields that all have")
+            has, lacks = (samples[0], sample) if odd in names else (sample, samples[0])
+            keys = [f" ({one['__key__']})" if "__key__" in one else "" for one in (has, lacks)]
+            raise DataError(
+                f"some samples of a batch have '{odd}'{keys[0]} and some do not{keys[1]}; choose fields that all "
+                "have with columns="
+            )
     return {name: column([sample[name] for sample in samples]) for name in names}
 
 

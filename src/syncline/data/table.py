@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from syncline.data.columns import as_array
+from syncline.data.columns import as_array, unequal
 from syncline.data.source import Array, check_samples, counted, run, taken
 from syncline.errors import ConfigError, DataError
 
@@ -21,13 +21,15 @@ _Rows: TypeAlias = slice | npt.NDArray[np.int64]
 
 
 class TableFile(Protocol):
-    """One file of a table: its schema, how many rows each chunk has, and a chunk's columns as Arrow has them."""
+    """One file of a table: its schema, how many rows each chunk has, and a chunk's columns as Arrow has them, in one
+    piece or in several."""
 
     path: str
     types: dict[str, Any]  #: column -> Arrow's type
+    doubled: frozenset[str]  #: names that several columns have: none of them can be asked for
     chunk_sizes: Sequence[int]
 
-    def read_chunk(self, index: int, columns: list[str]) -> Any: ...
+    def read_chunk(self, index: int, columns: list[str]) -> Iterator[Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,9 @@ class TableSource:
         self._columns = _common_columns(files, columns)
         self._chunks = [(file, index) for file in files for index in range(len(file.chunk_sizes))]
         self._sizes = tuple(itertools.chain.from_iterable(file.chunk_sizes for file in files))
-        self._stops = np.cumsum(np.asarray(self._sizes, dtype=np.int64))
+        sizes = np.asarray(self._sizes, dtype=np.int64)
+        self._stops = np.cumsum(sizes)
+        self._starts = self._stops - sizes
         self._decoded: collections.OrderedDict[int, _Decoded] = collections.OrderedDict()
         self._lock = threading.Lock()  # of the kept chunks: several threads may read
         if len(self) == 0:
@@ -60,6 +64,13 @@ class TableSource:
             raise DataError(
                 f"{names}: no row in {counted(len(files), f'{kind} file')}; write some, or check the path"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, e.g. a data process of torch: what is decoded here stays here."""
+        return {**self.__dict__, "_decoded": collections.OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     def describe(self) -> str:
         rows, files = counted(len(self), "row"), counted(len(self._files), f"{self._kind} file")
@@ -99,7 +110,7 @@ class TableSource:
 
     def _pieces(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Any, int, _Rows]]:
         """For each chunk that is needed: the samples' places in the batch, the chunk, their rows in it."""
-        starts = self._stops - self._sizes
+        starts = self._starts
         least, most = (samples.min(), samples.max()) if samples.size else (0, 0)
         first, last = np.searchsorted(self._stops, [least, most], side="right").tolist()
         if first == last:
@@ -118,15 +129,33 @@ class TableSource:
                 self._decoded.move_to_end(number)
                 return known.arrays
         file, index = self._chunks[number]
-        table = file.read_chunk(index, list(self._columns))
-        arrays = {name: as_array(table.column(name), name, file.path) for name in self._columns}
+        decoded = _decoded(file, index, self._columns)
         with self._lock:
-            self._decoded[number] = _Decoded(arrays, table.nbytes)
+            self._decoded[number] = decoded
             while (
                 len(self._decoded) > 2 and sum(each.num_bytes for each in self._decoded.values()) > self._cache_bytes
             ):
                 self._decoded.popitem(last=False)
-        return arrays
+        return decoded.arrays
+
+
+def _decoded(file: TableFile, index: int, columns: tuple[str, ...]) -> _Decoded:
+    """A chunk's columns as arrays, put together where they come in pieces."""
+    whole: dict[str, Array] = {}
+    num_rows, num_bytes, at = file.chunk_sizes[index], 0, 0
+    for piece in file.read_chunk(index, list(columns)):
+        arrays = {name: as_array(piece.column(name), name, file.path) for name in columns}
+        num_bytes += piece.nbytes
+        if piece.num_rows == num_rows:
+            return _Decoded(arrays, num_bytes)
+        for name, values in arrays.items():
+            if name not in whole:
+                whole[name] = np.empty((num_rows, *values.shape[1:]), dtype=values.dtype)
+            if whole[name].shape[1:] != values.shape[1:]:
+                raise DataError(unequal(name, file.path))
+            whole[name][at : at + len(values)] = values
+        at += piece.num_rows
+    return _Decoded(whole, num_bytes)
 
 
 def _common_columns(files: Sequence[TableFile], columns: Sequence[str] | None) -> tuple[str, ...]:
@@ -138,6 +167,12 @@ def _common_columns(files: Sequence[TableFile], columns: Sequence[str] | None) -
     for name in wanted:
         if name not in first.types:
             raise ConfigError(f"{first.path}: there is no column '{name}'; there are {', '.join(first.types)}")
+    for file in files:
+        if both := file.doubled.intersection(wanted):
+            raise DataError(
+                f"{file.path}: there are several columns '{min(both)}'; write it with names of their own, or choose "
+                "others with columns="
+            )
     for file in files[1:]:
         others = [name for name in file.types if name not in first.types] if columns is None else []
         for name in (*wanted, *others):

@@ -48,7 +48,7 @@ class TarSource:
         path = self._files.paths[index]
         number = -1
         with _whole(path), self._files.open(path) as raw, _archive(raw) as archive:
-            members = (member for member in archive if member.isfile() and not _is_hidden(member.name))
+            members = (member for member in archive if not (member.isdir() or _is_hidden(member.name)))
             for number, (key, group) in enumerate(itertools.groupby(members, lambda member: _split(member.name)[0])):
                 if number >= skip:
                     yield self._sample(archive, key, group, f"{path}, sample {number} ({key})")
@@ -61,6 +61,13 @@ class TarSource:
             field = _split(member.name)[1]
             if self._columns is not None and field not in self._columns:
                 continue
+            if not member.isfile():  # read in sequence, what it leads to may be behind us
+                raise DataError(
+                    f"{where}: {member.name} is no file but a link or the like; write the shard with "
+                    "`tar --dereference --hard-dereference`"
+                )
+            if field in sample:
+                raise DataError(f"{where}: there are two of '{field}' in it; give one of them another name")
             file = archive.extractfile(member)
             assert file is not None, member.name
             sample[field] = self._decoded(field, file.read(), where)

@@ -50,6 +50,8 @@ class _Mapped:
             except Exception as error:
                 where = self._source.where(sample)
                 raise _failed(self._transform, f"sample {sample} ({where})", error) from error
+        if len({isinstance(each, dict) for each in changed}) > 1:
+            raise DataError(f"{_name(self._transform)} returned a dict for some samples only; return one each time")
         if isinstance(changed[0], dict):
             return stacked(changed)
         tuples = [each if isinstance(each, tuple) else (each,) for each in changed]

@@ -7,6 +7,7 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.config import JobConfig
+from syncline.core.words import counted
 from syncline.errors import ConfigError
 
 
@@ -53,7 +54,7 @@ def settle_workers(given: Mapping[str, Any]) -> dict[str, Any]:
         known = said if said or "workers" not in given or most else -1
         if known not in (0, count) or count < least or (most and count > most):
             workers = f"{least}:{most}" if most and not said else f"{said}"
-            raise ConfigError(f"-w {workers} and -H {given['hosts']} ({count} workers) exclude each other")
+            raise ConfigError(f"-w {workers} and -H {given['hosts']} ({counted(count, 'worker')}) exclude each other")
         settled["workers"] = count
     elif not said and (least or most):
         there = configuration.num_gpus() or configuration.num_cores()

@@ -204,7 +204,7 @@ class Launcher:
             self._unsure[name] = (life, time.monotonic() + UNSURE_SECONDS)  # the coordinator may know better, soon
         elif code == 0:
             self._fail(name, "ended without having joined the job; does the script call syncline.init()?", 1)
-        elif self._has_ended and not is_of_the_script(code):
+        elif self._has_ended and (role != "worker" or not is_of_the_script(code)):
             self._finished.add(name)  # the job is over: who falls now takes nothing with it
             self._say(f"{name} {reason} after the end of the job")
         elif role == "worker" and self._standings and left and not life.had_left and not is_of_the_script(code):

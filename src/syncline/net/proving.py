@@ -74,6 +74,8 @@ class _Parts:
             except TimeoutError:
                 self._is_silent = True
                 raise FrameError(f"no handshake within {handshake.SECONDS:g} s") from None
+            except ConnectionError:
+                chunk = b""  # reset: the same as an end
             except OSError as error:
                 raise ConnectionLost(f"the connection broke during the handshake: {error}") from None
             if not chunk:

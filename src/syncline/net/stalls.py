@@ -12,6 +12,8 @@ import time
 
 #: Nothing taken for so long, or nothing more of a frame: the connection is lost.
 STALL_SECONDS = 30.0
+#: The other side is gone without a word: its process was killed, mostly.
+BROKEN_OFF = "the connection broke off"
 #: A wait is looked at so often within that time.
 _LOOKS = 8
 
@@ -52,7 +54,9 @@ def bound(sock: socket.socket, option: int, seconds: float) -> None:
 
 
 def why_broken(error: Exception, peer: str, when: str = "") -> str:
-    """The kernel's own word, but for `timed out`: there, who it is about."""
+    """The kernel's own word, where ours is not plainer."""
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return BROKEN_OFF
     if isinstance(error, TimeoutError):
         return f"{peer} took nothing for too long: it does not read, or its host is out of reach"
     return f"the connection broke{when}: {error}"

@@ -186,7 +186,7 @@ class Listener:
             connection = _open(sock, proving.listening(sock, side, until))
         except Exception as error:  # whatever a stranger does ends with a line in the log
             if not self._closed:
-                self._log(f"a connection from {where} was refused: {type(error).__name__}: {error}")
+                self._log(f"a connection from {where} {_why_not(error)}")
             with contextlib.suppress(OSError):
                 sock.close()
             return
@@ -234,6 +234,15 @@ class Listener:
         if self._unix_path:
             with contextlib.suppress(OSError):
                 os.unlink(self._unix_path)
+
+
+def _why_not(error: Exception) -> str:
+    """Refused by us, or ended by the other side: a member that is killed may be on its way in."""
+    if isinstance(error, ConnectionLost):
+        return f"ended: {error}"
+    if isinstance(error, ConnectionError):
+        return "ended: the other side is gone"
+    return f"was refused: {type(error).__name__}: {error}"
 
 
 def bind(host: str, port: int) -> socket.socket:

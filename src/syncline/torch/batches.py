@@ -14,12 +14,13 @@ from syncline.client import numbers
 from syncline.client.loop import Loop
 from syncline.client.numbers import LeasedNumbers
 from syncline.client.shards import LeasedShards, OpenShard
-from syncline.core.leasing import Loader
+from syncline.core.loader import Loader
 from syncline.core.order import ChunkedOrder, Order
 from syncline.core.splits import Share
 from syncline.data.batching import order_of
 from syncline.data.source import Batch, ShardSource, Source
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, DataError
+from syncline.torch.naming import Read
 
 
 class Aim(torch.utils.data.Sampler[list[Any]]):
@@ -117,6 +118,21 @@ class Rows(torch.utils.data.Dataset[Any]):
         return self.source.read(np.array(indices, dtype=np.int64))
 
 
+def tensors(batch: Any) -> Any:
+    """A batch of a source as torch takes it; texts and other objects stay as they are."""
+    try:
+        return torch.utils.data.default_convert(batch)
+    except TypeError as error:
+        named = batch if isinstance(batch, dict) else {f"array {number}": each for number, each in enumerate(batch)}
+        for name, values in named.items():
+            if values.dtype.kind in "mMV":
+                raise DataError(
+                    f"DataLoader: '{name}' is {values.dtype}, of which torch has no tensors; leave it out with "
+                    "columns=, make it a number with syncline.data.mapped, or give a collate_fn"
+                ) from error
+        raise
+
+
 class Sharded:
     """Shards, each read from its first sample on: a shard source, or an IterableDataset that has `shards`."""
 
@@ -125,8 +141,9 @@ class Sharded:
         self._num_shards = len(dataset.shards)
         if not self._num_shards:
             raise ConfigError("DataLoader: the data set has no shards; check the path that they come from")
+        self._shards = list(dataset.shards)
         is_source = isinstance(dataset, ShardSource)
-        self._open: OpenShard[Any] = dataset.iter_shard if is_source else _opening(dataset, list(dataset.shards))
+        self._open: OpenShard[Any] = dataset.iter_shard if is_source else _opening(dataset, self._shards)
 
     @property
     def num_samples(self) -> None:
@@ -137,17 +154,54 @@ class Sharded:
 
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
         order = self._order(seed, epoch, shuffle)
-        shards = LeasedShards(loop, lambda turn, skip: self._open(order[turn], skip))
-        return iter(shards.next, None)
+        reading = _Counting("", iter(()), 0)
+
+        def open_shard(turn: int, skip: int) -> Iterator[Any]:
+            nonlocal reading
+            reading = self._counting(order[turn], skip)
+            return reading
+
+        shards = LeasedShards(loop, open_shard)
+        return (reading.read(samples) for samples in iter(shards.next, None))
 
     def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
         for shard in self._order(seed, epoch, shuffle)[share.rank :: share.world_size]:
-            samples = self._open(shard, 0)
+            samples = self._counting(shard, 0)
             while batch := list(itertools.islice(samples, share.batch_size)):
-                yield batch
+                yield samples.read(batch)
+
+    def _counting(self, shard: int, skip: int) -> _Counting:
+        return _Counting(str(self._shards[shard]), self._open(shard, skip), skip)
 
     def _order(self, seed: int, epoch: int, shuffle: bool) -> list[int]:
         found: list[int] = Order(self._num_shards, seed, epoch, shuffle).at(np.arange(self._num_shards)).tolist()
+        return found
+
+
+class _Counting:
+    """A shard that is being read: where it is, for messages."""
+
+    def __init__(self, name: str, samples: Iterator[Any], number: int) -> None:
+        self._name, self._samples, self._number = name, samples, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise
+        except Exception as error:
+            error.add_note(f"raised for sample {self._number} of {self._name}")
+            raise
+        self._number += 1
+        return sample
+
+    def read(self, samples: list[Any]) -> Read:
+        """What was read last."""
+        found = Read(samples)
+        found.where = f"samples {self._number - len(samples)} to {self._number - 1} of {self._name}"
         return found
 
 

@@ -13,10 +13,14 @@ import torch.utils.data
 from syncline.client.job import current_job, has_current_job
 from syncline.client.loop import Loop, TakesSamples
 from syncline.core.splits import Share
-from syncline.errors import ConfigError
-from syncline.torch.batches import Aim, Rows, data_of
+from syncline.data.batching import SHARDS_END
+from syncline.errors import ConfigError, DataError
+from syncline.torch.batches import Aim, Rows, data_of, tensors
+from syncline.torch.naming import Beginning, Collating, Named
 
 _T_co = TypeVar("_T_co", covariant=True)
+#: Loaders without a name of their own that were made before init(), in this order: who is used first names them all.
+_made_before: list[weakref.ref[DataLoader[Any]]] = []
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -79,6 +83,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 "DataLoader: num_workers must be 0 for shards: data processes read ahead, and how far a shard was "
                 "read could not be told; start more workers, or give a data set with __getitem__"
             )
+        if self._data.num_samples is None and drop_last:
+            raise ConfigError(f"DataLoader: drop_last cannot be given for shards: {SHARDS_END}")
         self._given_name = name
         self._named_in: weakref.ref[TakesSamples] | None = None
         self._next_epoch = self._num_evaluations = 0
@@ -89,7 +95,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._data.dataset,
             batch_sampler=self._aim,
             num_workers=num_workers,
-            collate_fn=collate_fn or (torch.utils.data.default_convert if is_rows else None),
+            collate_fn=collate_fn or (tensors if is_rows else None),
             pin_memory=pin_memory,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
@@ -100,7 +106,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
         )
         if job is not None or has_current_job():
-            self._name_in(self._current_job())  # else when it is first used: it may be made before init()
+            self._name_in(self._current_job())
+        elif not name:
+            _made_before.append(weakref.ref(self))
         # With a batch sampler torch blanks these two, then guards them; scripts read them, so put them back.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
 
@@ -118,7 +126,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     @property
     def _num_samples(self) -> int:
         if self._data.num_samples is None:
-            raise TypeError("DataLoader: how many samples there are in shards shows when they are read")
+            raise TypeError(
+                "DataLoader: how many samples there are in shards shows when they are read; count steps as they "
+                "come, and make schedules by job.step or by time"
+            )
         return self._data.num_samples
 
     def __iter__(self) -> Iterator[_T_co]:  # type: ignore[override]  # torch promises its private class
@@ -132,6 +143,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._aim.at(self._data.by_rank(share, self._seed, number, self._shuffle))
             batches = self._new_iterator(alone)
             return self._read_by(alone, (batch for batch in batches))
+        if self._data.num_samples == 0:
+            raise DataError(
+                f"DataLoader: the data set {type(self._given_data).__name__} is empty: there is nothing to train on; "
+                "check the path or the filter that it comes from"
+            )
         name = self._name_in(job)
         epoch = self._next_epoch
         self._next_epoch += 1
@@ -143,6 +159,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _new_iterator(self, alone: bool) -> Iterator[_T_co]:
         return super().__iter__() if alone else self._get_iterator()
+
+    def _get_iterator(self) -> Any:
+        """torch's iterators keep what they find here when they are made: so they read what names its samples."""
+        given = {key: self.__dict__[key] for key in ("dataset", "collate_fn", "worker_init_fn")}
+        self.__dict__.update(
+            dataset=Named(self.dataset),
+            collate_fn=Collating(self.collate_fn),
+            worker_init_fn=Beginning(self.worker_init_fn),
+        )
+        try:
+            return super()._get_iterator()
+        finally:
+            self.__dict__.update(given)
 
     def _read_by(self, alone: bool, batches: Generator[_T_co]) -> Generator[_T_co]:
         if self.persistent_workers and alone:
@@ -179,10 +208,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _name_in(self, job: TakesSamples) -> str:
         """Its name in this job, and its first epoch there: a process may have one job after the other."""
+        if self._job is None:
+            while _made_before:
+                loader = _made_before.pop(0)()
+                if loader is None:
+                    job.samples.name_loader("")  # it is gone, and was counted
+                else:
+                    loader._take_name_in(job)
         if self._named_in is None or self._named_in() is not job:
-            self._named_in, self._next_epoch = weakref.ref(job), 0
-            self._name = job.samples.name_loader(self._given_name)
+            self._take_name_in(job)
         return self._name
+
+    def _take_name_in(self, job: TakesSamples) -> None:
+        self._named_in, self._next_epoch = weakref.ref(job), 0
+        self._name = job.samples.name_loader(self._given_name)
 
     def _share(self, job: TakesSamples, num_samples: int) -> Share:
         """By the rank and the number of workers that hold now: for an evaluation, when it begins."""

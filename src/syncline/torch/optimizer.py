@@ -73,7 +73,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._buffers = Buffers(self._job, model, buffers, self._prefix) if model is not None else None
         self._register_others()
         self._landing = self._make_landing()
-        self._job.before_settle(_settling(self))
+        self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._settle))
+        if self._local is None:  # else what it has is its own until the next average
+            self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
 
     @staticmethod
@@ -324,13 +326,15 @@ def _take(items: Sequence[Tracked], values: dict[str, Any]) -> None:
         item.tensor.copy_(values[item.name])
 
 
-def _settling(optimizer: DistributedOptimizer) -> Callable[[], None]:
-    """Settles an optimizer if it is still there: the job does not keep it alive."""
+def _as_long_as_alive(
+    optimizer: DistributedOptimizer, action: Callable[[DistributedOptimizer], None]
+) -> Callable[[], None]:
+    """Does it to an optimizer that is still there: the job does not keep it alive."""
     found = weakref.ref(optimizer)
 
-    def settle() -> None:
+    def act() -> None:
         alive = found()
         if alive is not None:
-            alive._settle()
+            action(alive)
 
-    return settle
+    return act

@@ -83,10 +83,9 @@ class Changing:
         self._deciding.has_left(name)
 
     def member_is_in(self, member: Member) -> None:
-        with self._wakes:
-            self._deciding.is_in(member)
-            self._wakes.notify_all()
-        self._c.joining.tell()
+        """Under the lock, with its joining: no plan may count on a server that knows nothing yet."""
+        self._deciding.is_in(member)
+        self._wakes.notify_all()
 
     def enter(self, request: Request, message: Enter) -> None:
         """A worker is about to push that takes part in no rounds."""
@@ -111,14 +110,9 @@ class Changing:
     def _run(self) -> None:
         pause = 0.0
         while True:
-            with self._wakes:
-                if pause:
-                    self._wakes.wait(pause)
-                elif not self._closed and not self._has_work():
-                    self._wakes.wait(1.0)
-                if self._closed or self._c.membership.outcome is not None:
-                    return
             try:
+                if not self._wait_for_work(pause):
+                    return
                 pause = self._step()
             except FencedError as error:
                 self._c.ending.superseded(str(error))
@@ -134,6 +128,15 @@ class Changing:
                 raise
             else:
                 self._trouble = ("", 0.0)
+
+    def _wait_for_work(self, pause: float) -> bool:
+        """After the pause, or until there may be something to do; whether this goes on."""
+        with self._wakes:
+            if pause:
+                self._wakes.wait(pause)
+            elif not self._closed and not self._has_work():
+                self._wakes.wait(1.0)
+            return not self._closed and self._c.membership.outcome is None
 
     def _say_reason(self, reason: str) -> None:
         """A change that is tried again and again says why, once a second."""
@@ -172,6 +175,8 @@ class Changing:
     def _hand_back(self) -> float:
         """Leases of those who are out and fenced go to others; slice 0's server says what of them counts."""
         with self._c.lock:
+            if self._deciding.is_urgent:
+                return 0.0  # slice 0 may have another primary, or none: first all servers must know of that
             gone, seat = self._c.handing.gone(), self._c.membership.state.seats.get(0)
         if gone:
             answers = self._ask_all({seat.primary: AskUses()}) if seat is not None and seat.primary else {}
@@ -182,12 +187,14 @@ class Changing:
     def _introduce(self) -> None:
         """A server that has come hears of every segment."""
         with self._c.lock:
-            names, segments = set(self._deciding.strangers), list(self._c.registry.layout.segments)
-        for name in names:
+            members, segments = self._c.membership.state.members, list(self._c.registry.layout.segments)
+            lives = {name: members[name].incarnation for name in self._deciding.strangers if name in members}
+        for name, incarnation in lives.items():
             for segment in segments:
                 self._ask_all({name: Host(segment, [])})
             with self._c.lock:
-                self._deciding.strangers.discard(name)
+                if name in members and members[name].incarnation == incarnation:
+                    self._deciding.strangers.discard(name)
 
     def _let_go(self) -> None:
         """Servers on which nothing is left may end; segments whose slices have all their seats are ready."""

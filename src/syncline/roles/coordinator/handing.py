@@ -64,8 +64,9 @@ class Handing:
             is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             epoch = self.leasing.epoch(message.loader, message.epoch)
             size, done = (epoch.num_samples, epoch.num_done) if epoch else (message.data.num_samples, 0)
+            is_shared = self.leasing.is_shared(message.loader)
             # A coordinator that comes next must not take one that it has never heard of for a finished one.
-            self._later.append((request, Opened(is_left, size, done)))
+            self._later.append((request, Opened(is_left, size, done, is_shared)))
         self.answer()
 
     def ask(self, request: Request, message: AskLease) -> None:
@@ -108,8 +109,7 @@ class Handing:
             epoch = self.leasing.epoch(message.loader, message.epoch)
             if epoch is not None:
                 epoch.shorten(message.position, (message.position // SHARD_POSITIONS + 1) * SHARD_POSITIONS)
-                self._c.keep()
-        request.reply(Done())
+            self._later.append((request, Done()))
         self.answer()
 
     def _gave_back(self, owner: Identity, recall: Recall, call: Call) -> None:
@@ -119,7 +119,7 @@ class Handing:
             answer = call.wait(0)
         with self._c.lock:
             if isinstance(answer, GaveBack):
-                self.leasing.gave_back(owner, recall.loader, recall.epoch, answer.leases)
+                self.leasing.gave_back(owner, recall.loader, recall.epoch, answer.leases, answer.newest)
             else:
                 self.leasing.not_recalled(owner, recall.loader, recall.epoch)
         if answer is not None:
@@ -128,9 +128,14 @@ class Handing:
     # -- what servers say ---------------------------------------------------------------------------------
 
     def beat(self, name: str, beat: Beat) -> None:
-        """Under the lock: a server says what was used, a worker how fast it is."""
-        if beat.uses or beat.late:
+        """Under the lock: the server of slice 0 says what was used, a worker how fast it is."""
+        seat, member = self._c.membership.state.seats.get(0), self._c.membership.state.members.get(name)
+        if (beat.uses or beat.late) and seat is not None and seat.primary == name:
             self._desk.use(beat.uses, beat.late)
+        if beat.is_quarantined and member is not None and self._desk.is_open:
+            owner = (name, member.incarnation)
+            for loader, epoch in self.leasing.quarantine(owner):
+                self._recall(owner, Recall(loader, epoch))
         if beat.samples:
             samples, seconds = self._measured.get(name, (0, 0.0))
             self._measured[name] = (beat.samples, beat.work_seconds)
@@ -182,7 +187,8 @@ class Handing:
         for suspect in epoch.aside:
             where = f"positions {suspect.span.start} to {suspect.span.stop - 1}"
             workers = ", ".join(suspect.workers)
-            self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them")
+            told = "syncline.data.samples_at says which they are"
+            self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
         if epoch.num_passed_over:
             self._c.event(f"{which}: {epoch.num_passed_over} samples were read and used in no step")
 
@@ -204,12 +210,13 @@ class Handing:
             if (later or any(given.lease for _, given in answers)) and not self._keep_leases():
                 self._desk.not_kept(answers)
                 answers, later, self._later = [], [], later
-            for owner, recall in recalls:
-                self._recall(owner, recall)
         for asked, given in answers:
             asked.request.reply(given)
         for request, answer in later:
             request.reply(answer)
+        with self._c.lock:
+            for owner, recall in recalls:  # after the answers: what is on its way is not given back
+                self._recall(owner, recall)
 
     def _keep_leases(self) -> bool:
         try:
@@ -242,8 +249,11 @@ class Handing:
         those who died nobody knows: what they had not told is read again.
         """
         if self._c.membership.state.leases.epochs:
-            self._desk.uses_are_lost()
-            self._c.event("samples that were used just before count as read; of workers that died too, maybe twice")
+            spans = self._desk.uses_are_lost()
+            self._c.event(
+                f"what was used just before was lost with slice 0: {spans}. Of workers that live it counts as read, "
+                "of workers that died it is read again"
+            )
 
     def _ask_workers(self) -> None:
         """Those who have not said yet what they have used; again, when the answer got lost."""
@@ -276,6 +286,7 @@ class Handing:
     def forget(self, name: str) -> None:
         """Under the lock: what comes under this name next has another count."""
         self._measured.pop(name, None)
+        self._desk.asking.pop(name, None)
 
     def out(self, gone: dict[Identity, bool], answers: Iterable[Message]) -> bool:
         """What of the dead counts is known, by the word of slice 0's server: the rest is to do again.

@@ -63,9 +63,10 @@ class Joining:
             self._c.keep()
             late = member.name not in self._c.membership.state.entered
             answer = Joined(member.incarnation, member.since, self._c.membership.ordered(), self._c.config, late)
-        self._c.event(f"{member.name} (incarnation {member.incarnation}) has joined")
-        request.reply(answer)
-        self._c.changing.member_is_in(member)
+            self._c.event(f"{member.name} (incarnation {member.incarnation}) has joined")
+            self._c.changing.member_is_in(member)
+            request.reply(answer)  # before a change has anything to say to it
+        self.tell()
         self._c.pacing.tell()
 
     def _make_way(self, message: Join) -> None:
@@ -123,12 +124,15 @@ class Joining:
             if member is None or member.incarnation != message.incarnation:
                 self._c.refuse_fenced(message.name, message.incarnation)
                 return
+            before = self._c.endpoints.get(member.name)
             self._c.endpoints[member.name] = request.endpoint
             request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
             self._c.liveness.heard(member.name, time.monotonic())
             is_server = member.role == "server"
             # While primaries are about to change, the roster comes when that is settled.
             answer = Done() if self._c.changing.moves else self.roster()
+        if before is not None and before is not request.endpoint:
+            before.close("it has come back by another connection")  # who waits for an answer on this one hears so
         request.reply(answer)
         if is_server:
             self._c.registering.try_again()

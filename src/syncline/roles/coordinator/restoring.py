@@ -11,6 +11,7 @@ from syncline.core.layout import Segment
 from syncline.core.message import Message
 from syncline.core.policy import parse_policy
 from syncline.core.slices import Copy, Identity, freshest, num_revoked
+from syncline.core.words import counted
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def restore(coordinator: Coordinator, asking: Asking) -> None:
         least = "at least " if _a_worker_is_gone(coordinator) else ""
         is_spare = bool(parse_policy(coordinator.config.policy).spare)
         coordinator.event(
-            f"{len(with_values)} slices came back from the copy of {names}, with fresh rule state; "
-            f"{least}{revoked} acknowledged updates were revoked"
+            f"{counted(len(with_values), 'slice')} came back from the copy of {names}, with fresh rule state; "
+            f"{least}{counted(revoked, 'acknowledged update')} {'was' if revoked == 1 else 'were'} revoked"
             + ("; steps that were under way may be on some slices only" if is_spare else "")
         )
     with coordinator.lock:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncline.core.control import Retire, Scale
 from syncline.core.message import Done
+from syncline.core.words import counted
 from syncline.errors import ConfigError
 from syncline.net.rpc import Request
 
@@ -38,9 +39,9 @@ class Scaling:
         if count < 1:
             raise ConfigError(f"{count} {role}s: there must be at least one")
         if role == "server" and count < max(1, config.replicas):
-            raise ConfigError(f"{count} servers cannot have {config.replicas} replicas of each slice")
+            raise ConfigError(f"{counted(count, 'server')} cannot have {config.replicas} replicas of each slice")
         if role == "worker" and config.most_workers and count > config.most_workers:
-            raise ConfigError(f"{count} workers: the job was started with -w …:{config.most_workers}")
+            raise ConfigError(f"{counted(count, 'worker')}: the job was started with -w …:{config.most_workers}")
         self._c.membership.state.wanted[role] = count
         live = [name for name in self._c.membership.named(role) if name not in self._c.retiring]
         surplus = live[count:]

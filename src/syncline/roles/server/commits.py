@@ -177,6 +177,7 @@ class Commits:
             if again:
                 contribution.is_late = verdict.kind == "late"
                 contribution.clocks = self.flow.clocks_now()
+            if verdict.kind != "late":
                 self._note_uses(key, contribution)
             if again and (self._is_asked_again(key, request) or self.flow.answer_later(key, contribution)):
                 return
@@ -189,9 +190,9 @@ class Commits:
 
     def _note_uses(self, key: Key, contribution: Contribution) -> None:
         """A slice 0 that came from a worker's copy has lost what was used: of a commit that is in it, and is made
-        anew, it is known again."""
+        anew, it is known again. Also when it is new here: other slices may lack it."""
         slot = self._slices.get(0)
-        if slot is not None and slot.copied is not None and not contribution.is_late:
+        if slot is not None and slot.copied is not None:
             with slot.lock:
                 if slot.state.clocks.get(key[:2], 0) >= key[2]:
                     slot.state.used(contribution.uses)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from syncline.core.rounds import Rounds
 from syncline.core.slices import Identity
-from syncline.roles.server.flow import Flow
+from syncline.roles.server.flow import Flow, key_of
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.staging import Staging
 from syncline.roles.server.work import Contribution, Key, RoundWork
@@ -49,6 +49,24 @@ class Departures:
             if staged is None or not staged[0].is_told or self.not_staged((name, incarnation), *staged) is not None:
                 return clock
             clock += 1
+
+    def reach(self, name: str, incarnation: int, *, moves: bool) -> int:
+        """How far slices here can come with the steps of a worker that is out.
+
+        Where primaries change (`moves`), rounds that wait for the norm over all servers are dropped, and who is out
+        makes nothing anew.
+        """
+        clock = self.staged_whole(name, incarnation)
+        if not moves:
+            return clock
+        commits = [commit for work in self._flow.clipping() if not work.scaled for commit in work.commits]
+        commits += [commit for commit in self._rounds.open_commits() if self._needs_norm(commit.item)]
+        keys = [key_of(commit) for commit in commits]
+        keys += [key for key, (contribution, _) in self._staged.items() if self._needs_norm(contribution)]
+        return min([clock, *(key[2] - 1 for key in keys if key[:2] == (name, incarnation))])
+
+    def _needs_norm(self, contribution: Contribution) -> bool:
+        return self._flow.num_servers > 1 and contribution.clip_norm is not None and not contribution.skip
 
     def settle(self, name: str, incarnation: int, clock: int) -> list[RoundWork]:
         """A worker's staged commits up to this clock count, since other servers have them."""

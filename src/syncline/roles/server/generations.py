@@ -125,7 +125,9 @@ class Generations:
         standings = [msgspec.structs.replace(s) for s in rounds.standings.values()] if knows else []
         num_orphans = rounds.num_orphans() + self._flow.num_unclipped_orphans()
         clocks = [(*worker, clock) for worker, clock in self._hosting.highest_clocks().items()]
-        reach = self._hosting.reach(message.seats, message.fenced, lambda who: self._departures.staged_whole(*who))
+        reach = self._hosting.reach(
+            message.seats, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
+        )
         rolls = rounds.rolls.entries()
         return Prepared(standings, num_orphans, clocks, reach, bool(self._hosting.slices), rolls)
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from syncline.core.words import counted
 from syncline.errors import ConfigError
 from syncline.roles.server.pinning import Bytes, Registered
 
@@ -90,6 +91,6 @@ def home_of(name: str, say: Callable[[str], None]) -> Home:
     index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count()
     if index >= count:
-        there = f"torch sees {count or 'no'} GPUs on the server's host"
+        there = f"torch sees {counted(count, 'GPU') if count else 'no GPUs'} on the server's host"
         raise ConfigError(f"--server-device {name}: {there}; leave it out, or say cpu")
     return DeviceHome(torch.device("cuda", index), say)

@@ -54,6 +54,7 @@ from syncline.core.traffic import (
 )
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
+from syncline.net.stalls import BROKEN_OFF
 from syncline.net.transport import Buffer, Memory, Peer
 from syncline.roles.server.commits import Commits
 from syncline.roles.server.counts import stats_of
@@ -294,7 +295,10 @@ class Server:
             left = {other.peer for other in self._endpoints}
         if endpoint.peer.role == "worker" and endpoint.peer not in left and self._commits is not None:
             self._commits.departures.lost((endpoint.peer.name, endpoint.peer.incarnation))
-        if reason not in ("closed", "the other side closed the connection"):
+        if reason == BROKEN_OFF:
+            if endpoint.peer not in left:
+                self._log(f"{endpoint.peer} is gone: {reason}")  # once, for all its connections
+        elif reason not in ("closed", "the other side closed the connection"):
             self._log(f"{endpoint.peer}: {reason}")
 
     # -- hosting ------------------------------------------------------------------------------------------

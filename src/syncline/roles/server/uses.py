@@ -8,6 +8,7 @@ from typing import Any
 from syncline.core.handing import AskUses, Confirm, Use, Uses
 from syncline.core.message import Done, Message
 from syncline.core.slices import Identity
+from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.roles.server.backups import Backups
 from syncline.roles.server.commits import Commits
@@ -47,7 +48,11 @@ def uses_handlers(
         known = commits()
         with known.order:
             waiting, slots = open_here(known), list(slices.values())
-            request.reply(Uses(uses_here(slots), late_here(slots), waiting))
+        # In this order: what is applied in between is said twice, and not left out.
+        uses, late = uses_here(slots), late_here(slots)
+        if not any(slot.part.id == 0 for slot in slots):
+            raise ProtocolError("slice 0 has another primary")
+        request.reply(Uses(uses, late, waiting))
 
     def confirm(request: Request, message: Confirm) -> None:
         for slot in (*slices.values(), *backups.slots()):

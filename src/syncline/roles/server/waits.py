@@ -21,7 +21,7 @@ def beat_of(commits: Commits, slots: Iterable[HostedSlice]) -> Beat:
     with commits.order:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
         waits = [*_rounds(commits, now), *_lags(commits, now)]
-        uses, late = uses_here(slots), late_here(slots)
+    uses, late = uses_here(slots), late_here(slots)
     return Beat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late)
 
 

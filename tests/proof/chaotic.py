@@ -1,0 +1,26 @@
+"""A job that counts its samples, four workers of which some are always killed: what its ledger says at the end."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+SCRIPT = pathlib.Path(__file__).parent / "samples_ledger.py"
+
+
+def play(folder: pathlib.Path, policy: str, *, seed: int, samples: int, every: str) -> tuple[int, int, int]:
+    """Samples of all epochs that were lost, that were doubled, and how many members were killed."""
+    chaos = ["chaos", "--every", every, "--for", "12s", "--seed", str(seed)]
+    job = ["-w", "4", "-s", "2", "--replicas", "2", "--policy", policy]
+    words = [sys.executable, "-m", "syncline", *chaos, "--", *job, str(SCRIPT), "--samples", str(samples)]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=110)
+    said = done.stdout + done.stderr
+    found = re.findall(r"samples: (\d+) in all, (\d+) lost, (\d+) doubled", said)
+    assert found and done.returncode == 0, said
+    killed = re.search(r"chaos: .* (\d+) kills?", said)
+    assert killed, said
+    sizes, lost, doubled = zip(*found, strict=True)
+    assert set(sizes) == {str(3 * samples)}
+    return max(map(int, lost)), max(map(int, doubled)), int(killed[1])

@@ -1,0 +1,24 @@
+"""`make proof`: every sample counts exactly once in every epoch, while members are killed and come back."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from tests.proof.chaotic import play
+
+RUNS = [
+    *(("sync", seed) for seed in range(4)),
+    *(("bounded:2", seed) for seed in range(4, 7)),
+    *(("async", seed) for seed in range(7, 10)),
+]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("policy", "seed"), RUNS)
+def test_every_sample_counts_once_in_every_epoch(policy: str, seed: int, tmp_path: pathlib.Path) -> None:
+    """Ten real runs; three epochs each, of four workers and two servers."""
+    lost, doubled, kills = play(tmp_path, policy, seed=seed, samples=6000, every="2s")
+    print(f"{policy}, seed {seed}: {lost} lost, {doubled} doubled, {kills} kills")
+    assert (lost, doubled) == (0, 0)
+    assert kills >= 2

@@ -1,0 +1,38 @@
+"""`make proof`: LeNet on Fashion-MNIST with one of four workers four times slower is as good as with equal ones."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent / "slow_worker.py"
+SEEDS = (0, 1, 2)
+
+
+def accuracy(folder: pathlib.Path, policy: str, *arguments: str) -> float:
+    command = [sys.executable, "-m", "syncline", "run", "-w", "4", "-s", "1", "--policy", policy, str(SCRIPT)]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"test accuracy\s+([\d.]+)%", done.stdout)
+    assert found, done.stdout
+    return float(found[1])
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("policy", "options"), [("async", []), ("bounded:64", []), ("sync", ["--auto"])])
+def test_a_slow_worker_costs_no_accuracy(policy: str, options: list[str], tmp_path: pathlib.Path) -> None:
+    runs = {"four equal workers": [], "one slower": ["--slow", "worker-3"]}
+    found = {
+        name: [accuracy(tmp_path, policy, *options, *more, "--epochs", "2", "--seed", str(seed)) for seed in SEEDS]
+        for name, more in runs.items()
+    }
+    for name, each in found.items():
+        print(f"{policy}, {name}: {statistics.mean(each):.2f} % mean of {each}")
+    equal, slower = (statistics.mean(each) for each in found.values())
+    assert slower >= equal - 1.0
