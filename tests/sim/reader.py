@@ -36,7 +36,7 @@ class Reader(Worker):
         self.not_before = 0.0
         self.told = (0, 0.0)
         self.rests_from = 0
-        self.num_asked = 0
+        self.num_asked = self.num_steps = 0  # so far, and in this loop
         self.said: dict[str, tuple[Any, Session | None]] = {}
 
     def what(self) -> str:
@@ -88,10 +88,20 @@ class Reader(Worker):
         if self.heed(session, frame) and "open_epoch" in self.asks and number == self.place:
             del self.asks["open_epoch"]
             self.portion, self.is_finished, self.level = Portion(self.data.batch), not is_left, 0
-            self.phase = "read"
+            self.phase, self.num_steps = "read", 0
             self.pump()
 
+    def _leaves_early(self) -> bool:
+        """As by `break`: what it has not begun is others'. The first worker never does, so that an epoch has an end."""
+        draw = self.world.draw("leaves early", self.name, self.place)
+        return draw < 0.15 and self.name != "worker-0" and self.num_steps >= draw * 30
+
     def _read(self) -> None:
+        if self.piece is None and not self.is_finished and self._leaves_early():
+            self.asks.pop("ask_lease", None)
+            self.phase = "end"
+            self._end()
+            return
         self._ask_ahead()
         if self.piece is None:
             self.piece = self.portion.cut()
@@ -115,7 +125,7 @@ class Reader(Worker):
         if self.needs_place and self.job.policy.kind == "bounded":
             self._ask_all("place", ())
             return
-        self.piece, self.has_paused = None, False
+        self.piece, self.has_paused, self.num_steps = None, False, self.num_steps + 1
         self.uses.read(piece)
         positions = piece.span.positions(piece.begin, piece.end)
         samples = tuple((self.place, int(position)) for position in positions)
@@ -219,7 +229,7 @@ class Reader(Worker):
     def _end(self) -> None:
         """The loop is left."""
         given = list(self.portion.leave([]).items())
-        if given:
+        if given or not self.is_finished:
             self._ask_for("leave_epoch", LeaveEpoch(LOADER, self.place, given, [], self.portion.newest))
             return
         self._is_left()
