@@ -18,10 +18,11 @@ def change(
     *,
     moves: bool = False,
     stretch: int = 0,
+    stretches: dict[str, int] | None = None,
 ) -> Change:
     return Change(
         7, {"server-1": 8, "server-0": 5}, fenced=fenced or {}, entering=entering or {}, seats=[Seat(0, "server-0")],
-        moves=moves, staying=staying, stretch=stretch,
+        moves=moves, staying=staying, stretch=stretch, stretches=stretches,
     )  # fmt: skip
 
 
@@ -172,3 +173,18 @@ def test_who_enters_is_beside_those_in_the_loop_not_beside_one_that_has_left_it(
         2 * LOOP - 1,
         0,
     )
+
+
+def test_who_enters_is_beside_those_in_its_own_loop() -> None:
+    """One has left the loop early, and is in the next: beside it, the others' rounds would wait for each other."""
+    ahead = Standing("worker-0", 2, clock=3, stretch=LOOP, stretch_began=2)
+    inside = Standing("worker-1", 3, clock=7)
+    entering = {"worker-2": 9}
+    one = answered(
+        change(entering=entering, stretches={"worker-2": 0}), Prepared([ahead, inside], 0), Prepared([], 0)
+    )
+    assert one.places()["worker-2"].stretch == 0 and one.standings()[0].turn() == (0, 7)
+    late = answered(
+        change(entering=entering, stretches={"worker-2": 5 * LOOP}), Prepared([ahead, inside], 0), Prepared([], 0)
+    )
+    assert late.standings()[0].turn() == (LOOP, 1), "nobody is where it has counted to"

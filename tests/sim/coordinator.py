@@ -207,7 +207,7 @@ class Coordinator(Handing):
 
     def on_enter(self, session: Session, frame: Frame) -> None:
         if self._is_member(frame) and self.membership.formed and not session.is_broken:
-            place = self.deciding.enter(frame.name, frame.incarnation, frame.body[0])
+            place = self.deciding.enter(frame.name, frame.incarnation, *frame.body)
             if place is not None:  # a second change would give it another place
                 self._say_place(frame.name, frame.incarnation, frame.body[0], place)
             self.pump()

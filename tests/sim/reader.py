@@ -92,7 +92,7 @@ class Reader(Worker):
             self.pump()
 
     def _leaves_early(self) -> bool:
-        """As by `break`: what it has not begun is others'. The first worker never does, so that an epoch has an end."""
+        """As by `break`: what it has not begun is others'. The first worker never does: an epoch must have an end."""
         draw = self.world.draw("leaves early", self.name, self.place)
         return draw < 0.15 and self.name != "worker-0" and self.num_steps >= draw * 30
 

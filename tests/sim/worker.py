@@ -8,6 +8,7 @@ from syncline.core.control import Passed
 from syncline.core.handing import Use
 from syncline.core.members import Member
 from syncline.core.rolls import Roll
+from syncline.core.rounds import LOOP
 from syncline.core.slices import Copy, life_of
 
 from .member import SimMember
@@ -75,7 +76,7 @@ class Worker(SimMember):
             return
         if not self.has_entered and self.must_enter():
             if "enter" not in self.asks:
-                self.asks["enter"] = (self.num_entries,)
+                self.asks["enter"] = (self.num_entries, self.stretch // LOOP * LOOP)
                 self.ask()
             return
         self._go_on()

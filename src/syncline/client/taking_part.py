@@ -53,7 +53,7 @@ class TakingPart:
         if self.must_enter:
             if faults.armed is not None:
                 faults.reach("enter.asked")
-            answer = self._link.call(Enter(self._num_entries), self._wait_seconds)
+            answer = self._link.call(Enter(self._num_entries, self.stretch // LOOP * LOOP), self._wait_seconds)
             assert isinstance(answer, Entered)
             # Who has paused is in its loop's rounds again, not in a stretch of its own behind them.
             self._stretch, self._rested = max(answer.stretch, self.stretch // LOOP * LOOP), False

@@ -46,13 +46,14 @@ class Change:
         moves: bool,
         staying: Mapping[str, int] | None = None,
         stretch: int = 0,
+        stretches: Mapping[str, int] | None = None,
     ) -> None:
         """`servers` with their incarnations; `staying`: workers that take part already; `stretch`: the one that the
-        last barrier began."""
+        last barrier began; `stretches`: that those who enter have counted to."""
         self.generation, self.servers = generation, dict(sorted(servers.items()))
         self.fenced, self.entering = dict(fenced), dict(entering)
         self.seats, self.moves = list(seats), moves
-        self.staying, self.stretch = dict(staying or {}), stretch
+        self.staying, self.stretch, self._stretches = dict(staying or {}), stretch, dict(stretches or {})
         self._answers: dict[str, Prepared] = {}
 
     def prepare(self) -> Prepare:
@@ -139,14 +140,13 @@ class Change:
     def _placed(self, known: Standing | None, name: str, incarnation: int) -> Standing:
         """Its next commit is in the round after all that were opened; its clock goes on, where it was away.
 
-        Who has paused is in its loop still: others may be in a later one.
+        Of those in its own loop, if there are any: others may have left that, and be in a later one.
         """
         is_known = known is not None and known.incarnation == incarnation
         clock = known.clock if known is not None and is_known else 0
-        stretch, number = self.turn()
-        if known is not None and is_known and not known.away:
-            inside = [s for s in self._standings() if s.stretch // LOOP == known.stretch // LOOP]
-            stretch, number = next_turn([known, *inside])
+        loop = max(self._stretches.get(name, 0), self.stretch) // LOOP
+        inside = [s for s in self._standings() if s.stretch // LOOP == loop and not (s.left or s.fenced)]
+        stretch, number = next_turn(inside) if inside else self.turn()
         return Standing(name, incarnation, clock, stretch, clock - number, position=self.back_at())
 
     def rolls(self) -> list[Roll]:

@@ -22,6 +22,7 @@ class Deciding:
     def __init__(self, membership: Membership) -> None:
         self._membership, self.state = membership, membership.state
         self.entering: dict[str, int] = {}  # workers that want to take part; how often they have entered before
+        self._stretches: dict[str, int] = {}  # that they have counted to
         self.retiring: set[str] = set()  # servers that want to leave
         self.strangers: set[str] = set()  # servers that do not know the layout yet
         self.moves = False  # primaries are about to change: nobody is told of seats now
@@ -53,14 +54,15 @@ class Deciding:
     def has_left(self, name: str) -> None:
         """It asks for nothing any more."""
         self.entering.pop(name, None)
+        self._stretches.pop(name, None)
         self.retiring.discard(name)
 
-    def enter(self, name: str, incarnation: int, entry: int) -> Entered | None:
+    def enter(self, name: str, incarnation: int, entry: int, stretch: int = 0) -> Entered | None:
         """A worker that takes part in no rounds is about to push; the place that it has already, if it asks again."""
         *known, place = self._places.get(name, (0, 0, None))
         if place is not None and known == [incarnation, entry]:
             return place
-        self.entering[name] = entry
+        self.entering[name], self._stretches[name] = entry, stretch
         return None
 
     def retire(self, name: str) -> None:
@@ -123,6 +125,7 @@ class Deciding:
             moves=self.moves,
             staying=staying,
             stretch=state.stretch,
+            stretches={name: self._stretches.get(name, 0) for name in entering},
         )
 
     def _seat(self, seats: Collection[Seat]) -> None:

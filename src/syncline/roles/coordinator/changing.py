@@ -90,7 +90,7 @@ class Changing:
     def enter(self, request: Request, message: Enter) -> None:
         """A worker is about to push that takes part in no rounds."""
         with self._wakes:
-            place = self._deciding.enter(request.peer.name, request.peer.incarnation, message.entry)
+            place = self._deciding.enter(request.peer.name, request.peer.incarnation, message.entry, message.stretch)
             if place is None:
                 self._asking[request.peer.name] = request
                 self._wakes.notify_all()
