@@ -240,7 +240,8 @@ class Reader(Worker):
             self._is_left()
 
     def _is_left(self) -> None:
-        self.uses.forget(self.portion.numbers)
+        if self.is_finished:
+            self.uses.forget(self.portion.numbers)
         self.phase = "rest"
         self.pump()
 

@@ -269,5 +269,6 @@ class Reading:
             self._asks.ask(
                 LeaveEpoch(self.loader, self.epoch, list(given.items()), passed_over, self._portion.newest)
             )
-        self._uses.forget(numbers)
+        if was_finished:  # else a server may still be lost, with what it knows of them
+            self._uses.forget(numbers)
         return sum(end - begin for _, begin, end in dropped)
