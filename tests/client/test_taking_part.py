@@ -81,7 +81,7 @@ def test_in_sync_who_came_late_to_a_barrier_is_away_and_enters_again() -> None:
         part.tell()
         assert servers.heard == [Rest(ERA, True)], "a server that comes now must not wait for it either"
         part.come_back()
-        assert coordinator.heard[-1] == Enter(entry, ERA) and part.stretch == ERA + 3 and part.back_at is None
+        assert coordinator.heard[-1] == Enter(entry) and part.stretch == ERA + 3 and part.back_at is None
         part.committed(part.stretch)
         assert not part.must_come_back
         part.pass_barrier(Passed(ERA))

@@ -187,4 +187,6 @@ def test_who_enters_is_beside_those_in_its_own_loop() -> None:
     late = answered(
         change(entering=entering, stretches={"worker-2": 5 * LOOP}), Prepared([ahead, inside], 0), Prepared([], 0)
     )
-    assert late.standings()[0].turn() == (LOOP, 1), "nobody is where it has counted to"
+    assert late.standings()[0].turn() == (LOOP, 1), "no loop of that number has begun"
+    before = answered(change(entering=entering, stretches={"worker-2": 0}), Prepared([ahead], 0), Prepared([], 0))
+    assert before.standings()[0].turn() == (0, 0), "alone in its loop, which is before the others'"

@@ -60,6 +60,9 @@ class Reader(Worker):
             self.must_tell = self.has_paused  # servers that have come since do not know that it rests
         super().take_roster(generation, members, seats)
 
+    def loop(self) -> int:
+        return self.stretch // LOOP * LOOP
+
     def must_enter(self) -> bool:
         return self.piece is not None
 

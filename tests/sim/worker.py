@@ -8,7 +8,6 @@ from syncline.core.control import Passed
 from syncline.core.handing import Use
 from syncline.core.members import Member
 from syncline.core.rolls import Roll
-from syncline.core.rounds import LOOP
 from syncline.core.slices import Copy, life_of
 
 from .member import SimMember
@@ -71,12 +70,16 @@ class Worker(SimMember):
 
     # -- the script ---------------------------------------------------------------------------------------
 
+    def loop(self) -> int:
+        """Of which it is in the rounds; -1: none."""
+        return -1
+
     def pump(self) -> None:
         if not self.generation or not self.incarnation:
             return
         if not self.has_entered and self.must_enter():
             if "enter" not in self.asks:
-                self.asks["enter"] = (self.num_entries, self.stretch // LOOP * LOOP)
+                self.asks["enter"] = (self.num_entries, self.loop())
                 self.ask()
             return
         self._go_on()

@@ -65,6 +65,7 @@ class Uses:
         self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
         self.num_questions = 0  # asked so far
+        self.num_loops = 0  # that this worker is in
 
     def read(self, piece: Piece) -> None:
         """The script has got this batch."""
@@ -166,6 +167,7 @@ class Reading:
         assert isinstance(answer, Opened)
         self.num_samples, self.num_done, self._is_finished = answer.num_samples, answer.num_done, not answer.is_left
         times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
+        uses.num_loops += 1
         self.is_shared = answer.is_shared  #: whether all workers come to this loader's epochs, by what is known
 
     def next(self, *, may_wait: bool = True) -> Piece | None:

@@ -75,6 +75,7 @@ class Samples:
         """
         with self._lock:
             self._readings.pop((reading.loader, reading.epoch), None)
+            self.uses.num_loops -= 1
         if self.is_over:
             return
         if failed and unread:

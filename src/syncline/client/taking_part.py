@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from syncline import faults
 from syncline.client.placement import Placement
 from syncline.client.redo import Redo
@@ -28,6 +30,7 @@ class TakingPart:
         self.is_late, self.is_leaving = is_late, False
         self._enters_again, self._num_entries = False, 0
         self.back_at: int | None = None  # where it stands from its next commit on
+        self.is_in_loop: Callable[[], bool] = lambda: False  # over a loader
 
     @property
     def stretch(self) -> int:
@@ -53,7 +56,8 @@ class TakingPart:
         if self.must_enter:
             if faults.armed is not None:
                 faults.reach("enter.asked")
-            answer = self._link.call(Enter(self._num_entries, self.stretch // LOOP * LOOP), self._wait_seconds)
+            loop = self.stretch // LOOP * LOOP if self.is_in_loop() else -1
+            answer = self._link.call(Enter(self._num_entries, loop), self._wait_seconds)
             assert isinstance(answer, Entered)
             # Who has paused is in its loop's rounds again, not in a stretch of its own behind them.
             self._stretch, self._rested = max(answer.stretch, self.stretch // LOOP * LOOP), False

@@ -140,13 +140,15 @@ class Change:
     def _placed(self, known: Standing | None, name: str, incarnation: int) -> Standing:
         """Its next commit is in the round after all that were opened; its clock goes on, where it was away.
 
-        Of those in its own loop, if there are any: others may have left that, and be in a later one.
+        Who is in a loop is beside those in it: others may have left it, and be in a later one.
         """
         is_known = known is not None and known.incarnation == incarnation
         clock = known.clock if known is not None and is_known else 0
-        loop = max(self._stretches.get(name, 0), self.stretch) // LOOP
-        inside = [s for s in self._standings() if s.stretch // LOOP == loop and not (s.left or s.fenced)]
-        stretch, number = next_turn(inside) if inside else self.turn()
+        stretch, number = self.turn()
+        own = self._stretches.get(name, -1)
+        if self.stretch <= own < stretch + LOOP:
+            inside = [s for s in self._standings() if s.stretch // LOOP == own // LOOP and not (s.left or s.fenced)]
+            stretch, number = next_turn(inside) if inside else (own // LOOP * LOOP, 0)
         return Standing(name, incarnation, clock, stretch, clock - number, position=self.back_at())
 
     def rolls(self) -> list[Roll]:

@@ -82,7 +82,7 @@ class Enter(Message, frozen=True):
     """A worker that joined late, or came late to a barrier, is about to push; answered when all servers count it."""
 
     entry: int = 0  # so often it has entered before
-    stretch: int = 0  # that it has counted to: others may be in a later loop
+    stretch: int = -1  # of the loop that it is in: others may be in a later one; -1: it is in none
 
 
 class Entered(Message, frozen=True):

@@ -57,7 +57,7 @@ class Deciding:
         self._stretches.pop(name, None)
         self.retiring.discard(name)
 
-    def enter(self, name: str, incarnation: int, entry: int, stretch: int = 0) -> Entered | None:
+    def enter(self, name: str, incarnation: int, entry: int, stretch: int = -1) -> Entered | None:
         """A worker that takes part in no rounds is about to push; the place that it has already, if it asks again."""
         *known, place = self._places.get(name, (0, 0, None))
         if place is not None and known == [incarnation, entry]:
@@ -125,7 +125,7 @@ class Deciding:
             moves=self.moves,
             staying=staying,
             stretch=state.stretch,
-            stretches={name: self._stretches.get(name, 0) for name in entering},
+            stretches={name: self._stretches.get(name, -1) for name in entering},
         )
 
     def _seat(self, seats: Collection[Seat]) -> None:
