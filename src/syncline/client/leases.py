@@ -66,6 +66,7 @@ class Uses:
         self.samples = 0  # read so far
         self.num_questions = 0  # asked so far
         self.num_loops = 0  # that this worker is in
+        self._over: set[int] = set()  # leases of the last epoch that is over
 
     def read(self, piece: Piece) -> None:
         """The script has got this batch."""
@@ -106,8 +107,12 @@ class Uses:
             return [(lease, begin, end) for lease, places in self._late.items() for begin, end in places]
 
     def forget(self, leases: set[int]) -> None:
-        """The epoch of these leases is over."""
+        """The epoch of these leases is over; of the one before it nobody will ask any more.
+
+        Of this one somebody may: a coordinator and servers that die now know nothing of its end.
+        """
         with self._lock:
+            leases, self._over = self._over, set(leases)
             for lease in leases - {use[0] for use in [*self._read, *self._stepped]}:
                 self._committed.pop(lease, None)
                 self._late.pop(lease, None)
