@@ -41,10 +41,6 @@ def refused(
             ["-w", "4", "--policy", "sync:spare=9", "train.py"],
             "of 4 workers at least one must be in a round; say sync:spare=3 or less, or more workers (-w)",
         ),
-        (
-            ["-w", "4", "-s", "2", "--policy", "sync:spare=1", "train.py"],
-            "--policy sync:spare=1 and 2 servers exclude each other: who is late is decided in one place; say -s 1",
-        ),
         (["--policy", "sync:2", "train.py"], "policy = 'sync:2': there are sync"),
         (["-w", "0", "train.py"], "workers = 0: must be at least 1"),
         (["-s", "0", "train.py"], "servers = 0: must be at least 1"),

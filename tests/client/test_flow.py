@@ -8,6 +8,7 @@ import pytest
 
 from syncline.client.commit import CommitFlow
 from syncline.core.message import Done, Message
+from syncline.core.rolls import Roll
 from syncline.core.traffic import AskClip, Committed
 from syncline.errors import ConnectionLost, Refresh, RuleError
 from syncline.net.rpc import Call
@@ -29,6 +30,7 @@ class TwinLane:
         self.earlier: list[Call] = []
         self.answer: Committed | None = None
         self.clock = 0
+        self.roll: Roll | None = None
 
     def _made(self, verb: str) -> Call:
         self.told.append((f"{verb} {self.name}", self.clock))
@@ -37,7 +39,8 @@ class TwinLane:
     def stage(self) -> Call:
         return self._made("stage")
 
-    def commit(self, clock: int) -> Call:
+    def commit(self, clock: int, roll: Roll | None = None) -> Call:
+        self.roll = roll
         return self._made("commit")
 
     def clip(self, clock: int, squared_norm: float) -> Call:
@@ -139,3 +142,50 @@ def test_the_norm_of_a_step_made_anew_is_the_one_it_was_clipped_by() -> None:
     answer(unknown, Done(), Done())
     answer(unknown, Committed(1, []), AskClip(1, 4.0))
     assert isinstance(unknown.error, ConnectionLost)  # asked again, until somebody who knows it has brought it
+
+
+# -- with spare workers --------------------------------------------------------------------------------------
+
+ROLL = Roll(0, 1, [("worker-0", 1, 1)])
+
+
+def spare_flow(told: list[tuple[str, int]]) -> Any:
+    """`b` is the server that decides."""
+    lanes = [TwinLane(told, name) for name in "abc"]
+    made = CommitFlow(1, lanes, decider=lanes[1])
+    made.start()
+    answer(made, Done(), Done(), Done())
+    return made
+
+
+@pytest.mark.parametrize("first", [Committed(1, [], roll=ROLL), AskClip(1, 4.0, ROLL)])
+def test_the_one_that_decides_is_told_first_and_the_others_by_its_word(first: Message) -> None:
+    told: list[tuple[str, int]] = []
+    one = spare_flow(told)
+    assert [what for what, _ in told][3:] == ["commit b"]
+    answer(one, None, first, None)
+    assert [what for what, _ in told][4:] == ["commit a", "commit c"] and not one.is_over
+    assert [lane.roll for lane in one.lanes] == [ROLL, None, ROLL]
+    if isinstance(first, AskClip):
+        answer(one, AskClip(1, 3.0), None, AskClip(1, 2.0))
+        assert [what for what, _ in told][6:] == ["clip a", "clip b", "clip c"] and one.squared_norm == 9.0
+        answer(one, Committed(1, []), Committed(1, []), Committed(1, []))
+    else:
+        answer(one, Committed(1, []), None, Committed(1, []))
+    assert one.is_over and one.error is None and all(lane.answer is not None for lane in one.lanes)
+
+
+@pytest.mark.parametrize("error", [ConnectionLost("gone"), Refresh("moved"), RuleError("cannot be applied")])
+def test_when_nothing_was_decided_nobody_is_told(error: Exception) -> None:
+    told: list[tuple[str, int]] = []
+    one = spare_flow(told)
+    answer(one, None, error, None)
+    assert one.error is error and len(told) == 4
+
+
+def test_given_up_before_it_was_decided_the_others_hear_nothing() -> None:
+    told: list[tuple[str, int]] = []
+    one = spare_flow(told)
+    one.give_up()
+    answer(one, None, Committed(1, [], roll=ROLL), None)
+    assert len(told) == 4

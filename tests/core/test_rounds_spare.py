@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.core.policy import Policy
-from syncline.core.rounds import Rounds, Verdict, after_barrier
+from syncline.core.rounds import Rounds, after_barrier
 from syncline.core.standings import Standing
+from syncline.core.verdicts import Verdict
 
 Round = tuple[tuple[str, int], ...]
 

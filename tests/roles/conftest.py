@@ -17,6 +17,7 @@ from syncline.core.layout import ITEM_BYTES, Parameter, Segment, Slice, to_range
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.registry import Registry
+from syncline.core.rolls import Roll
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat, without
 from syncline.core.standings import Standing
@@ -81,8 +82,8 @@ class Worker:
     def commit(self, server: str, clock: int, grads: Values, **rest: Any) -> Call:
         return self.stage(server, clock, grads, commit=True, **rest)
 
-    def commit_staged(self, server: str, clock: int) -> Call:
-        return self.ask(server, CommitStaged(clock, []))
+    def commit_staged(self, server: str, clock: int, roll: Roll | None = None) -> Call:
+        return self.ask(server, CommitStaged(clock, [], roll=roll))
 
     def commit_all(self, clock: int, grads: Values, **rest: Any) -> list[Call]:
         return [self.commit(server, clock, grads, **rest) for server in self.house.primaries()]

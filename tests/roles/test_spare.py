@@ -18,7 +18,6 @@ from syncline.core.control import Beat
 from syncline.core.handing import AskLease, AskUses, Confirm, GivenLease, Opened, OpenEpoch, Uses
 from syncline.core.loader import Loader
 from syncline.core.traffic import Committed
-from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DataLoader
 
@@ -108,16 +107,6 @@ def test_late_places_are_handed_out_again_and_confirmed_once_kept(jobs: Any) -> 
     assert epoch.num_done == 8 and epoch.num_todo == 4
     until(lambda: any(late in confirm.late for confirm in server.all(Confirm)), "confirmed")
     assert job.disk.last.leases.epochs["a"][0].num_todo == 4, "and kept before"
-
-
-def test_there_is_one_server_and_there_will_be_no_other(jobs: Any) -> None:
-    job = jobs(workers=2, servers=1, policy="sync:spare=1").begin()
-    with pytest.raises(ConfigError, match="sync:spare=1 and 2 servers exclude each other"):
-        job.coordinator.scaling.scale({"server": 2})
-    other = job.play("server", "server-1")
-    with pytest.raises(ConfigError, match="no server server-1 is expected"):
-        other.joined(other.ask_to_join())
-    assert job.coordinator.membership.state.wanted["server"] == 1
 
 
 # -- whole jobs ----------------------------------------------------------------------------------------------

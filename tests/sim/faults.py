@@ -60,6 +60,8 @@ KINDS = (
 
 #: So many jobs read leases of samples; the others make steps by their scripts.
 LEASED = 0.5
+#: From this seed on, as many jobs with spare workers, and mostly with several servers.
+SPARE = 1_000_000
 
 
 def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
@@ -100,6 +102,11 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
             policy, servers, replicas, workers, late_servers, retires = "sync:spare=1", 1, 1, max(2, workers), {}, {}
             scripts = {f"worker-{k}": ("epoch",) * epochs for k in range(workers)}
             late = {}
+    if SPARE <= seed < 2 * SPARE:
+        workers, late = (workers, late) if workers > 1 else (2, {})
+        policy = f"sync:spare={number(1, workers - 1, 'spare')}"
+        known = list(scripts.values())
+        scripts = {f"worker-{k}": known[k % len(known)] for k in range(workers + len(late))}
     in_rounds = policy.startswith("sync")
     return Scenario(
         seed=seed, policy=policy, replicas=replicas, servers=servers, workers=workers,

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.core.control import Install, Prepare
 from syncline.core.handing import Use
-from syncline.core.rounds import Rounds, Verdict
+from syncline.core.rolls import Roll
+from syncline.core.rounds import Rounds
 from syncline.core.seats import Seat
 from syncline.core.slices import SliceState
 from syncline.core.standings import Standing
+from syncline.core.verdicts import Verdict
 from syncline.errors import FencedError, ProtocolError
 
 from .member import SimMember
@@ -115,7 +117,7 @@ class Host(SimMember):
         item = Item(frame.incarnation, stretch, slices, back_at, uses)
         self.staged.setdefault((frame.name, frame.incarnation), {})[clock] = item
         if commit:
-            self.on_commit(session, frame_of_commit(frame, request, clock))
+            self.on_commit(session, frame_of_commit(frame, request, clock, None))
         else:
             self.reply(session, "staged", (request, clock))
 
@@ -128,7 +130,7 @@ class Host(SimMember):
             self._commit(session, frame)
 
     def _commit(self, session: Session, frame: Frame) -> None:
-        who, (request, clock) = (frame.name, frame.incarnation), frame.body
+        who, (request, clock, roll) = (frame.name, frame.incarnation), frame.body
         evicted = self.rounds.standings.get(frame.name)
         if "skip_fence" in self.job.bugs and evicted is not None and evicted.incarnation == frame.incarnation:
             evicted.left = evicted.fenced = False
@@ -143,6 +145,10 @@ class Host(SimMember):
             return
         if item is None:
             item = Item(who[1], standing.stretch, frozenset(), None)
+        if roll is not None:
+            self.rounds.learn(roll)
+        if "any_order" in self.job.bugs:
+            self.rounds.rolls.newest = None
         try:
             verdict = self.rounds.commit(frame.name, frame.incarnation, clock, item.stretch, item, item.back_at)
         except ProtocolError as error:
@@ -211,8 +217,9 @@ class Host(SimMember):
             for known in [c for c in self.staged.get(who, ()) if c <= clock]:
                 del self.staged[who][known]
             given = tuple(self._shown(number) for number in self.primaries())
+            roll = self.rounds.roll_to_tell(*who, clock)
             for session, request in requests:
-                self.reply(session, "committed", (request, clock, given, standing.late == clock))
+                self.reply(session, "committed", (request, clock, given, standing.late == clock, roll))
 
     def _shown(self, number: int) -> tuple[int, int, int, dict[Identity, int], dict[Any, int]]:
         hosted = self.hosted[number]
@@ -238,7 +245,10 @@ class Host(SimMember):
                 for life in hosted.targets:
                     if life not in hosted.sent:
                         hosted.sent.add(life)
-                        body = (number, state.version, tuple(fresh), hosted.epoch)
+                        roll = self.rounds.rolls.find(*fresh[0][0], fresh[0][1])
+                        if "roll_unreplicated" in self.job.bugs:
+                            roll = None
+                        body = (number, state.version, tuple(fresh), hosted.epoch, roll)
                         self.send(life, self.frame("replicate", body, generation=max(self.prepared, self.generation)))
                 if not hosted.acks.issuperset(hosted.targets) and "early_ack" not in self.job.bugs:
                     return
@@ -258,7 +268,8 @@ class Host(SimMember):
                 [use for _, _, uses, is_late in fresh if not is_late or counts for use in uses],
                 [use for _, _, uses, is_late in fresh if is_late and not counts for use in uses],
             )
-        self.job.ledger.were_late((who[0], who[1], clock) for who, clock, _, is_late in fresh if is_late)
+        for who, clock, _, is_late in fresh:
+            self.job.ledger.decided((*who, clock), is_late)
         self.job.ledger.applied(self, number, hosted, entries, is_primary)
 
     # -- uses ---------------------------------------------------------------------------------------------
@@ -297,12 +308,14 @@ class Host(SimMember):
     # -- backups ------------------------------------------------------------------------------------------
 
     def on_replicate(self, session: Session, frame: Frame) -> None:
-        number, version, fresh, epoch = frame.body
+        number, version, fresh, epoch, roll = frame.body
         hosted = self.hosted.get(number)
         stale = (frame.name, frame.incarnation) in self.out and "accept_stale_replica" not in self.job.bugs
         if stale or hosted is None or hosted.epoch != epoch or version > hosted.state.version:
             self.reply(session, "not_replicated", (number,))
             return
+        if roll is not None:
+            self.rounds.learn(roll)
         seat = self.seats.get(number)
         if version == hosted.state.version:
             if seat is not None and seat.primary == self.name and self.opened and self.rounds.standings:
@@ -358,5 +371,5 @@ class Host(SimMember):
     def _seed_failed(self) -> None: ...
 
 
-def frame_of_commit(frame: Frame, request: Any, clock: int) -> Frame:
-    return Frame("commit", frame.name, frame.incarnation, frame.generation, frame.term, (request, clock))
+def frame_of_commit(frame: Frame, request: Any, clock: int, roll: Roll | None) -> Frame:
+    return Frame("commit", frame.name, frame.incarnation, frame.generation, frame.term, (request, clock, roll))

@@ -36,6 +36,8 @@ class Ledger:
             int, tuple[int, int, str]
         ] = {}  # slice: epoch, generation, who applied last as its primary
         self._rounds: dict[Entry, frozenset[Entry]] = {}
+        self._is_late: dict[Entry, bool] = {}
+        self._order: dict[Entry, int] = {}  # of rounds: the first of whose steps was when
         self._seen: dict[tuple[str, int], tuple[int, int]] = {}
         self.fenced: set[Identity] = set()  # and settled, on every server
         self.samples = Samples(self.fail, epochs, num_samples)
@@ -49,9 +51,16 @@ class Ledger:
         self.sent.setdefault(entry, self.world.now)
         self.samples.step_sent(entry, samples)
 
-    def were_late(self, entries: Iterable[Entry]) -> None:
-        """Their clocks advance, and nothing of them counts."""
-        self.samples.late.update(entries)
+    def decided(self, entry: Entry, is_late: bool) -> None:
+        """With spare workers: the clock of a late step advances, and nothing of it counts; on every slice alike."""
+        if is_late:
+            self.samples.late.add(entry)
+        if self._is_late.setdefault(entry, is_late) == is_late:
+            return
+        if any(self.epochs.values()):  # a worker's copy may have what was decided and told to no other server
+            self.samples.reported([entry])
+        elif entry[:2] not in self.doubles:
+            self.fail(f"{entry} is late on some slices and counts on others")
 
     def applied(self, server: Host, number: int, hosted: Hosted, fresh: Iterable[Entry], is_primary: bool) -> None:
         """After each apply, on primary and backup."""
@@ -73,6 +82,8 @@ class Ledger:
             self.fail(f"slice {number} has two contents at version {hosted.state.version}, one on {server.life}")
         if self.policy.in_rounds and not self.server_losses:
             self._check_round(number, fresh)
+        if self.policy.spare and not any(self.epochs.values()) and not self.doubles:
+            self._check_order(number, hosted, fresh)
         if is_primary and (is_first or not hosted.targets):
             self._hold_office(server, number, hosted)
 
@@ -82,6 +93,16 @@ class Ledger:
         for entry in sorted(group):
             if self._rounds.setdefault(entry, group) != group:
                 self.fail(f"{entry} is in another round on slice {number}: {sorted(group)}")
+
+    def _check_order(self, number: int, hosted: Hosted, fresh: Iterable[Entry]) -> None:
+        """With spare workers too: and rounds come in one order to all slices, whoever has decided on them."""
+        counted = [entry for entry in fresh if not self._is_late.get(entry)]
+        if counted:
+            self._check_round(number, counted)
+            place = self._order.setdefault(min(counted), len(self._order))
+            later = [e for e in hosted.ledger if self._order.get(e, -1) > place]
+            if later:
+                self.fail(f"{min(counted)} comes after {later[0]} on slice {number}, and before it on another")
 
     def _hold_office(self, server: Host, number: int, hosted: Hosted) -> None:
         mine = (hosted.epoch, server.generation, server.life)

@@ -38,6 +38,8 @@ class Server(Host):
         if "skip_fence" not in self.job.bugs:
             for name, incarnation in change.fenced:
                 self.rounds.fence(name, incarnation)
+                if "keep_undecided" not in self.job.bugs:
+                    self.rounds.drop_undecided(name, incarnation)
         if self.seeding is not None:
             self.seeding = None
         for seat in change.seats:
@@ -87,7 +89,7 @@ class Server(Host):
         clocks = highest_clocks(hosted.state.clocks for hosted in self.hosted.values())
         return Prepared(
             standings, self.rounds.num_orphans(), [(*who, clock) for who, clock in clocks.items()],
-            self._reach(change), bool(self.primaries()),
+            self._reach(change), bool(self.primaries()), self.rounds.rolls.entries(),
         )  # fmt: skip
 
     def _staged_whole(self, who: Identity) -> int:
@@ -122,6 +124,9 @@ class Server(Host):
             self.installing = (session, install)
             return
         self.installing, self.preparing, self.is_settling = (session, install), None, True
+        self.rounds.decides = self.rounds.decides and not self.change.moves
+        for roll in install.rolls if "rolls_untold" not in self.job.bugs else ():
+            self.rounds.learn(roll)
         if "no_settle" not in self.job.bugs:
             for name, incarnation, clock in install.settle:
                 self._settle(name, incarnation, clock)
@@ -138,6 +143,8 @@ class Server(Host):
             clock = standing.clock + 1
             item = self.staged.get((name, incarnation), {}).get(clock)
             if item is None or not item.slices.issuperset(self.primaries()):
+                return
+            if not self.rounds.is_decided(name, incarnation, clock):
                 return
             standing.fenced = standing.fenced or "skip_fence" in self.job.bugs
             if standing.fenced:
@@ -158,6 +165,8 @@ class Server(Host):
             self.limits[name, incarnation] = settled.get((name, incarnation), 0)
             self.fences[name] = max(incarnation, self.fences.get(name, 0))
         self._host(change)
+        self.rounds.decides = 0 in self.primaries()
+        self.rounds.is_alone = sum(member.role == "server" for member in install.members) == 1
         if change.moves:
             self.standings, self.opened = [msgspec.structs.replace(s) for s in install.standings], False
             self._begin_anew()
@@ -247,8 +256,9 @@ class Server(Host):
         hosted = self.hosted[number]
         clocks = [] if "clocks_apart" in self.job.bugs else hosted.state.clock_entries()
         uses = [] if "uses_unseeded" in self.job.bugs else hosted.state.use_entries()
+        late = [] if "uses_unseeded" in self.job.bugs else hosted.state.late_entries()
         body = (number, hosted.state.version, clocks, hosted.state.fence_entries(), dict(hosted.ledger),
-                hosted.epoch, hosted.digest, seeding["key"], uses)  # fmt: skip
+                hosted.epoch, hosted.digest, seeding["key"], uses, late)  # fmt: skip
         self.send(seeding["life"], self.frame("seed", body))
         if "no_tail" not in self.job.bugs:
             hosted.targets[seeding["life"]] = seeding["name"]
@@ -266,7 +276,7 @@ class Server(Host):
         self.reply(seeding["session"], "seed_failed", (seeding["key"],))
 
     def on_seed(self, session: Session, frame: Frame) -> None:
-        number, version, clocks, fences, ledger, epoch, digest, key, uses = frame.body
+        number, version, clocks, fences, ledger, epoch, digest, key, uses, late = frame.body
         known = self.hosted.get(number)
         old = known is not None and (known.epoch, known.state.version) > (epoch, version)
         seat = self.seats.get(number)
@@ -274,7 +284,7 @@ class Server(Host):
         if frame.generation < max(self.prepared, self.generation) or old or mine:
             return
         hosted = self.hosted[number] = Hosted(epoch)
-        hosted.state.take_over(version, clocks, fences, uses)
+        hosted.state.take_over(version, clocks, fences, uses, late)
         hosted.ledger, hosted.digest = dict(ledger), digest
         self.reply(session, "seed_done", (number, key))
 

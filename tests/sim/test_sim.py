@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .bugs import BUGS
-from .faults import KINDS, scenario_of
+from .faults import KINDS, SPARE, scenario_of
 from .job import play
 from .world import Violation
 
@@ -54,6 +54,18 @@ def test_nothing_acknowledged_is_lost_or_doubled_for_hours(part: int) -> None:
     play_all(part * size, (part + 1) * size)
 
 
+@pytest.mark.slow
+def test_spare_workers_with_several_servers() -> None:
+    play_all(SPARE, SPARE + QUICK // 5)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("part", range(4))
+def test_spare_workers_with_several_servers_in_many_more_jobs(part: int) -> None:
+    size = PROOF // 20
+    play_all(SPARE + part * size, SPARE + (part + 1) * size)
+
+
 @given(st.integers(0, 1 << 32), st.sets(st.integers(0, 4)))
 @settings(max_examples=60)
 def test_any_seed_with_any_of_its_faults(seed: int, faults: set[int]) -> None:
@@ -75,14 +87,16 @@ def first_that_catches(bug: str, first: int, last: int) -> int | None:
 def test_a_planted_bug_is_caught(bug: str) -> None:
     """An invariant that never fails proves nothing."""
     meaning, seed = BUGS[bug]
-    found = first_that_catches(bug, max(0, seed - 20), min(seed + 20, MOST_FOR_A_BUG))
+    last = seed // SPARE * SPARE + MOST_FOR_A_BUG
+    found = first_that_catches(bug, max(0, seed - 20), min(seed + 20, last))
     assert found is not None, f"{bug} ({meaning}): not caught by seeds around {seed}"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught_from_the_beginning(bug: str) -> None:
-    found = first_that_catches(bug, 0, MOST_FOR_A_BUG)
+    first = BUGS[bug][1] // SPARE * SPARE
+    found = first_that_catches(bug, first, first + MOST_FOR_A_BUG)
     print(f"{bug}: caught by seed {found}")
     assert found is not None, f"{bug} ({BUGS[bug][0]}): not caught by {MOST_FOR_A_BUG} seeds"
 
@@ -127,3 +141,7 @@ def test_seeds_are_of_every_kind() -> None:
     words = {word for s in scenarios for script in s.scripts.values() for word in script}
     assert words == {"step", "rest", "barrier", "epoch"}
     assert {fault.kind for s in scenarios for fault in s.faults} == set(KINDS)
+    spare = [scenario_of(seed) for seed in range(SPARE, SPARE + QUICK // 5)]
+    assert {s.policy for s in spare} == {f"sync:spare={n}" for n in (1, 2, 3)}
+    assert {(s.servers > 1, s.replicas) for s in spare} == {(False, 1), (True, 1), (True, 2)}
+    assert {s.data is None for s in spare} == {True, False} and any(s.late_servers or s.retires for s in spare)

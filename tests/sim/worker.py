@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.core.control import Passed
 from syncline.core.handing import Use
 from syncline.core.members import Member
+from syncline.core.rolls import Roll
 from syncline.core.slices import Copy, life_of
 
 from .member import SimMember
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 class Open:
     """A step that is not acknowledged: how far it is, server by server."""
 
-    __slots__ = ("back_at", "is_late", "requests", "states", "stretch", "uses")
+    __slots__ = ("back_at", "is_late", "requests", "roll", "states", "stretch", "uses")
 
     def __init__(self, stretch: int, back_at: int | None, uses: tuple[Use, ...]) -> None:
         self.stretch, self.back_at, self.uses, self.is_late = stretch, back_at, uses, False
         self.states: dict[str, str] = {}  # life: staging, staged, committing, done
         self.requests: dict[str, int] = {}
+        self.roll: Roll | None = None  # with spare workers: the word of the server of slice 0
 
 
 class Worker(SimMember):
@@ -205,11 +207,14 @@ class Worker(SimMember):
         before = self.open.get(clock - 1)
         if before is not None and any(before.states.get(life) in (None, "staging", "staged") for life in servers):
             return
+        decider = self.seats.get(0) if self.job.policy.spare else None
+        if decider is not None and step.states.get(decider) != "done":
+            servers = [decider]
         for life in servers:
             if step.states.get(life) == "staged":
                 step.states[life] = "committing"
                 request = step.requests[life] = self._request()
-                self.send(life, self.frame("commit", (request, clock)))
+                self.send(life, self.frame("commit", (request, clock, step.roll)))
 
     def _step_of(self, session: Session, frame: Frame) -> tuple[int, Open] | None:
         life = session.other(self).life
@@ -238,6 +243,7 @@ class Worker(SimMember):
             return
         clock, step = found
         step.states[session.other(self).life] = "done"
+        step.roll = frame.body[4] or step.roll
         step.is_late = step.is_late or frame.body[3]
         lands = self.job.policy.in_rounds or clock % self.job.scenario.pull_every == 0
         for number, epoch, version, clocks, ledger in frame.body[2]:
@@ -340,6 +346,7 @@ class Worker(SimMember):
         for step in self.open.values():
             step.states.clear()
             step.requests.clear()
+            step.roll = None
         self.asked, self.given = {}, {}
         self.asks.pop("barrier", None)  # who is away says so again
         self.pump()

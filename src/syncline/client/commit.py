@@ -1,8 +1,9 @@
 """One commit on its way: staged on every server, committed on every server, clipped if asked, answered.
 
 With one server the commit rides on the staged bytes. With several, it follows only when all of them have
-acknowledged theirs, so that a step counts whole. The steps are driven by the answers, in the threads that
-bring them; where the waiter reads, it drives them until everything is staged and told to count.
+acknowledged theirs, so that a step counts whole. With spare workers the one that decides who is in a round is told
+first, and the others with its word. The steps are driven by the answers, in the threads that bring them; where the
+waiter reads, it drives them until everything is staged and told to count.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from syncline import faults
 from syncline.core.message import Message
+from syncline.core.rolls import Roll
 from syncline.core.traffic import AskClip, Committed
 from syncline.errors import ConnectionLost, FencedError, ProtocolError, Refresh, SynclineError, WaitTimeout
 from syncline.net.rpc import Call, Latch
@@ -32,7 +34,7 @@ class Lane(Protocol):
     def stage(self) -> Call:
         """Sends what is staged; with one server, it is committed by this."""
 
-    def commit(self, clock: int) -> Call:
+    def commit(self, clock: int, roll: Roll | None = None) -> Call:
         """What is staged counts."""
 
     def clip(self, clock: int, squared_norm: float) -> Call:
@@ -48,7 +50,8 @@ class CommitFlow:
     """The state machine of one commit over all servers.
 
     With a window there are several: what is told to count is told in the order of the clocks (`before`), whichever
-    is acknowledged first. `squared_norm`: the one it was clipped by, when it is made anew.
+    is acknowledged first. `squared_norm`: the one it was clipped by, when it is made anew. `decider`: the lane of
+    the server that decides, with spare workers.
     """
 
     def __init__(
@@ -57,8 +60,9 @@ class CommitFlow:
         lanes: Sequence[Lane],
         before: CommitFlow | None = None,
         squared_norm: float | None = None,
+        decider: Lane | None = None,
     ) -> None:
-        self.clock, self.lanes, self.squared_norm = clock, lanes, squared_norm
+        self.clock, self.lanes, self.squared_norm, self._decider = clock, lanes, squared_norm, decider
         self._before, self._is_told = before, False
         self._behind: list[CommitFlow] = _NOBODY
         self._latch = Latch()
@@ -166,6 +170,10 @@ class CommitFlow:
 
     def _tell(self) -> None:
         """What is staged counts, on every server."""
+        if self._decider is not None:
+            self._next = self._decided
+            self._follow(lambda lane: lane.commit(self.clock), [self._decider])
+            return
         self._next = self._answered
         self._follow(lambda lane: lane.commit(self.clock), self.lanes)
         if faults.armed is not None:
@@ -176,6 +184,21 @@ class CommitFlow:
             behind, self._behind = self._behind, _NOBODY
         for other in behind:
             other._tell()
+
+    def _decided(self) -> None:
+        """The round is closed, with this commit or without it: the others are told so."""
+        decider = self._decider
+        assert decider is not None and decider.call is not None
+        answer = decider.call.wait(0)
+        if not isinstance(answer, Committed | AskClip):
+            raise ProtocolError(f"a commit was answered with {type(answer).__name__}")
+        if faults.armed is not None:
+            faults.reach("commit.decided")
+        self._next, roll = self._answered, answer.roll
+        self._follow(lambda lane: lane.commit(self.clock, roll), [lane for lane in self.lanes if lane is not decider])
+        if faults.armed is not None:
+            faults.reach("commit.told")
+        self._is_staging = False
 
     def _answered(self) -> None:
         answers = self._answers()

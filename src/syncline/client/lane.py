@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from syncline.client.commit import CommitFlow
 from syncline.client.landing import Landing
 from syncline.core.message import Message
+from syncline.core.rolls import Roll
 from syncline.core.traffic import CommitStaged, Committed, GiveClip, Stage
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer
@@ -37,8 +38,8 @@ class ServerLane:
     def stage(self) -> Call:
         return self._ask(self._message, self._buffers)
 
-    def commit(self, clock: int) -> Call:
-        return self._ask(CommitStaged(clock, self._pull, self._parts))
+    def commit(self, clock: int, roll: Roll | None = None) -> Call:
+        return self._ask(CommitStaged(clock, self._pull, self._parts, roll))
 
     def clip(self, clock: int, squared_norm: float) -> Call:
         return self._ask(GiveClip(clock, squared_norm, self._pull, self._parts))

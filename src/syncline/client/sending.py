@@ -13,6 +13,7 @@ from syncline.client.placement import Placement
 from syncline.client.sinks import Sink, Wanted
 from syncline.client.ticket import ServersTicket
 from syncline.core.layout import Ranges, Slice
+from syncline.core.policy import Policy
 from syncline.core.traffic import Stage
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Stamp
@@ -24,10 +25,10 @@ class Sending:
     """Puts tickets on their way, the first time and again. Bytes that were sent early need not go twice."""
 
     def __init__(
-        self, placement: Placement, copies: Copies, stamp: Stamp, *, stands_still: bool, has_window: bool
+        self, placement: Placement, copies: Copies, stamp: Stamp, policy: Policy, *, has_window: bool
     ) -> None:
         self._placement, self._copies, self._stamp = placement, copies, stamp
-        self._stands_still, self._has_window = stands_still, has_window
+        self._stands_still, self._has_spare, self._has_window = policy.stands_still, policy.spare > 0, has_window
         self._early: dict[str, list[Call]] = {}
         self._sent: set[int] = set()
         self._unshared: dict[tuple[str, Ranges, int], list[Slice]] = {}
@@ -63,12 +64,18 @@ class Sending:
         names = self._placement.names
         ticket.lanes = lanes = [self._lane(server, ticket, len(names) == 1) for server in names]
         earlier = before.flow if before is not None else None
-        ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm)
+        decider = self._decider(lanes) if self._has_spare else None
+        ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm, decider)
         ticket.generation = self._stamp.generation
         if self._sent or self._early:
             self._early, self._sent = {}, set()
         flow.start()
         return flow
+
+    def _decider(self, lanes: Sequence[ServerLane]) -> ServerLane | None:
+        """With several servers: the lane of the one that decides who is in a round, the primary of slice 0."""
+        server = self._placement.primaries.get(0)
+        return next((lane for lane in lanes if lane.server == server), None) if len(lanes) > 1 else None
 
     def forget(self) -> None:
         """Servers or slices have changed: nothing is staged anywhere, and nothing is known of who reads what."""

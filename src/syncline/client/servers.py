@@ -71,9 +71,7 @@ class ServersExchange:
         # The one before the last as well: of the last, not all may have come yet.
         num_kept = config.window + 2 if config.replicas < 2 else 0
         self._copies = Copies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
-        self._sending = Sending(
-            self._placement, self._copies, stamp, stands_still=policy.stands_still, has_window=config.window > 0
-        )
+        self._sending = Sending(self._placement, self._copies, stamp, policy, has_window=config.window > 0)
         self._part = TakingPart(
             self._placement, link, policy=policy, is_late=is_late, wait_seconds=config.wait_seconds
         )

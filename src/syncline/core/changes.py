@@ -9,12 +9,13 @@ others. Either step may be said again; a higher generation takes the place of on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from syncline.core.control import Entered, Install, Prepare, Prepared
 from syncline.core.members import Member
-from syncline.core.rounds import LOOP, next_turn
+from syncline.core.rolls import Roll, Rolls
+from syncline.core.rounds import LOOP
 from syncline.core.seats import Seat
 from syncline.core.slices import Identity, life_of
 from syncline.core.standings import Standing, merged
@@ -149,10 +150,25 @@ class Change:
             stretch, number = next_turn(inside) if inside else (own // LOOP * LOOP, 0)
         return Standing(name, incarnation, clock, stretch, clock - number, position=self.back_at())
 
+    def rolls(self) -> list[Roll]:
+        """With spare workers: what any server knows of who is in the last rounds, every one is to know."""
+        return Rolls(roll for answer in self._answers.values() for roll in answer.rolls).entries()
+
     def places(self) -> dict[str, Entered]:
         """For those who enter: the stretch of their next commits, or where beside the slowest."""
         back_at = self.back_at()
         return {s.name: Entered(s.stretch, back_at) for s in self.standings() if s.name in self.entering}
 
     def install(self, members: Sequence[Member]) -> Install:
-        return Install(self.generation, list(members), self.settle(), self.standings())
+        return Install(self.generation, list(members), self.settle(), self.standings(), self.rolls())
+
+
+def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
+    """The highest round that any server has opened, of all these standings.
+
+    Of those who have left their loop only when there are no others: a round at the loop's end would wait for whoever
+    is still in the loop, and they, for the end of the epoch, maybe for it.
+    """
+    known = list(standings)
+    inside = [s.turn() for s in known if not (s.resting and s.stretch % LOOP == LOOP - 1)]
+    return max(inside or [s.turn() for s in known], default=(0, 0))

@@ -9,6 +9,7 @@ from syncline.core.handing import Use
 from syncline.core.layout import Parameter, Segment
 from syncline.core.members import Address, Member
 from syncline.core.message import Message
+from syncline.core.rolls import Roll
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy
@@ -259,6 +260,7 @@ class Prepared(Message, frozen=True):
     # life has been their primary until now: what that one has, where it lives, comes here before it is installed.
     reach: list[tuple[str, int, int, str]] = []
     is_primary: bool = True  # of anything; else it hears no commits, and its standings were so once, or never
+    rolls: list[Roll] = []  # with spare workers: all that it knows of
 
 
 class Install(Message, frozen=True):
@@ -268,6 +270,7 @@ class Install(Message, frozen=True):
     members: list[Member]
     settle: list[tuple[str, int, int]]  # name, incarnation, clock
     standings: list[Standing]  # of those who take part from now on
+    rolls: list[Roll] = []  # with spare workers: all that any server knows of
 
 
 class SeedTo(Message, frozen=True):

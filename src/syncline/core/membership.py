@@ -12,7 +12,6 @@ from syncline.core.control import Passed
 from syncline.core.leasing import LeaseState
 from syncline.core.members import Address, Member
 from syncline.core.pacing import Paced
-from syncline.core.policy import parse_policy
 from syncline.core.rounds import after_barrier
 from syncline.core.seats import Seat, without
 from syncline.core.standings import by_name
@@ -176,7 +175,7 @@ class Membership:
         """How many of this role there may be; servers may always come, to take over slices."""
         config, wanted = self.state.config, self.state.wanted[role]
         if role == "server":
-            return wanted if not self.formed or parse_policy(config.policy).spare else 1 << 16
+            return wanted if not self.formed else 1 << 16
         return max(config.most_workers or config.workers, wanted)
 
     # -- goings -------------------------------------------------------------------------------------------

@@ -94,9 +94,4 @@ def policy_of(config: JobConfig) -> Policy:
             f"policy = {config.policy!r}: of {least} {'worker' if least == 1 else 'workers'} at least one must be in "
             f"a round; {remedy}"
         )
-    if policy.spare and config.servers > 1:
-        raise ConfigError(
-            f"--policy {policy} and {config.servers} servers exclude each other: who is late is decided in one "
-            "place; say -s 1"
-        )
     return policy

@@ -7,7 +7,8 @@ content of a round does not depend on timing, and equal runs are equal. Who wait
 waits for it; behind the barrier all stand level again, in the first stretch of a new era.
 
 With spare workers (`sync:spare=N`) a round is closed when all but N have committed. Who commits a round that is
-closed is *late*: its clock advances, nothing of it counts, and it stands where the last closed round is.
+closed is *late*: its clock advances, nothing of it counts, and it stands where the last closed round is. With several
+servers one of them decides, and the others follow its rolls (`core/rolls.py`).
 
 In `bounded:K` and `async` a commit is applied on arrival. For `bounded`, its reply waits until no active worker
 is more than K behind. A worker that comes back from a rest is set level with the slowest; with several servers
@@ -17,11 +18,13 @@ all must set it to the same place (`back_at`), or two of them could make two wor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
 
 from syncline.core.policy import Policy
+from syncline.core.rolls import Roll, Rolls, stand_by, unanswered, uncommitted
 from syncline.core.standings import Standing, by_name
+from syncline.core.verdicts import Commit, Verdict
 from syncline.errors import FencedError, ProtocolError
 
 T = TypeVar("T")
@@ -37,28 +40,6 @@ def after_barrier(stretch: int) -> int:
     return (stretch // ERA + 1) * ERA
 
 
-class Commit(NamedTuple, Generic[T]):
-    """One worker's commit, with whatever the caller needs to apply and answer it."""
-
-    worker: str
-    incarnation: int
-    clock: int
-    item: T
-
-
-class Verdict(NamedTuple, Generic[T]):
-    """What follows from an event: the rounds to apply now, in order, and why (not)."""
-
-    kind: Literal["new", "open", "already applied", "late"]
-    apply: tuple[tuple[Commit[T], ...], ...]
-    why: Callable[[], str]
-
-    @property
-    def reason(self) -> str:
-        """In words; put together when somebody asks, since nearly nobody does."""
-        return self.why()
-
-
 class Rounds(Generic[T]):
     """The commits of all workers at one server. Events in, rounds to apply out."""
 
@@ -68,6 +49,10 @@ class Rounds(Generic[T]):
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
         self._era = 0  # its first stretch
         self._closed = (-ERA, 0)  # with spare workers: the last round that was closed
+        self.rolls = Rolls()  # likewise, who is in the last ones
+        self._following: dict[tuple[int, int], Roll] = {}  # open rounds that were closed elsewhere, or before a move
+        self.decides = True  # this server closes rounds; else, and while primaries change, it follows rolls only
+        self.is_alone = True  # no other server has slices
 
     def standing(self, worker: str, incarnation: int) -> Standing:
         """The standing of a known worker; an older incarnation is fenced."""
@@ -97,6 +82,12 @@ class Rounds(Generic[T]):
             return Verdict("already applied", (), lambda: f"{worker} is at clock {standing.clock} already")
         if clock != standing.clock + 1:
             raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
+        if self.policy.spare:
+            roll = self.rolls.find(worker, incarnation, clock)
+            if roll is not None:
+                return self._follow(standing, Commit(worker, incarnation, clock, item), roll)
+            if not self.decides:
+                raise ProtocolError(f"{worker} commits clock {clock}, and nobody has said in which round that is")
         self._enter_era(stretch)
         self._enter_stretch(standing, self._not_behind(standing, stretch), back_at)
         standing.clock = clock
@@ -105,11 +96,61 @@ class Rounds(Generic[T]):
         if not self.policy.in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
         if self.policy.spare and standing.turn() <= self._closed:
-            standing.late = clock
-            standing.stretch, standing.stretch_began = self._closed[0], clock - self._closed[1]
-            return Verdict("late", ((commit,),), lambda: f"{self.policy}: the round was closed without {worker}")
+            members = self.rolls.newest.members if self.rolls.newest is not None else []
+            self.rolls.learn(Roll(*self._closed, members, [commit[:3]]))
+            return self._is_late(standing, commit, self._closed)
         self._open.setdefault(standing.turn(), {})[worker] = commit
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
+
+    def _is_late(self, standing: Standing, commit: Commit[T], turn: tuple[int, int]) -> Verdict[T]:
+        standing.late = commit.clock
+        standing.stretch, standing.stretch_began = turn[0], commit.clock - turn[1]
+        return Verdict("late", ((commit,),), lambda: f"{self.policy}: the round was closed without {commit.worker}")
+
+    # -- rolls --------------------------------------------------------------------------------------------
+
+    def learn(self, roll: Roll) -> None:
+        """A round was closed elsewhere."""
+        self.rolls.learn(roll)
+        self._closed = max(self._closed, roll.turn)
+
+    def roll_to_tell(self, worker: str, incarnation: int, clock: int) -> Roll | None:
+        """With spare workers and several servers: what a worker is to tell the others of its commit, if anything."""
+        if not self.policy.spare or self.is_alone or not self.decides:
+            return None
+        # What came with a worker's copy of a slice, and of whose round nobody is left that knows, is void elsewhere.
+        known = self.rolls.find(worker, incarnation, clock)
+        return known or Roll(*self._closed, [], [(worker, incarnation, clock)])
+
+    def is_decided(self, worker: str, incarnation: int, clock: int) -> bool:
+        """Whether this commit counts, or was late, by what is known here."""
+        return not self.policy.spare or self.rolls.find(worker, incarnation, clock) is not None
+
+    def _follow(self, standing: Standing, commit: Commit[T], roll: Roll) -> Verdict[T]:
+        """It was decided which round this is in, or that it was late: so it is here."""
+        self._enter_era(roll.stretch)
+        standing.clock = commit.clock
+        standing.position += 1
+        standing.resting = standing.away = False
+        if commit[:3] in roll.late:
+            return self._is_late(standing, commit, roll.turn)
+        standing.stretch, standing.stretch_began = roll.stretch, commit.clock - roll.number
+        self._open.setdefault(roll.turn, {})[commit.worker] = commit
+        self._following[roll.turn] = roll
+        return Verdict("new", self._whole_rounds(), self.waiting_reason)
+
+    def drop_undecided(self, worker: str, incarnation: int) -> None:
+        """With spare workers and several servers: of a fenced one, what is in no closed round counts nowhere."""
+        standing = self.standings.get(worker)
+        if not self.policy.spare or self.is_alone or standing is None or standing.incarnation != incarnation:
+            return
+        turn = standing.turn()
+        known = self._open.get(turn, {}).get(worker)
+        if known is not None and known.incarnation == incarnation and turn not in self._following:
+            del self._open[turn][worker]
+            if not self._open[turn]:
+                del self._open[turn]
+            standing.clock -= 1
 
     def _again(self, standing: Standing, clock: int, item: T) -> bool:
         """Whether an open commit is made anew by this: the latest of this very incarnation, never one before it."""
@@ -229,6 +270,7 @@ class Rounds(Generic[T]):
         """Slices came or went: open commits are given back, to be made anew; `clocks` are what every slice has."""
         dropped = [commit for commits in self._open.values() for commit in commits.values()]
         self._open.clear()
+        self._following.clear()
         self.standings = {s.name: s for s in standings}
         for standing in self.standings.values():
             clock = clocks.get((standing.name, standing.incarnation), 0)
@@ -236,6 +278,8 @@ class Rounds(Generic[T]):
             standing.clock = clock
             standing.stretch_began = min(standing.stretch_began, clock)
             standing.late = standing.late if standing.late <= clock else 0  # it is decided anew
+            if self.policy.spare:
+                stand_by(self.rolls.find(standing.name, standing.incarnation, clock), standing)
         self._era = max((s.stretch // ERA * ERA for s in self.standings.values()), default=self._era)
         return dropped
 
@@ -259,17 +303,28 @@ class Rounds(Generic[T]):
         whole = []
         while self._open:
             turn = min(self._open)
-            if next(itertools.islice(self._missing(turn), self.policy.spare, None), None) is not None:
+            spare = self.policy.spare if turn not in self._following else 0
+            if next(itertools.islice(self._missing(turn), spare, None), None) is not None:
+                break
+            if spare and (self._not_through() or not self.decides):
                 break
             commits = self._open.pop(turn)
-            self._closed = max(self._closed, turn)
             # The order of names makes sums bit-equal from run to run.
             names = sorted(commits, key=by_name) if len(commits) > 1 else commits
             whole.append(tuple([commits[name] for name in names]))
+            if self.policy.spare and self._following.pop(turn, None) is None:
+                self.learn(Roll(*turn, [commit[:3] for commit in whole[-1]]))
         return tuple(whole)
+
+    def _not_through(self) -> list[str]:
+        """With spare workers: for whom no round may be closed, since the last one may not be on all slices yet."""
+        return (uncommitted if self.is_alone else unanswered)(self.rolls.newest, self.standings)
 
     def _missing(self, turn: tuple[int, int]) -> Iterator[str]:
         """Who takes part in this round and has not committed it."""
+        if turn in self._following:
+            yield from uncommitted(self._following[turn], self.standings)
+            return
         here = self._open[turn]
         for standing in self.standings.values():
             if standing.name in here or standing.left or standing.away:
@@ -289,14 +344,20 @@ class Rounds(Generic[T]):
 
     def missing(self) -> list[str]:
         """For whom the oldest open round waits."""
-        return sorted(self._missing(min(self._open)), key=by_name) if self._open else []
+        if not self._open:
+            return []
+        turn = min(self._open)
+        names = list(self._missing(turn))
+        if self.policy.spare and turn not in self._following and len(names) <= self.policy.spare:
+            names = self._not_through()
+        return sorted(names, key=by_name)
 
     def waiting_reason(self) -> str:
         """Why the oldest open round is not applied, in words."""
         if not self._open:
             return "no round is open"
         names = self.missing()
-        but = f", all but {self.policy.spare} of them" if self.policy.spare else ""
+        but = f", all but {self.policy.spare} of them" if self.policy.spare and len(names) > self.policy.spare else ""
         return f"the round waits for {', '.join(names)}{but}" if names else "the round is whole"
 
     def lag(self, worker: str, clock: int) -> int:
@@ -330,14 +391,3 @@ class Rounds(Generic[T]):
     def clocks(self) -> dict[str, tuple[int, int]]:
         """Clock and incarnation of every worker."""
         return {s.name: (s.incarnation, s.clock) for s in self.standings.values()}
-
-
-def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
-    """The highest round that any server has opened, of all these standings.
-
-    Of those who have left their loop only when there are no others: a round at the loop's end would wait for whoever
-    is still in the loop, and they, for the end of the epoch, maybe for it.
-    """
-    known = list(standings)
-    inside = [s.turn() for s in known if not (s.resting and s.stretch % LOOP == LOOP - 1)]
-    return max(inside or [s.turn() for s in known], default=(0, 0))

@@ -104,10 +104,11 @@ class SliceState:
         clocks: Iterable[tuple[str, int, int]],
         fences: Iterable[tuple[str, int]],
         uses: Iterable[tuple[int, int, int]] = (),
+        late: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         """Becomes the state that another server had."""
         self.uses, self.late = {}, {}
-        self.used(uses)
+        self.used(uses, late)
         self.version = version
         self.clocks = {(name, incarnation): clock for name, incarnation, clock in clocks}
         self.fences = dict(fences)

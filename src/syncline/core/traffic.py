@@ -12,6 +12,7 @@ import msgspec
 from syncline.core.handing import Use
 from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS, Ranges
 from syncline.core.message import Message
+from syncline.core.rolls import Roll
 from syncline.core.rule import Option
 from syncline.core.slices import Copy
 from syncline.errors import FrameError
@@ -96,6 +97,7 @@ class Seed(Message, frozen=True):
     lent: int | None  # memory that updates will lie in, and where
     offset: int = 0
     uses: list[Use] = []  # slice 0: of leases, that were not confirmed yet
+    late: list[Use] = []  # likewise, of commits that were late
 
 
 class Replicate(Message, frozen=True):
@@ -113,6 +115,8 @@ class Replicate(Message, frozen=True):
     scale: float
     wants_digest: bool = False
     uses: list[Use] = []  # slice 0: what these commits have used of leases
+    late: list[Use] = []  # likewise, where they were late
+    roll: Roll | None = None  # with spare workers: of the round that they are in, or were late by
 
 
 class Replicated(Message, frozen=True):
@@ -152,6 +156,7 @@ class CommitStaged(Message, frozen=True):
     clock: int
     pull: list[int]
     parts: bool = False
+    roll: Roll | None = None  # with spare workers and several servers: the word of the one that has slice 0
 
 
 class Committed(Message, frozen=True):
@@ -165,6 +170,7 @@ class Committed(Message, frozen=True):
     slices: list[int] = []
     clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
     late: bool = False  # its round was closed before: nothing of it is applied
+    roll: Roll | None = None  # with spare workers and several servers: what the others are to be told
 
 
 class AskClip(Message, frozen=True):
@@ -172,6 +178,7 @@ class AskClip(Message, frozen=True):
 
     clock: int
     squared_norm: float
+    roll: Roll | None = None  # as in Committed
 
 
 class GiveClip(Message, frozen=True):

@@ -23,6 +23,7 @@ from syncline.config import JobConfig
 from syncline.core.control import Join, Joined
 from syncline.core.cores import describe
 from syncline.core.members import Address, Member
+from syncline.core.policy import parse_policy
 from syncline.errors import ConfigError, ConnectionLost, WaitTimeout
 from syncline.launch.jobfile import JobFile
 from syncline.net import tcp
@@ -191,10 +192,11 @@ def join_as_worker(file: JobFile, name: str, host: str, defaults: Mapping[str, A
 def waiter_reads(joined: Joined) -> bool:
     """Whether a worker's answers may stay in the socket until it waits for them.
 
-    Not with several servers and a window: what a commit does next follows from their answers, while the script
-    computes.
+    Not with several servers and a window, or with spare workers: what a commit does next follows from their answers,
+    while the script computes.
     """
-    return joined.config.window == 0 or sum(member.role == "server" for member in joined.members) == 1
+    config, num_servers = joined.config, sum(member.role == "server" for member in joined.members)
+    return num_servers == 1 or (config.window == 0 and not parse_policy(config.policy).spare)
 
 
 def reach(member: Member, identity: tcp.Identity, config: JobConfig) -> SocketConnection:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from syncline.core.control import AskCopies, GiveCopies, GivenCopies, Host
 from syncline.core.layout import Segment
 from syncline.core.message import Message
+from syncline.core.policy import parse_policy
 from syncline.core.slices import Copy, Identity, freshest, num_revoked
 from syncline.core.words import counted
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
@@ -48,9 +49,11 @@ def restore(coordinator: Coordinator, asking: Asking) -> None:
         # Said before it is kept: a coordinator that dies in between says it again, never not at all.
         names = ", ".join(sorted(set(chosen.values())))
         least = "at least " if _a_worker_is_gone(coordinator) else ""
+        is_spare = bool(parse_policy(coordinator.config.policy).spare)
         coordinator.event(
             f"{counted(len(with_values), 'slice')} came back from the copy of {names}, with fresh rule state; "
             f"{least}{counted(revoked, 'acknowledged update')} {'was' if revoked == 1 else 'were'} revoked"
+            + ("; steps that were under way may be on some slices only" if is_spare else "")
         )
     with coordinator.lock:
         state = coordinator.membership.state

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from syncline.core.control import Retire, Scale
 from syncline.core.message import Done
-from syncline.core.policy import policy_of
 from syncline.core.words import counted
 from syncline.errors import ConfigError
 from syncline.net.rpc import Request
@@ -41,7 +38,6 @@ class Scaling:
         config = self._c.config
         if count < 1:
             raise ConfigError(f"{count} {role}s: there must be at least one")
-        policy_of(msgspec.structs.replace(config, servers=count if role == "server" else config.servers))
         if role == "server" and count < max(1, config.replicas):
             raise ConfigError(f"{counted(count, 'server')} cannot have {config.replicas} replicas of each slice")
         if role == "worker" and config.most_workers and count > config.most_workers:

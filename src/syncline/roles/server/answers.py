@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from syncline.core.layout import Slice
+from syncline.core.rolls import Roll
 from syncline.core.traffic import Committed
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
@@ -58,6 +59,7 @@ class PartialAnswer:
         self._lock = threading.Lock()
         self.clocks: dict[str, int] = {}  # that the versions contain; the end says so
         self.is_late = False  # so does it this
+        self.roll: Roll | None = None  # and this
 
     @property
     def copies(self) -> bool:
@@ -159,8 +161,8 @@ class PartialAnswer:
 
     def _send_end(self) -> None:
         answer, buffers, num_bytes = self._message(self._ready)
-        if self.clocks or self.is_late:
-            answer = Committed(answer.clock, answer.versions, answer.slices, self.clocks, self.is_late)
+        if self.clocks or self.is_late or self.roll is not None:
+            answer = Committed(answer.clock, answer.versions, answer.slices, self.clocks, self.is_late, self.roll)
         try:
             self._request.reply(answer, buffers, num_bytes)
         finally:

@@ -12,6 +12,7 @@ import numpy as np
 from syncline import faults
 from syncline.core.layout import Segment, Slice
 from syncline.core.message import Done
+from syncline.core.rolls import Roll
 from syncline.core.traffic import Lend, Replicate, Replicated, Seed
 from syncline.errors import FencedError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
@@ -56,6 +57,7 @@ class Backups:
     ) -> None:
         self._blocks, self._pool, self._home = blocks, pool, home
         self._find, self._check_sender = find, check_sender
+        self.learn: Callable[[Roll], None] = lambda roll: None  # what primaries say of rounds with spare workers
         self.backups: dict[int, Backup] = {}
         # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
         # has ended by itself goes on, and what it takes in has to be here.
@@ -161,7 +163,7 @@ class Backups:
             buffer_of(slot.memory)[:] = values
             slot.rules.uploaded()
             slot.rules.load_state(loaded)
-            slot.state.take_over(message.version, message.clocks, message.fences, message.uses)
+            slot.state.take_over(message.version, message.clocks, message.fences, message.uses, message.late)
             slot.uploaded = True
         backup.slot, backup.primary = slot, request.peer.name
         if message.lent is not None:
@@ -198,6 +200,8 @@ class Backups:
         slot = backup.slot
         if slot is None:
             raise ProtocolError(f"the seed of slice {message.slice} did not come")
+        if message.roll is not None:
+            self.learn(message.roll)
         with slot.lock:
             if not self._is_in(slot, message):
                 if slot.state.version != message.version:
@@ -227,7 +231,7 @@ class Backups:
                 finally:
                     state.applied([], True)
         state.applied([((name, incarnation), clock) for name, incarnation, clock in message.clocks], False)
-        state.used(message.uses)
+        state.used(message.uses, message.late)
         for fence in message.fences:
             state.fence(fence)
         slot.num_updates += bool(message.has)

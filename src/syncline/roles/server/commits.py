@@ -13,11 +13,13 @@ import numpy as np
 from syncline import faults
 from syncline.core.layout import Segment, Slice
 from syncline.core.message import Done
-from syncline.core.rounds import Commit, Rounds
+from syncline.core.rolls import Roll
+from syncline.core.rounds import Rounds
 from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.slices import Identity
 from syncline.core.standings import Standing
 from syncline.core.traffic import AskClip, CommitStaged, GiveClip, Rest, Stage
+from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
@@ -60,6 +62,11 @@ class Commits:
         self._held: collections.deque[Held] | None = None  # what came meanwhile, until all of it is decided upon
         self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
         self.num_commits = self.num_late = 0
+
+    def learn(self, roll: Roll) -> None:
+        """With spare workers: a round was closed, by the word of the server of slice 0."""
+        with self.order:
+            self.rounds.learn(roll)
 
     # -- staging ------------------------------------------------------------------------------------------
 
@@ -154,6 +161,8 @@ class Commits:
                 self.check_generation(request)
             standing = self.rounds.standing(peer.name, peer.incarnation)
             key = (peer.name, peer.incarnation, clock)
+            if isinstance(message, CommitStaged) and message.roll is not None:
+                self.rounds.learn(message.roll)
             contribution = self._contribution(peer, standing, clock, self._staged.pop(key, None))
             self._ask_for(contribution, request, message)
             if clock > standing.clock + 1:
@@ -163,7 +172,7 @@ class Commits:
             )
             contribution.since = time.monotonic()
             self.num_commits += verdict.kind == "new"
-            self.num_late += verdict.kind == "late" and bool(verdict.apply)
+            self.num_late += verdict.kind == "late" and bool(verdict.apply) and self.rounds.decides
             again = verdict.kind in ("already applied", "late") and not verdict.apply
             if again:
                 contribution.is_late = verdict.kind == "late"
@@ -213,7 +222,7 @@ class Commits:
         work = self.flow.asked_for_norm(key)
         if work is None or work.applied:
             return False
-        request.reply(AskClip(key[2], work.share))
+        request.reply(AskClip(key[2], work.share, work.roll))
         return True
 
     def _catch_up(self, standing: Standing, clock: int) -> None:

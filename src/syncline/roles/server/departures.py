@@ -37,7 +37,9 @@ class Departures:
         """Nothing more is taken from this worker; whom to tell that it is out."""
         self._rounds.fence(name, incarnation)
         self._gone()
-        return self._flow.take_requests_of(name, incarnation)
+        asked = self._flow.take_requests_of(name, incarnation)
+        self._rounds.drop_undecided(name, incarnation)
+        return asked
 
     def staged_whole(self, name: str, incarnation: int) -> int:
         """Up to which clock this worker's commits could be made without it."""
@@ -73,6 +75,8 @@ class Departures:
             return []
         works: list[RoundWork] = []
         for each in range(standing.clock + 1, min(clock, self.staged_whole(name, incarnation)) + 1):
+            if not self._rounds.is_decided(name, incarnation, each):
+                break  # whoever lives makes it anew
             contribution, _ = self._staged.pop((name, incarnation, each))
             contribution.is_fenced, contribution.since = standing.fenced, time.monotonic()
             stretch, back_at = contribution.stretch, contribution.back_at

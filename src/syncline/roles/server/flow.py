@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from syncline import faults
-from syncline.core.rounds import Commit, Rounds, Verdict
+from syncline.core.rounds import Rounds
 from syncline.core.slices import Identity, life_of
 from syncline.core.traffic import AskClip
+from syncline.core.verdicts import Commit, Verdict
 from syncline.errors import RuleError, SynclineError
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pool import Pool
@@ -69,6 +70,7 @@ class Flow:
     def hosts_others(self, leaving: Iterable[int] = ()) -> None:
         """Under `order`: there are other slices now. `leaving`: these are about to go, and take nothing more in."""
         self._leaving, self._in_order = frozenset(leaving), None
+        self._rounds.decides, self._rounds.is_alone = 0 in self._slices, self.num_servers == 1
         self._pulls.hosts_others()
 
     def prefer(self, slices: Sequence[int]) -> None:
@@ -88,6 +90,8 @@ class Flow:
             slots = self._slots_in_order()
             work = RoundWork(commits, slots, self.chief, self._rounds.policy, self._finished)
             works.append(work)
+            if self._rounds.policy.spare:
+                work.roll = self._rounds.rolls.find(commits[0].worker, commits[0].item.incarnation, commits[0].clock)
             self._busy.add(work)
             for commit in commits:
                 self._under_way[commit.worker, commit.item.incarnation, commit.clock] = work
@@ -207,12 +211,13 @@ class Flow:
         for item in commit.item.sayings():
             request, answer = item.request, item.answer
             assert request is not None
+            roll = self._rounds.roll_to_tell(commit.worker, commit.item.incarnation, commit.clock)
             if answer is None:
-                self._pulls.committed(request, commit.clock, commit.item.clocks, commit.item.is_late)
+                self._pulls.committed(request, commit.clock, commit.item.clocks, commit.item.is_late, roll)
                 continue
             for slot in list(self._slices.values()):
                 answer.applied(slot)  # those that it has not heard of yet
-            answer.clocks, answer.is_late = commit.item.clocks, commit.item.is_late
+            answer.clocks, answer.is_late, answer.roll = commit.item.clocks, commit.item.is_late, roll
             answer.finish()
         if faults.armed is not None:
             faults.reach("commit.answered")
@@ -333,7 +338,7 @@ class Flow:
                 self.idle.notify_all()
         for clock, request in requests:
             if request is not None:
-                request.reply(AskClip(clock, work.share))
+                request.reply(AskClip(clock, work.share, work.roll))
 
     def asked_for_norm(self, key: Key) -> RoundWork | None:
         """Under `order`: the round of this commit, if it waits for the norm over all servers."""

@@ -128,7 +128,8 @@ class Generations:
         reach = self._hosting.reach(
             message.seats, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
         )
-        return Prepared(standings, num_orphans, clocks, reach, bool(self._hosting.slices))
+        rolls = rounds.rolls.entries()
+        return Prepared(standings, num_orphans, clocks, reach, bool(self._hosting.slices), rolls)
 
     def _end_by_itself(self, hold: _Hold) -> None:
         with self._order:
@@ -173,6 +174,8 @@ class Generations:
         works: list[Work] = []
         with self._order:
             self._check_current(hold)
+            for roll in message.rolls:
+                self._commits.learn(roll)
             for entry in message.settle:
                 works += self._departures.settle(*entry)
             for worker in fenced:
@@ -201,9 +204,12 @@ class Generations:
         works: list[RoundWork] = []
         with self._order:
             self._check_current(hold)
+            for roll in message.rolls:
+                self._commits.learn(roll)
             # A step that any server has counts everywhere, as far as its bytes are here. Slices that go elsewhere
             # take nothing more in: their new primaries may have begun, and see by the clocks what they lack.
             self._flow.hosts_others(self._hosting.leaving(seats))
+            self._commits.rounds.decides = False  # others may have dropped what is staged for a round that is open
             for entry in message.settle:
                 works += self._departures.settle(*entry)
             settled = self._flow.take_requests_in(works)
@@ -244,8 +250,8 @@ class Generations:
         """Under `order`: this generation counts."""
         self._installed, self._hold, self._through = message.generation, None, through
         self._is_half_way = False
-        self._flow.hosts_others()
         self._flow.num_servers = sum(member.role == "server" for member in message.members)
+        self._flow.hosts_others()
         self._commits.rank([member.name for member in message.members if member.role == "worker"])
         self._flow.count_workers(self._replicas)
 

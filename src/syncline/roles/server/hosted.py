@@ -13,8 +13,8 @@ import torch
 
 from syncline import faults
 from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
-from syncline.core.rounds import Commit
 from syncline.core.slices import SliceState
+from syncline.core.verdicts import Commit
 from syncline.net.transport import buffer_of
 from syncline.roles.server.homes import Home
 from syncline.roles.server.replication import Replica, Update

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from syncline.core.message import Done
+from syncline.core.rolls import Roll
 from syncline.core.traffic import Committed, Pin, Pull, Pulled, Unpin
 from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
@@ -67,14 +68,16 @@ class Pulls:
         """There are other slices now."""
         self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
 
-    def committed(self, request: Request, clock: int, clocks: dict[str, int], is_late: bool = False) -> None:
+    def committed(
+        self, request: Request, clock: int, clocks: dict[str, int], is_late: bool = False, roll: Roll | None = None
+    ) -> None:
         """Answers a commit of a worker that reads shared memory: with versions."""
         versions = []
         worker = request.peer.name
         for slot in self._by_id:
             version = slot.state.seen[worker] = slot.state.version
             versions.append(version)
-        request.reply(Committed(clock, versions, [], clocks, is_late))
+        request.reply(Committed(clock, versions, [], clocks, is_late, roll))
 
     def answer_in_parts(
         self, request: Request, clock: int, pull: list[int], make: MakeBuffer | None

@@ -17,13 +17,13 @@ import torch
 from syncline import faults
 from syncline.core.members import Member
 from syncline.core.message import Message
-from syncline.core.rounds import Commit
 from syncline.core.traffic import Replicate, Replicated, Seed
+from syncline.core.verdicts import Commit
 from syncline.errors import ConnectionLost, FencedError, RuleError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.roles.server.rules import tensor_of
-from syncline.roles.server.work import Contribution, FenceWork, Work, uses_of
+from syncline.roles.server.work import Contribution, FenceWork, Work, late_of, uses_of
 
 if TYPE_CHECKING:
     from syncline.roles.server.hosted import HostedSlice
@@ -99,7 +99,8 @@ def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> Letter:
             buffers.append(buffer_of(tensor.clone().reshape(-1).view(torch.uint8).numpy()))
     state, (number, offset) = slot.state, lent or (None, 0)
     clocks, fences, uses = state.clock_entries(), state.fence_entries(), state.use_entries()
-    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, uses)
+    late = state.late_entries()
+    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, uses, late)
     return Letter(message, buffers)
 
 
@@ -140,6 +141,8 @@ class Replica:
             scale,
             bool(has) and (version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind,
             uses_of(commits) if slot.part.id == 0 else [],
+            late_of(commits) if slot.part.id == 0 else [],
+            work.roll,
         )
         views = slot.rules.bytes_of_pieces(self._region.array, has)
         if self.outbox is not None:

@@ -163,6 +163,7 @@ class Server:
             cut_off=self._cut_off,
         )
         self._flow, self._commits = flow, commits
+        self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
 
     def hear(self, roster: Roster) -> None:

@@ -12,9 +12,10 @@ import torch
 from syncline.core.handing import Use
 from syncline.core.layout import Ranges, Slice
 from syncline.core.policy import Policy
-from syncline.core.rounds import Commit
+from syncline.core.rolls import Roll
 from syncline.core.rule import Option
 from syncline.core.slices import Identity
+from syncline.core.verdicts import Commit
 from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
 
@@ -30,6 +31,7 @@ class Progress(Protocol):
 
     clocks: dict[str, int]  # what goes with the end of the answer
     is_late: bool  # likewise
+    roll: Roll | None  # likewise
 
     def count(self, num_bytes: int) -> None:
         """So much was copied for it, and for others."""
@@ -111,6 +113,7 @@ class Work:
     policy: Policy | None = None
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
+    roll: Roll | None = None  # with spare workers: of the round that it is, or that its commit was late by
 
     def __init__(self, slots: Sequence[HostedSlice], finished: Callable[[Work], None]) -> None:
         self.slots = slots
