@@ -139,7 +139,7 @@ class Handing(Planning):
         for owner, recall in self.desk.recut():
             self._recall(owner, recall.epoch)
         for (owner, number), session in list(self.recalls.items()):
-            if session is None or self in session.heard:  # the question, or the answer, got lost
+            if session is None or session is not self.links.get(owner[0]):  # the question, or the answer, got lost
                 del self.recalls[owner, number]
                 self.desk.leasing.not_recalled(owner, LOADER, number)
         self.answer_all()
