@@ -45,6 +45,6 @@ def test_what_is_open_is_not_said_to_be_used() -> None:
     uses.answered([second], is_late=True)
     assert uses.committed() == [first] and uses.late() == [second] and third[0] == 5
     uses.forget({3, 5})
-    assert uses.committed() == [first] and uses.late() == [second]  # coordinator and servers may die before it is kept
+    assert uses.committed() == [first] and uses.late() == [second]  # who keeps it may die before it does
     uses.forget({7})
     assert not uses.committed() and not uses.late()
