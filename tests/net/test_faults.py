@@ -81,6 +81,7 @@ class Between:
         self._made: list[Endpoint] = []
 
     def link(self) -> tuple[Endpoint, Service]:
+        self.proxy.cut()  # of connections before it nothing is on its way any more, which would count
         near, service = self.there.connect(), Service()
         worker = Endpoint(near, stamp(3))
         self._made += [worker, Endpoint(self.there.next()[0], stamp(7), service)]
