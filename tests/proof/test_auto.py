@@ -14,6 +14,7 @@ SCRIPT = pathlib.Path(__file__).parent / "busy.py"
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
 def test_as_many_workers_as_pay(tmp_path: pathlib.Path) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]

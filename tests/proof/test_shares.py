@@ -44,6 +44,7 @@ def epoch_seconds(said: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_an_epoch_takes_about_as_long_as_the_speeds_allow(tmp_path: pathlib.Path) -> None:
     found = {
         "async": epoch_seconds(play(tmp_path, "async")),
@@ -58,6 +59,7 @@ def test_an_epoch_takes_about_as_long_as_the_speeds_allow(tmp_path: pathlib.Path
 
 
 @pytest.mark.proof
+@pytest.mark.alone
 def test_parts_follow_within_fifty_steps_when_another_one_is_slow(tmp_path: pathlib.Path) -> None:
     said = play(tmp_path, "sync", "--auto", "--turns", "--samples", "6000")
     sizes = {one["worker"]: one["sizes"] for one in said if "sizes" in one}
