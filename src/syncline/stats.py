@@ -69,6 +69,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     cores: str = ""  #: of its own, e.g. 0-3
     samples_per_second: float = 0.0
     share: float = 0.0  #: its part of the samples that the workers have read
+    pid: int = 0  #: of its process, on its host
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,8 @@ def refused(
             "-w 'many': give a number of workers, or the least and the most, e.g. 4, 2:8 or auto",
         ),
         (["-w", "8:2", "train.py"], "-w '8:2': give a number of workers, or the least and the most"),
+        (["-w", "auto:3:1", "train.py"], "-w 'auto:3:1': give a number of workers, or the least and the most"),
+        (["-w", "auto:3", "train.py"], "-w 'auto:3': give a number of workers, or the least and the most"),
         (["-w", "2:3", "-H", "a:2,b:2", "train.py"], "-w 2:3 and -H a:2,b:2 (4 workers) exclude each other"),
         (["--replicas", "2", "train.py"], "--replicas 2 needs two servers or more; this job has 1: say -s 2"),
         (["--replicas", "3", "-s", "3", "train.py"], "replicas = 3: must be at most 2"),

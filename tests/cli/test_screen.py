@@ -3,6 +3,8 @@ forgets when it began and who reported."""
 
 from __future__ import annotations
 
+import msgspec
+
 from syncline.cli.screen import TerminalScreen
 from syncline.core.control import Report, Standings
 from syncline.stats import EpochProgress
@@ -18,13 +20,15 @@ class Clock:
         return self.now
 
 
-def standings(seconds: float, samples: dict[str, int], epochs: list[EpochProgress] | None = None) -> Standings:
+def standings(
+    seconds: float, samples: dict[str, int], epochs: list[EpochProgress] | None = None, step: int = 7
+) -> Standings:
     workers = samples or {"worker-0": 0, "worker-1": 0}
     return Standings(
         formed=True, missing=[], seconds=seconds,
-        reports={name: Report(7, count, seconds, 0, 0, 0) for name, count in samples.items()},
+        reports={name: Report(3, count, seconds, 0, 0, 0) for name, count in samples.items()},
         left=[], verdict="", culprit="", incarnations=dict.fromkeys(workers, 1), pushed=[], wanted={}, retiring=[],
-        epochs=epochs or [],
+        epochs=epochs or [], step=step,
     )  # fmt: skip
 
 
@@ -51,6 +55,26 @@ def test_of_many_workers_the_least_and_the_largest_share() -> None:
 def test_of_shards_it_says_how_many_samples_were_done() -> None:
     epoch = EpochProgress(loader="loader-0", epoch=0, num_samples=0, num_done=1234)
     assert "epoch 1 (1,234 samples)" in line_after(1.0, {"worker-0": 9}, [epoch])
+
+
+def test_who_has_left_has_no_share() -> None:
+    clock = Clock()
+    screen = TerminalScreen("async", clock)
+    shown = []
+    for seconds, there in ((0.0, 3), (1.0, 3), (2.0, 2), (3.0, 2)):
+        clock.now = 1000.0 + seconds
+        now = standings(seconds, {f"worker-{k}": 100 + int(100 * seconds) for k in range(3)})
+        left = {f"worker-{k}": 1 for k in range(there)}
+        shown.append(screen._describe(msgspec.structs.replace(now, incarnations=left)))
+    assert shown[1].endswith("300 samples/s · worker-0 33 %, worker-1 33 %, worker-2 33 %")
+    assert "worker-2" not in shown[2] and shown[3].endswith("200 samples/s · worker-0 50 %, worker-1 50 %")
+
+
+def test_the_step_is_the_jobs_and_never_goes_back() -> None:
+    """A coordinator that comes back hears of it with the servers' next beats."""
+    screen = TerminalScreen("async", Clock())
+    lines = [screen._describe(standings(1.0, {"worker-0": 1}, step=step)) for step in (12, 1300, 0)]
+    assert [line.split(" · ")[2] for line in lines] == ["step 12", "step 1,300", "step 1,300"]
 
 
 def test_a_coordinator_that_comes_back_does_not_set_the_line_back() -> None:

@@ -21,6 +21,7 @@ def member(name: str, **values: Any) -> MemberStatus:
         "deadline_seconds": 2.0,
         "rtt_seconds": 0.00042,
         "state": "working",
+        "pid": 4711,
     }
     return MemberStatus(**{**known, **values})
 
@@ -40,9 +41,9 @@ def test_a_quiet_job() -> None:
         "demo: sync · 2 replicas, ack replicated · term 2 · generation 7 · 61 s",
         "a server's death: every slice has a backup (process-level only)",
         "",
-        "member    life  host   state     step  lag  heard     rtt  slices",
-        "server-0     3  local  working              0.1 s  0.4 ms     3+2",
-        "worker-0     3  local  working  1,812    1  0.1 s  0.4 ms",
+        "member    life  host    pid  state     step  lag  heard     rtt  slices",
+        "server-0     3  local  4711  working              0.1 s  0.4 ms     3+2",
+        "worker-0     3  local  4711  working  1,812    1  0.1 s  0.4 ms",
         "",
         "waits: nobody for anybody",
     ]
@@ -77,7 +78,9 @@ def test_who_waits_for_whom_and_what_happened() -> None:
 @pytest.mark.parametrize("length", [1, 40, 300])
 def test_nothing_is_wider_than_a_hundred_columns(length: int) -> None:
     word = "x" * length
-    long = member(f"worker-{10**5}", host=word, state=word, step=10**9, lag=10**6, heard_seconds=1e5, num_restarts=9)
+    long = member(
+        f"worker-{10**5}", host=word, state=word, step=10**9, lag=10**6, heard_seconds=1e5, num_restarts=9, pid=10**7
+    )
     status = job(
         name=word,
         protection=f"{word} " * 9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pathlib
 
 import numpy as np
@@ -103,8 +104,33 @@ def test_a_damaged_npy_file_is_named(tmp_path: pathlib.Path) -> None:
 
 def test_objects_are_never_unpickled(tmp_path: pathlib.Path) -> None:
     np.save(tmp_path / "objects.npy", np.array([{}, None], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"objects\.npy: not a whole NumPy file of plain numbers"):
+    with pytest.raises(DataError) as caught:
         syncline.data.open(tmp_path / "objects.npy")
+    said = str(caught.value)
+    assert "objects.npy: it holds Python objects (dtype object, shape (2,)), which only unpickling could read" in said
+    assert 'numpy.save(path, array.astype("float32"))' in said and "text as array.astype(str)" in said
+    assert "write it again" not in said and "whole" not in said, "it is whole, and would be the same again"
+
+
+@pytest.mark.parametrize("place", ["", "memory://objects/"])
+def test_which_array_of_a_file_holds_objects(tmp_path: pathlib.Path, place: str) -> None:
+    content = io.BytesIO()
+    mixed = np.zeros(3, dtype=[("n", "i4"), ("o", "O")])
+    np.savez(content, x=np.zeros(3), y=mixed)
+    if place:
+        pytest.importorskip("fsspec").filesystem("memory").pipe(f"{place}x.npz", content.getvalue())
+    else:
+        (tmp_path / "x.npz").write_bytes(content.getvalue())
+    with pytest.raises(
+        DataError, match=r"x\.npz, array 'y': it holds Python objects \(dtype .*'O'.*, shape \(3,\)\)"
+    ):
+        syncline.data.open(f"{place or f'{tmp_path}/'}x.npz")
+
+
+def test_text_that_was_saved_as_the_error_says(tmp_path: pathlib.Path) -> None:
+    np.save(tmp_path / "text.npy", np.array(["a", "bcd"], dtype=object).astype(str))
+    (words,) = syncline.data.open(tmp_path / "text.npy").read(np.array([1, 0]))  # type: ignore[union-attr]
+    assert words.tolist() == ["bcd", "a"]
 
 
 def test_several_npy_files_are_refused(tmp_path: pathlib.Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+import queue
 import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.launch.played import Play
+from tests.launch.played import Play, Process
 
 from syncline.core.control import Died, Report
+from syncline.launch.lives import Lives
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_after_too_many_deaths_the_verdict_names_it(play: Callable[..., Play]) -
     job.end("server-0", -11)
     code, verdict = job.finish()
     assert code == 128 + 11
-    assert "the job has failed: server-0 was killed by SIGSEGV, the 2. time without a push in between" in verdict
+    assert "the job has failed: server-0 was killed by SIGSEGV, for the 2nd time without a push in between" in verdict
     assert job.coordinator.told[-1] == Died("server-0", "was killed by SIGSEGV", comes_back=False)
 
 
@@ -105,6 +107,14 @@ def test_a_mistake_of_the_script_is_not_tried_again(play: Callable[..., Play]) -
     job.end("worker-0", 1)
     code, verdict = job.finish()
     assert code == 3 and "worker-1 ended with exit code 3" in verdict
+    assert not any("starts again" in line for line in job.screen.lines), "nobody did"
+
+
+def test_a_mistake_of_one_script_is_said_when_it_starts_again(play: Callable[..., Play]) -> None:
+    job = play()
+    job.end("worker-1", 3)
+    job.wait_for_life("worker-1", 2)
+    assert "syncline: worker-1 ended with exit code 3; starts again at once (1 of 3)" in job.screen.lines
 
 
 def test_after_a_step_the_same_mistake_is(play: Callable[..., Play]) -> None:
@@ -145,7 +155,8 @@ def test_the_coordinator_comes_back_at_once_and_takes_the_job_up(play: Callable[
     job.end("coordinator", -9)
     code, verdict = job.finish()
     assert (
-        code == 137 and "coordinator was killed by SIGKILL (out of memory?), the 3. time within a minute" in verdict
+        code == 137
+        and "coordinator was killed by SIGKILL (out of memory?), for the 3rd time within a minute" in verdict
     )
 
 
@@ -223,6 +234,36 @@ def test_the_word_to_end_comes_twice(play: Callable[..., Play]) -> None:
     job.launcher._signal = signal.SIGINT
     assert job.finish()[0] == 130
     assert all(lives[0].signals[:2] == [signal.SIGTERM] * 2 for lives in job.lives.values())
+
+
+def test_who_dies_while_the_job_ends_is_not_said_to_start_again(play: Callable[..., Play]) -> None:
+    """Ctrl-C comes while a death is being looked at."""
+    job = play()
+
+    def look_now(seconds: float) -> bool:
+        job.launcher._signal = signal.SIGINT
+        return True
+
+    job.coordinator.look_now = look_now  # type: ignore[method-assign]
+    job.end("worker-1", -9)
+    assert job.finish()[0] == 130
+    assert not any("starts again" in line for line in job.screen.lines)
+
+
+def test_when_all_end_no_server_is_said_to_hand_over(play: Callable[..., Play]) -> None:
+    """A server that leaves says where its slices go; at the end of the job they go nowhere."""
+    job = play()
+    words: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    server = Process(job.plan("server-1"))
+    server.output.readline = words.get  # type: ignore[method-assign]
+    lives = Lives(job.screen, job.folder, lambda plan: server, lambda: None)  # type: ignore[arg-type, return-value]
+    lives.begin(server.plan)
+    line = b"syncline: server-1: leaves: its slices go to other servers\n"
+    words.put(line)
+    job.wait(lambda: any("leaves" in said for said in job.screen.lines))
+    server.signal = lambda number: (words.put(line), words.put(b""), setattr(server, "code", 0))  # type: ignore
+    lives.stop(1.0, asks=True)
+    assert sum("leaves" in said for said in job.screen.lines) == 1
 
 
 def test_who_was_evicted_and_hears_nothing_is_ended(

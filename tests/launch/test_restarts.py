@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from syncline.launch.restarts import Restarts, is_of_the_script, pause_seconds
+import pytest
+
+from syncline.launch.restarts import Restarts, is_of_the_script, ordinal, pause_seconds
 
 
 def test_pauses_double_and_are_bounded() -> None:
@@ -19,7 +21,7 @@ def test_deaths_without_a_push_in_between_are_counted() -> None:
     last = restarts.died("worker-1", False, 0.0)
     assert not last.starts_again
     assert last.describe("worker-1", "was killed by SIGKILL") == (
-        "worker-1 was killed by SIGKILL, the 3. time without a push in between"
+        "worker-1 was killed by SIGKILL, for the 3rd time without a push in between"
     )
     assert restarts.died("worker-2", False, 0.0).number == 1
 
@@ -42,6 +44,13 @@ def test_what_is_said_of_it() -> None:
     said = restarts.died("worker-1", False, 0.0).describe("worker-1", "was killed by SIGKILL (out of memory?)")
     assert said == "worker-1 was killed by SIGKILL (out of memory?); starts again in 0.5 s (2 of 3)"
     assert restarts.died("coordinator", False, 0.0).describe("coordinator", "is gone").endswith("at once (1 of 3)")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (13, "13th"), (22, "22nd")]
+)
+def test_how_often_in_words(number: int, text: str) -> None:
+    assert ordinal(number) == text
 
 
 def test_whose_fault_an_end_is() -> None:

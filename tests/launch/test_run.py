@@ -189,6 +189,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(commands: Any, number: int, 
     assert time.monotonic() - began < 5.0
     assert result.code == 128 + number and f"interrupted by {signal.Signals(number).name}" in result.output
     assert "Traceback" not in result.output
+    assert "its slices go to other servers" not in result.output, "there is no job any more"
     commands.check_nothing_left(0.0)
 
 

@@ -106,7 +106,7 @@ def test_a_member_that_dies_again_and_again_ends_the_job(commands: Any) -> None:
     result = commands.run("run", "-w", "2", "--max-restarts", "1", script)
     assert result.code == 137, result.output
     assert "starts again in 0.25 s (1 of 1)" in result.output
-    verdict = "the job has failed: worker-1 was killed by SIGKILL (out of memory?), the 2. time without a push"
+    verdict = "the job has failed: worker-1 was killed by SIGKILL (out of memory?), for the 2nd time without a push"
     assert verdict in result.output
     commands.check_nothing_left()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.roles.played import SECONDS, Job, jobs, until
 
-from syncline.core.control import Beat, Install, Leave
+from syncline.core.control import Beat, Install, Leave, Over
 from syncline.core.handing import (
     AskLease,
     AskUses,
@@ -183,6 +183,9 @@ def test_loaders_of_different_length_are_refused(jobs: Any) -> None:
     job = begin(jobs)
     with pytest.raises(ConfigError, match="worker-1 has 65 samples in batches of 4 in 'a', others have 64"):
         job["worker-1"].ask(OpenEpoch("a", 1, Loader(65, 4)))
+    until(lambda: bool(job["worker-0"].all(Over)), "starting it again would not help: the job is over")
+    (over,) = job["worker-0"].all(Over)
+    assert over.failed and over.culprit == "worker-1" and "worker-1 has 65 samples" in over.reason
 
 
 def test_with_one_replica_the_living_say_what_the_lost_server_knew(jobs: Any) -> None:

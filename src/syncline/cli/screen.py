@@ -35,6 +35,7 @@ class TerminalScreen:
         self._last: tuple[float, dict[str, int]] = (0.0, {})  # since when samples are counted; each worker's by then
         self._next_plain = time.monotonic() + PLAIN_SECONDS
         self._rate: float | None = None  # not known
+        self._step = 0  # a coordinator that comes back does not know it at once
 
     def __enter__(self) -> TerminalScreen:
         if self._console.is_terminal:
@@ -67,15 +68,15 @@ class TerminalScreen:
     def _describe(self, standings: Standings) -> str:
         if not standings.formed:
             return f"starting: waiting for {', '.join(standings.missing)}"
-        reports = standings.reports.values()
         now = self._clock()
         if self._began is None:
             self._began = now - standings.seconds
-        samples = {name: report.samples for name, report in standings.reports.items()}
+        # Who has left reads no more; what it has read is in no share.
+        samples = {n: report.samples for n, report in standings.reports.items() if n in standings.incarnations}
         self._measure(now, samples)
-        step = max((report.step for report in reports), default=0)
+        self._step = max(self._step, standings.step)
         workers = counted(sum(name.startswith("worker-") for name in standings.incarnations), "worker")
-        parts = [f"{self._policy}, {workers}", f"{now - self._began:.0f} s", f"step {step:,}"]
+        parts = [f"{self._policy}, {workers}", f"{now - self._began:.0f} s", f"step {self._step:,}"]
         newest = max(standings.epochs, key=lambda epoch: (epoch.epoch, epoch.num_samples), default=None)
         if newest is not None:
             left = newest.num_left / self._rate if self._rate else 0.0

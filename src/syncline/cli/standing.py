@@ -10,8 +10,8 @@ from syncline.stats import EpochProgress, JobStatus, MemberStatus, Wait
 
 COLUMNS = 100
 MOST_EVENTS = 10
-_HEAD = ("member", "life", "host", "state", "step", "lag", "heard", "rtt", "slices", "samples/s", "share")
-_LEFT = (0, 2, 3)  # columns of words; the others are numbers
+_HEAD = ("member", "life", "host", "pid", "state", "step", "lag", "heard", "rtt", "slices", "samples/s", "share")
+_LEFT = (0, 2, 4)  # columns of words; the others are numbers
 
 
 def show_status(status: JobStatus) -> str:
@@ -58,6 +58,7 @@ def _row(member: MemberStatus) -> tuple[str, ...]:
         _short(member.name, 16),
         str(member.incarnation),
         _short(f"{member.host} [{member.cores}]" if member.cores else member.host, 20),
+        str(member.pid) if member.pid else "",
         _short(state, 24),
         "" if is_server else f"{member.step:,}",
         "" if is_server else str(member.lag),

@@ -76,6 +76,7 @@ class Beat(Message, frozen=True):
     late: list[Use] = []  # server: likewise, of commits that were late
     samples: int = 0  # worker: handed to its script so far
     work_seconds: float = 0.0  # worker: spent on them, waits left out
+    num_updates: int = 0  # server: of that slice of its own that has had the most
 
 
 class Enter(Message, frozen=True):
@@ -210,6 +211,7 @@ class Standings(Message, frozen=True):
     retiring: list[str]
     num_scalings: int = 0  # how often `wanted` was said
     epochs: list[EpochProgress] = []
+    step: int = 0  # the job's, as `job.step` is
 
 
 class Died(Message, frozen=True):

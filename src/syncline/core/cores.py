@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from syncline.core.words import counted
+
 #: Of a host's cores, this part is for its servers, where there are enough for everybody to have some.
 FOR_SERVERS = 0.25
 
@@ -23,6 +25,15 @@ def own_cores(cores: Sequence[int], place: int, servers: int, workers: int) -> l
         return list(cores[place * for_each : (place + 1) * for_each])
     left, number = cores[servers * for_each :], place - servers
     return list(left[len(left) * number // workers : len(left) * (number + 1) // workers])
+
+
+def why_shared(num_cores: int, servers: int, workers: int) -> str:
+    """Why the members of a host have no cores of their own, in words; empty where there are enough."""
+    if num_cores >= servers + workers:
+        return ""
+    members = [counted(number, role) for number, role in ((servers, "server"), (workers, "worker")) if number]
+    there = f"{counted(num_cores, 'core')} for {' and '.join(members)}"
+    return f"--cores auto: {there}: too few for each to have its own, so all share them"
 
 
 def describe(cores: Sequence[int]) -> str:

@@ -24,3 +24,4 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     since: int = 0  # generation in which it joined: who was there first has the lower rank
     kind: str = ""  # processor and torch
     cores: str = ""  # that are its own, where it was given some
+    pid: int = 0  # on its host

@@ -141,7 +141,7 @@ class Membership:
 
     def join(
         self, role: str, name: str, host: str, address: Address | None, process: str = "", kind: str = "",
-        cores: str = "",
+        cores: str = "", pid: int = 0,
     ) -> Member:  # fmt: skip
         """A new member, or a ConfigError that says why not. An empty name takes the next free one."""
         state = self.state
@@ -163,7 +163,7 @@ class Membership:
         state.incarnations += 1
         if self.formed:
             state.generation += 1
-        member = Member(name, role, state.incarnations, host, address, state.generation, kind, cores)
+        member = Member(name, role, state.incarnations, host, address, state.generation, kind, cores, pid)
         state.members[name], state.processes[name] = member, process
         self.state.awaited.pop(name, None)
         state.finished.pop(name, None)

@@ -25,17 +25,24 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 
 def causes(waits: Mapping[str, Sequence[Wait]]) -> list[Wait]:
     """All waits, by who has told of them, less those that others explain: a worker's for a server that itself waits
-    for somebody, and a server's for its backup that waits for a worker."""
+    for somebody, a server's for its backup that waits for a worker, and a server's for a worker that has done its
+    part and waits at another server."""
     found = []
-    for wait in (wait for told in waits.values() for wait in told):
-        rest = [name for name in wait.for_whom if not _is_explained(wait, waits.get(name, ()))]
+    for teller, wait in ((teller, wait) for teller, told in waits.items() for wait in told):
+        rest = [name for name in wait.for_whom if not _is_explained(wait, teller, name, waits)]
         if rest:
             found.append(Wait(wait.who, wait.step, rest, wait.seconds, wait.what))
     return found
 
 
-def _is_explained(wait: Wait, by: Sequence[Wait]) -> bool:
-    return wait.what == "server" and any(wait.who or other.what != "server" for other in by)
+def _is_explained(wait: Wait, teller: str, name: str, waits: Mapping[str, Sequence[Wait]]) -> bool:
+    by = waits.get(name, ())
+    if wait.what == "server":
+        return any(wait.who or other.what != "server" for other in by)
+    servers = {server for other in by if other.what == "server" for server in other.for_whom} - {teller}
+    further = [one.for_whom for server in servers for one in waits.get(server, ()) if name not in one.for_whom]
+    # Somebody there waits for nobody: else those may wait for each other, and all are named.
+    return any(not waits.get(last) for names in further for last in names)
 
 
 def why(

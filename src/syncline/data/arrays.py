@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.data.files import Files, explained
+from syncline.data.plain import objects_in
 from syncline.data.source import Array, Batch, check_samples, counted, run, taken
 from syncline.errors import ConfigError, DataError
 
@@ -103,12 +105,27 @@ def open_numpy(files: Files) -> ArraySource:
         try:
             source = ArraySource(_loaded(files, path), path)
         except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            objects = _objects(files, path)
             raise DataError(
-                f"{path}: not a whole NumPy file of plain numbers ({error}); write it again with numpy.save"
+                objects or f"{path}: not a whole NumPy file ({error}); write it again with numpy.save"
             ) from error
     if files.is_local and not path.endswith(".npz"):
         source._mapped_from = path
     return source
+
+
+def _objects(files: Files, path: str) -> str:
+    """Which array of a file that could not be read holds Python objects, in words; empty: none."""
+    with files.open(path) as file:
+        if not path.endswith(".npz"):
+            objects = objects_in(file)
+            return f"{path}: {objects}" if objects else ""
+        with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as part:
+                    if objects := objects_in(part):
+                        return f"{path}, array '{name.removesuffix('.npy')}': {objects}"
+    return ""
 
 
 def _mapped(path: str) -> Array:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from syncline.data.files import Files, explained
+from syncline.data.plain import objects_in
 from syncline.data.source import Sample, counted
 from syncline.errors import ConfigError, DataError
 
@@ -125,9 +126,16 @@ def _is_hidden(name: str) -> bool:
     return name.rpartition("/")[2].startswith((".", "_"))
 
 
+def _array(content: bytes) -> Any:
+    objects = objects_in(io.BytesIO(content))
+    if objects:
+        raise ValueError(objects)
+    return np.load(io.BytesIO(content), allow_pickle=False)
+
+
 def _decoders() -> dict[str, Callable[[bytes], Any]]:
     known: dict[str, Callable[[bytes], Any]] = {
-        "npy": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
+        "npy": _array,
         "json": json.loads,
         "txt": lambda content: content.decode("utf-8"),
         "cls": lambda content: int(content.decode("ascii")),

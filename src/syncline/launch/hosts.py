@@ -31,17 +31,16 @@ def parse_workers(text: str) -> dict[str, int | bool]:
 
     `auto:1:8`: starts with the least, and more are added while they pay.
     """
-    if text.startswith("auto:") and text.count(":") == 2:
-        found = parse_workers(text.removeprefix("auto:"))
-        return {**found, "workers": found["least_workers"], "auto_workers": True}
-    least, colon, most = text.partition(":")
+    is_auto = text.startswith("auto:")
+    least, colon, most = text.removeprefix("auto:").partition(":")
     if not colon and text.removeprefix("-").isdecimal():
         return {"workers": int(text), "least_workers": 0, "most_workers": 0}
     if not (least.isdecimal() and most.isdecimal()) or not 1 <= int(least) <= int(most):
         raise ConfigError(
             f"-w {text!r}: give a number of workers, or the least and the most, e.g. 4, 2:8 or auto:1:8"
         )
-    return {"workers": 0, "least_workers": int(least), "most_workers": int(most)}
+    found: dict[str, int | bool] = {"workers": 0, "least_workers": int(least), "most_workers": int(most)}
+    return {**found, "workers": int(least), "auto_workers": True} if is_auto else found
 
 
 def settle_workers(given: Mapping[str, Any]) -> dict[str, Any]:

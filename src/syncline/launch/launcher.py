@@ -4,6 +4,7 @@ verdict."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import signal
 import threading
@@ -71,6 +72,7 @@ class Launcher:
         self._lives = Lives(screen, folder, lambda plan: start(plan, remote, self._standby), self._unread)
         self._restarts = Restarts(max_restarts)
         self._due: dict[str, tuple[float, Plan, str]] = {}  # to be started again: when, what, why
+        self._unsaid: dict[str, str] = {}  # likewise, what is said of it then, and not before
         self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started
         self._finished: set[str] = set()  # ended well
         self._own_mistakes: dict[str, tuple[str, int]] = {}  # workers that ended by their script, the first first
@@ -247,7 +249,13 @@ class Launcher:
         if not again.starts_again:
             self._fail(name, reason, exit_code(code), again.describe(name, reason))
             return
-        self._say(again.describe(name, reason))
+        if self._signal is not None:
+            return  # the job ends, and nobody starts again
+        if life.plan.role == "worker" and is_of_the_script(code) and not self._has_stepped:
+            # The same may happen to the others in this moment, and end the job.
+            self._unsaid[name] = dataclasses.replace(again, pause_seconds=0.0).describe(name, reason)
+        else:
+            self._say(again.describe(name, reason))
         self._due[name] = (time.monotonic() + again.pause_seconds, life.plan, reason)
         if name != "coordinator":
             self._watching.tell(Died(name, reason))
@@ -267,6 +275,8 @@ class Launcher:
             if time.monotonic() < when or not self._watching.is_told(name) or self._has_ended:
                 continue
             del self._due[name]
+            if line := self._unsaid.pop(name, ""):
+                self._say(line)
             begun = self._watching.has_answered or (self._folder / JOURNAL).exists()
             takes_up = plan.role == "coordinator" and begun
             self._lives.begin(msgspec.structs.replace(plan, takes_up=takes_up, starts_again=True), why)

@@ -14,6 +14,8 @@ from typing import Protocol
 from syncline.core.control import Standings
 from syncline.launch.processes import MemberProcess, Plan
 
+#: What a server says when it was told to end: true where the job goes on without it, and there only.
+LEAVES = "leaves: its slices go to other servers"
 #: Between the first word to end (finish your step and leave) and the second (end at once).
 SECOND_WORD_SECONDS = 0.05
 
@@ -58,6 +60,7 @@ class Lives:
         self._unread = unread  # hears that nobody reads our own output any more
         self._current: dict[str, Life] = {}
         self._log_failed = False
+        self._all_end = False  # they were told to
 
     def __contains__(self, name: str) -> bool:
         return name in self._current
@@ -96,6 +99,8 @@ class Lives:
         """A member's output: into its log, and onto the screen. Whatever fails there, the member is read on."""
         with contextlib.suppress(ValueError, OSError):  # the pipe is closed at the end
             for raw in iter(process.output.readline, b""):
+                if self._all_end and raw.endswith(f"{LEAVES}\n".encode()):
+                    continue
                 self._keep(process.name, raw)
                 if b"JobFailed: " in raw:
                     continue  # it says what our own verdict will say
@@ -128,6 +133,7 @@ class Lives:
         a member finish what it is at. Before that they have a moment to hear of the verdict, and to say so."""
         if asks:
             self._wait(hear_seconds)
+            self._all_end = True
             self._say_end()
             self._wait(SECOND_WORD_SECONDS)
             self._say_end()

@@ -14,8 +14,9 @@ import msgspec
 from syncline import config as configuration
 from syncline import faults
 from syncline.client.job import current_job, has_current_job
-from syncline.core.cores import own_cores
+from syncline.core.cores import own_cores, why_shared
 from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
+from syncline.launch.membership import say
 from syncline.launch.processes import STANDBY, Plan
 from syncline.launch.restarts import EVICTED
 from syncline.launch.start import Invitation, invite
@@ -42,7 +43,11 @@ def keep_to_own_cores(plan: Plan) -> bool:
     if plan.place is None:
         return False
     number, servers, workers = plan.place
-    return configuration.keep_to_cores(own_cores(configuration.cores_here(), number, servers, workers))
+    cores = configuration.cores_here()
+    why = why_shared(len(cores), servers, workers)
+    if why and plan.tells_cores and not plan.starts_again:
+        say(plan.name)(f"host {plan.host}: {why}")
+    return configuration.keep_to_cores(own_cores(cores, number, servers, workers))
 
 
 def _threads(num_workers: int) -> dict[str, str]:

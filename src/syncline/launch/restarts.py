@@ -26,9 +26,17 @@ class Again:
         """One line for people."""
         if not self.starts_again:
             since = "within a minute" if name == "coordinator" else "without a push in between"
-            return f"{name} {reason}, the {self.number}. time {since}" if self.most else f"{name} {reason}"
+            return (
+                f"{name} {reason}, for the {ordinal(self.number)} time {since}" if self.most else f"{name} {reason}"
+            )
         when = f"in {self.pause_seconds:g} s" if self.pause_seconds else "at once"
         return f"{name} {reason}; starts again {when} ({self.number} of {self.most})"
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, 11th."""
+    endings = {1: "st", 2: "nd", 3: "rd"} if number % 100 not in (11, 12, 13) else {}
+    return f"{number}{endings.get(number % 10, 'th')}"
 
 
 def pause_seconds(number: int) -> float:

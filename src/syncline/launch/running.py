@@ -169,18 +169,22 @@ class Plans:
         coordinator = Plan(
             role="coordinator", name="coordinator", host="local", file=self._file, listen_fd=self._listen_fd
         )
-        return [coordinator, *(self._plan(name, where) for name in where)]
+        first = {host: name for name, host in reversed(where.items())}  # of each host one speaks for all
+        return [coordinator, *(self._plan(name, where, first[host] == name) for name, host in where.items())]
 
     def another(self, name: str, where: Mapping[str, str]) -> Plan:
         """One more, on the host that has the fewest of its role. `where`: the hosts of those who are there."""
         host = quietest(name.rpartition("-")[0], where, self._config)
-        return self._plan(name, {**where, name: host})
+        return self._plan(name, {**where, name: host}, True)
 
-    def _plan(self, name: str, where: Mapping[str, str]) -> Plan:
+    def _plan(self, name: str, where: Mapping[str, str], speaks: bool) -> Plan:
         role, host = name.rpartition("-")[0], where[name]
         place = self._place(name, where) if self._config.cores == "auto" else None
         if role == "server":
-            return Plan(role=role, name=name, host=host, file=self._file, folder=self._folder, place=place)
+            folder = self._folder
+            return Plan(
+                role=role, name=name, host=host, file=self._file, folder=folder, place=place, tells_cores=speaks
+            )
         beside = [other for other, h in where.items() if h == host and other.startswith("worker-")]
         return Plan(
             role=role,
@@ -194,6 +198,7 @@ class Plans:
             environment=self._rendezvous(name, beside) if self._config.env == "torchrun" else {},
             num_local_workers=len(beside),
             place=place,
+            tells_cores=speaks,
         )
 
     @staticmethod

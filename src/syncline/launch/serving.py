@@ -18,6 +18,7 @@ from syncline.core.control import Joined, Over, Retire, Roster
 from syncline.core.members import Address, Member
 from syncline.errors import FencedError, SynclineError
 from syncline.launch.jobfile import JobFile
+from syncline.launch.lives import LEAVES
 from syncline.launch.membership import connect, join, local_address, myself, reach, say, unix_name
 from syncline.launch.restarts import EVICTED
 from syncline.net import shm, tcp
@@ -185,7 +186,7 @@ class _Process:
         if not self._leaving.acquire(blocking=False):
             return
         try:
-            self._log("leaves: its slices go to other servers")
+            self._log(LEAVES)
             self._link.call(Retire(), self._config.leave_seconds)
             self._ends.put(_End(0))
         except FencedError:

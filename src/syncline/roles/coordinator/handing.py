@@ -27,7 +27,7 @@ from syncline.core.leasing import SHARD_POSITIONS, Leasing
 from syncline.core.ledger import Epoch
 from syncline.core.message import Done, Message
 from syncline.core.slices import Identity
-from syncline.errors import ConnectionLost, StoreError, SynclineError
+from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 from syncline.stats import Wait
 
@@ -61,13 +61,28 @@ class Handing:
     def open(self, request: Request, message: OpenEpoch) -> None:
         with self._c.lock:
             owner, workers = _owner(request), max(1, len(self._desk.taking_part()))
-            is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
+            try:
+                is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
+            except ConfigError as error:
+                self._refuse_loader(request, error)
+                return
             epoch = self.leasing.epoch(message.loader, message.epoch)
             size, done = (epoch.num_samples, epoch.num_done) if epoch else (message.data.num_samples, 0)
             is_shared = self.leasing.is_shared(message.loader)
             # A coordinator that comes next must not take one that it has never heard of for a finished one.
             self._later.append((request, Opened(is_left, size, done, is_shared)))
         self.answer()
+
+    def _refuse_loader(self, request: Request, error: ConfigError) -> None:
+        """Its data are not the others': a new life of it would find the same, and without it the job is another.
+
+        Of one that came later only it is the mistake. Inside one process the script has the error, and may mend it.
+        """
+        request.refuse(error)  # before it hears that the job is over
+        member = self._c.membership.state.members.get(request.peer.name)
+        if self._c.watching is not None and member is not None and member.since <= 1:
+            self._c.membership.fail(request.peer.name, str(error))
+            self._c.ending.conclude()
 
     def ask(self, request: Request, message: AskLease) -> None:
         """Answered now; or, from one that has nothing to do, when there is something."""

@@ -50,6 +50,7 @@ class Joining:
                 message.process,
                 message.kind,
                 message.cores,
+                message.pid,
             )
             self._c.endpoints[member.name] = request.endpoint
             request.endpoint.peer = Peer(member.role, member.name, member.incarnation)

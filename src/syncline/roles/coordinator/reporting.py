@@ -91,7 +91,10 @@ class Reporting:
         self.ask_servers(AskServerStats(), gathered)
 
     def _shares(self) -> dict[str, float]:
-        return shares({name: report.samples for name, report in self._c.reports.items()})
+        """Of those who are there, or have finished; not of those who were asked to leave."""
+        state = self._c.membership.state
+        there = state.members.keys() | state.finished.keys()
+        return shares({name: report.samples for name, report in self._c.reports.items() if name in there})
 
     def seconds(self) -> float:
         if self._c.formed_at is None:
@@ -119,8 +122,15 @@ class Reporting:
                 num_scalings=state.num_scalings,
                 retiring=sorted(self._c.retiring, key=by_name),
                 epochs=progress(state.leases),
+                step=self._step(),
             )
         request.reply(standings)
+
+    def _step(self) -> int:
+        """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""
+        if self._c.config.sync_every > 1:
+            return max((report.step for report in self._c.reports.values()), default=0)
+        return max((beat.num_updates for beat, _ in self._c.beats.values()), default=0)
 
     # -- who waits for whom -------------------------------------------------------------------------------
 
@@ -235,6 +245,7 @@ class Reporting:
             num_primary=sum(seat.primary == name for seat in state.seats.values()),
             num_backup=sum(seat.backup == name for seat in state.seats.values()),
             cores=member.cores,
+            pid=member.pid,
             samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,
             share=self._shares().get(name, 0.0),
         )

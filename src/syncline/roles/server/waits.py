@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from syncline.core.control import Beat
 from syncline.roles.server.commits import Commits
@@ -15,14 +15,15 @@ from syncline.stats import Wait
 MOMENT_SECONDS = 0.1
 
 
-def beat_of(commits: Commits, slots: Iterable[HostedSlice]) -> Beat:
+def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Beat:
     """A server lives: the workers' clocks, and who waits here for whom."""
     now = time.monotonic()
     with commits.order:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
         waits = [*_rounds(commits, now), *_lags(commits, now)]
     uses, late = uses_here(slots), late_here(slots)
-    return Beat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late)
+    updates = max((slot.state.version for slot in slots), default=0)
+    return Beat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late, num_updates=updates)
 
 
 def _rounds(commits: Commits, now: float) -> list[Wait]:
