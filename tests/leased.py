@@ -27,6 +27,7 @@ class Desk:
         self.in_rounds = in_rounds
         self.change = threading.Condition(threading.RLock())
         self.is_away = self.loses_answers = False
+        self.is_gone = False  # for longer than anybody waits
         self.heard: list[Message] = []
         self.jobs = [FakeJob(self, rank, num_workers) for rank in range(num_workers)]
         self._stepping: set[FakeJob] = set(self.jobs)
@@ -65,6 +66,8 @@ class Desk:
     def answer(self, job: FakeJob, message: Message, *, once: bool = False) -> Message:
         until = time.monotonic() + SECONDS
         with self.change:
+            if self.is_gone:
+                raise WaitTimeout("no coordinator")
             if self.is_away and once:
                 raise ConnectionLost("away")
             self.change.wait_for(lambda: not self.is_away, SECONDS)

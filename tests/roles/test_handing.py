@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.roles.played import SECONDS, Job, jobs, until
 
-from syncline.core.control import Beat, Install, Leave
+from syncline.core.control import Beat, Install, Leave, Rejoin
 from syncline.core.handing import (
     AskLease,
     AskUses,
@@ -19,9 +19,10 @@ from syncline.core.handing import (
     Recall,
 )
 from syncline.core.loader import Loader
+from syncline.core.message import Message
 from syncline.core.slices import Copy
 from syncline.errors import ConfigError
-from syncline.net.rpc import Call
+from syncline.net.rpc import Call, Request
 
 __all__ = ["jobs"]
 DATA = Loader(64, 4)
@@ -127,6 +128,59 @@ def test_the_dead_ones_leases_go_back_after_the_server_has_said_what_counts(jobs
     taken = [waiting.wait(SECONDS), *take_all(job, "worker-1")]
     read = sorted(p for one in taken for p in one.span.positions().tolist())
     assert read == sorted(set(range(64)) - set(first.span.positions(0, 4).tolist()))
+
+
+def come_back(job: Job, name: str) -> Any:
+    """The worker's connection breaks and it makes another. The old one, as the coordinator has it."""
+    before = job.coordinator.endpoints[name]
+    job[name].connect()
+    job[name].ask(Rejoin(name, job[name].incarnation))
+    return before
+
+
+def comes_late(job: Job, connection: Any, message: Message) -> None:
+    """It was read from this connection before that ended, by a thread that stood still since."""
+    job.coordinator.handle(Request(connection, 99, message, (), None))
+
+
+def test_a_question_of_a_connection_before_is_none(jobs: Any) -> None:
+    """Answered, it would take away what the worker was given since."""
+    job = begin(jobs)
+    before = come_back(job, "worker-0")
+    both = [lease(job, "worker-0").lease, lease(job, "worker-0").lease]
+    comes_late(job, before, AskLease("a", 0, [], newest=0))
+    epoch = job.coordinator.membership.state.leases.epochs["a"][0]
+    assert list(epoch.leases) == both and all(one.is_told for one in epoch.leases.values())
+
+
+def test_a_question_that_comes_when_its_loop_was_left_is_none(jobs: Any) -> None:
+    """The lease would be of nobody who reads: the worker has forgotten the question with its loop."""
+    job = begin(jobs)
+    before = come_back(job, "worker-0")
+    job["worker-0"].ask(LeaveEpoch("a", 0, [], [], 0))
+    comes_late(job, before, AskLease("a", 0, [], newest=0))
+    assert sum(len(one.span) for one in take_all(job, "worker-1")) == 64
+
+
+def test_a_loop_that_is_open_again_is_not_left_by_a_word_of_before(jobs: Any) -> None:
+    """Said twice, since the connection broke, it would give to others what the worker reads since."""
+    job = begin(jobs)
+    before = come_back(job, "worker-0")
+    job["worker-0"].ask(LeaveEpoch("a", 0, [], [], 0))
+    job["worker-0"].ask(OpenEpoch("a", 0, DATA))
+    first = lease(job, "worker-0")
+    comes_late(job, before, LeaveEpoch("a", 0, [], [], 0))
+    assert first.lease in job.coordinator.membership.state.leases.epochs["a"][0].leases
+
+
+def test_who_waits_is_answered_where_it_asked_last(jobs: Any) -> None:
+    job = begin(jobs)
+    leases = take_all(job, "worker-0")
+    before = come_back(job, "worker-1")
+    waiting = ask(job, "worker-1", waits=True)
+    comes_late(job, before, AskLease("a", 0, [], waits=True))
+    used(job, *leases)
+    assert waiting.wait(SECONDS).is_finished
 
 
 def test_one_that_left_in_order_leaves_its_leases_too_and_nothing_is_suspected(jobs: Any) -> None:

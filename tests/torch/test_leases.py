@@ -202,6 +202,28 @@ def test_a_lease_on_its_way_goes_back_with_the_loop_that_is_left() -> None:
     assert desk.run(work)[1] == list(range(num_read, 200))
 
 
+def test_a_loop_that_is_left_while_the_coordinator_is_away_is_left_when_it_is_back() -> None:
+    """It was away for longer than anybody waits for it. What was leased for that loop would be nobody's."""
+    desk = Desk(2, in_rounds=False)
+    batches = iter(DataLoader(Numbers(40), 4, job=desk[0]))
+    next(batches)
+    desk[0].step()
+    desk.is_gone = True
+    del batches
+    desk.is_gone = False
+    assert not any(isinstance(message, LeaveEpoch) for message in desk.heard)
+    desk[0].samples.let_go()  # as whatever it does next
+
+    def work(job: FakeJob) -> list[int]:
+        found: list[int] = []
+        for batch in DataLoader(Numbers(40), 4, job=job) if job.rank == 1 else ():
+            found += batch.tolist()
+            job.step()
+        return found
+
+    assert desk.run(work)[1] == list(range(4, 40))
+
+
 def test_who_is_through_waits_for_the_end_and_takes_part_in_no_round_meanwhile() -> None:
     """One sample, two workers: the one without a batch pauses, and the other's round is whole without it."""
     desk = Desk(2)

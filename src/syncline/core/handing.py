@@ -37,8 +37,7 @@ class AskLease(Message, frozen=True):
     how much time of work since it asked last. `waits`: it takes part in no round, and is answered when there is more,
     or the epoch is finished; else also when all that is left is in others' hands. `newest`: the last lease that it
     has heard of; one that it was given after that got lost on the way, and is given once more. `given`: leases of
-    which it reads nothing from some place on; a coordinator may have died before it kept that. `number`: of this
-    question of this worker; one that comes behind a later one, from a connection that is gone, is none any more.
+    which it reads nothing from some place on; a coordinator may have died before it kept that.
     """
 
     loader: str
@@ -50,7 +49,6 @@ class AskLease(Message, frozen=True):
     waits: bool = False
     newest: int | None = None
     given: list[tuple[int, int]] = []
-    number: int = 0
 
 
 class GivenLease(Message, frozen=True):

@@ -58,8 +58,15 @@ class Handing:
 
     # -- what workers say ---------------------------------------------------------------------------------
 
+    def _is_heard(self, request: Request) -> bool:
+        """Under the lock. What a worker has said over a connection that was replaced since, it says again over the next
+        one, or does not mean any more."""
+        return self._c.endpoints.get(request.peer.name) is request.endpoint
+
     def open(self, request: Request, message: OpenEpoch) -> None:
         with self._c.lock:
+            if not self._is_heard(request):
+                return
             owner, workers = _owner(request), max(1, len(self._desk.taking_part()))
             is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             epoch = self.leasing.epoch(message.loader, message.epoch)
@@ -72,6 +79,8 @@ class Handing:
     def ask(self, request: Request, message: AskLease) -> None:
         """Answered now; or, from one that has nothing to do, when there is something."""
         with self._c.lock:
+            if not self._is_heard(request):
+                return
             self._desk.ask(_owner(request), message, request, time.monotonic())
         self.answer()
         if self._c.watching is None:
@@ -100,6 +109,8 @@ class Handing:
 
     def leave(self, request: Request, message: LeaveEpoch) -> None:
         with self._c.lock:
+            if not self._is_heard(request):
+                return
             self._desk.leave(_owner(request), message)
             self._later.append((request, Done()))
         self.answer()
