@@ -188,6 +188,20 @@ class Handing(Planning):
         if "back_before_fence" in self.job.bugs:
             self.desk.out({owner: True}, ())
 
+    def unconfirmed(self) -> set[tuple[int, int]]:
+        """What the report of lost uses is about: epochs and positions that are leased and not known to be done."""
+        return {
+            (number, int(position))
+            for number, epoch in self.state.leases.epochs.get(LOADER, {}).items()
+            for lease in epoch.leases.values()
+            for span in lease.rest()
+            for position in span.positions()
+        }
+
     def uses_are_lost(self) -> None:
         """Slice 0 came back from a copy: the workers that live say what they have used."""
+        if "confirmed_is_lost" in self.job.bugs:
+            for epoch in self.state.leases.epochs.get(LOADER, {}).values():
+                for lease in epoch.leases.values():
+                    lease.done = []
         self.desk.uses_are_lost()

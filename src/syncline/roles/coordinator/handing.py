@@ -59,7 +59,7 @@ class Handing:
     # -- what workers say ---------------------------------------------------------------------------------
 
     def _is_heard(self, request: Request) -> bool:
-        """Under the lock. What a worker has said over a connection that was replaced since, it says again over the next
+        """Under the lock. What a worker has said over a connection that was replaced it says again over the next
         one, or does not mean any more."""
         return self._c.endpoints.get(request.peer.name) is request.endpoint
 
