@@ -97,6 +97,24 @@ def test_the_epoch_is_finished_by_the_servers_word_and_stays_so(jobs: Any) -> No
     assert not again.coordinator.handing.leasing.open(("worker-0", 9), "a", 0, DATA, 2)
 
 
+def test_what_a_backup_was_not_told_is_confirmed_to_it_when_it_is_promoted(jobs: Any) -> None:
+    """A word that nobody answers may get lost: the backup still has what was confirmed long ago, and says so."""
+    job = begin(jobs, replicas=2)
+    one = lease(job, "worker-0")
+    uses = [(one.lease, 0, len(one.span))]
+    used(job, one)
+    until(lambda: bool(primary(job).all(Confirm)), "it is kept")
+    name, backup = job.seats()[0]
+    job.kill(name)
+    until(lambda: job.seats()[0][0] == backup, "the backup is promoted")
+    before = len(job[backup].all(Confirm))
+    num_done = job.coordinator.membership.state.leases.epochs["a"][0].num_done
+    job[backup].ask(Beat(uses=uses))
+    until(lambda: len(job[backup].all(Confirm)) > before, "it may forget that now")
+    assert job[backup].all(Confirm)[-1].uses == uses
+    assert job.coordinator.membership.state.leases.epochs["a"][0].num_done == num_done == len(one.span)
+
+
 def test_what_is_not_kept_is_not_confirmed(jobs: Any) -> None:
     job = begin(jobs)
     one = lease(job, "worker-0")
