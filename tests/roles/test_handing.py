@@ -32,7 +32,7 @@ def begin(jobs: Any, policy: str = "async", data: Loader = DATA, **settings: Any
     job: Job = jobs(policy=policy, **settings).begin()
     job.register()
     for name in ("worker-0", "worker-1"):
-        assert job[name].ask(OpenEpoch("a", 0, data)) == Opened(True, data.num_samples, 0)
+        assert job[name].ask(OpenEpoch("a", 0, data)) == Opened(True)
     return job
 
 

@@ -170,7 +170,7 @@ class Reading:
         self._untold: list[LeaveEpoch] = []  # what the coordinator is still to hear of the end of this loop
         answer = asks.ask(OpenEpoch(loader, epoch, data))
         assert isinstance(answer, Opened)
-        self.num_samples, self.num_done, self._is_finished = answer.num_samples, answer.num_done, not answer.is_left
+        self._is_finished = not answer.is_left
         times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
         uses.num_loops += 1
         self.is_shared = answer.is_shared  #: whether all workers come to this loader's epochs, by what is known

@@ -19,14 +19,10 @@ class OpenEpoch(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """`is_left`: whether there is anything to read. The samples of the epoch, and how many of them are done.
-
-    `is_shared`: whether all workers come to this loader's epochs, by what is known.
-    """
+    """`is_left`: whether there is anything to read. `is_shared`: whether all workers come to this loader's epochs, by
+    what is known."""
 
     is_left: bool
-    num_samples: int
-    num_done: int
     is_shared: bool = True
 
 

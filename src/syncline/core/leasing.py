@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -377,11 +377,3 @@ class Leasing:
         self._dry = {key: newest for key, newest in self._dry.items() if not matches(key)}
         for known in (self._opened, self._gone):
             known.difference_update([key for key in known if matches(key)])
-
-    def shares(self, name: str) -> Mapping[str, int]:
-        """Samples that each worker has leased now, in all epochs of a loader."""
-        found: dict[str, int] = {}
-        for epoch in self.state.epochs.get(name, {}).values():
-            for lease in epoch.leases.values():
-                found[lease.worker] = found.get(lease.worker, 0) + lease.num_left
-        return found

@@ -69,11 +69,9 @@ class Handing:
                 return
             owner, workers = _owner(request), max(1, len(self._desk.taking_part()))
             is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
-            epoch = self.leasing.epoch(message.loader, message.epoch)
-            size, done = (epoch.num_samples, epoch.num_done) if epoch else (message.data.num_samples, 0)
             is_shared = self.leasing.is_shared(message.loader)
             # A coordinator that comes next must not take one that it has never heard of for a finished one.
-            self._later.append((request, Opened(is_left, size, done, is_shared)))
+            self._later.append((request, Opened(is_left, is_shared)))
         self.answer()
 
     def ask(self, request: Request, message: AskLease) -> None:
