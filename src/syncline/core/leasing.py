@@ -196,7 +196,9 @@ class Leasing:
         self._widths[name, number] = wide
         self.state.next_lease += len(owners)
         rounds = deal_rounds(sum(wide.values()), sum(self.speeds.get(one, 0.0) for one, _ in owners))
-        epoch.deal(first, [(one, wide[one[0]]) for one in owners], rounds)
+        data = self.state.loaders[name]
+        unit = data.batch if data.drop_last and not data.is_auto else 1  # nobody is given a smaller batch
+        epoch.deal(first, [(one, wide[one[0]]) for one in owners], rounds, unit)
         return self._untold(epoch, owner)
 
     def _is_elsewhere(self, owner: Identity, name: str, number: int) -> bool:

@@ -103,11 +103,13 @@ class Epoch(msgspec.Struct):
         self.todo = sorted([*pieces, *self.todo])
         return self._add(number, owner, taken, len(taken) if suspect else 0)
 
-    def deal(self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int) -> list[Lease]:
+    def deal(
+        self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int, unit: int = 1
+    ) -> list[Lease]:
         """The next global batches, dealt out: of each, every worker gets as many samples as its part says.
 
-        What is too little for a global batch is cut by the same parts; of odd pieces that others have left every
-        worker gets one, so that rounds are as wide as they can be.
+        What is too little for a global batch is cut by the same parts, in multiples of `unit` where it is one; of odd
+        pieces that others have left every worker gets one, so that rounds are as wide as they can be.
         """
         if not self.todo:
             return []
@@ -120,12 +122,13 @@ class Epoch(msgspec.Struct):
         rounds = 0 if first.period else min(most_rounds, len(first) // period)
         size = rounds * period or min(len(first), most_rounds * period)
         self.todo = sorted([*first.cut(size, len(first)), *self.todo[1:]])
-        found, at = [], 0
+        unit = unit if size % unit == 0 else 1
+        found, at, num_units = [], 0, size // unit
         for number, (owner, width) in enumerate(parts):
             if rounds:
                 spans = [comb(first.start + at, rounds, period, width)]
             else:
-                spans = first.cut(size * at // period, size * (at + width) // period)
+                spans = first.cut(num_units * at // period * unit, num_units * (at + width) // period * unit)
             at += width
             if spans:
                 found.append(self._add(first_number + number, owner, spans[0], width))
