@@ -293,7 +293,7 @@ def test_parts_are_not_cut_anew_for_one_that_does_not_read_this_epoch() -> None:
 @pytest.mark.parametrize("in_rounds", [True, False])
 @pytest.mark.parametrize("seed", range(40))
 def test_with_drop_last_no_batch_is_smaller_whoever_comes_and_goes(in_rounds: bool, seed: int) -> None:
-    """What somebody leaves behind is too little for a global batch of those who stay: it goes out in whole batches."""
+    """What somebody leaves behind is too little for a global batch of those who stay: it goes out by whole ones."""
     draw, data = random.Random(seed), Loader(4 * 37 + 3, 4, drop_last=True)
     leasing = Leasing(LeaseState(), in_rounds=in_rounds)
     here = {(f"worker-{k}", k + 1): Portion(4) for k in range(3)}

@@ -207,7 +207,7 @@ def test_one_that_left_in_order_leaves_its_leases_too_and_nothing_is_suspected(j
     job["worker-0"].ask(Leave())
     waiting = ask(job, "worker-1")
     assert waiting.wait(SECONDS).lease
-    assert not job.coordinator.membership.state.leases.epochs["a"][0].suspects
+    assert not job.coordinator.membership.state.leases.epochs["a"][0].doubts
 
 
 def test_whoever_has_nothing_to_do_gets_what_others_have_not_begun(jobs: Any) -> None:

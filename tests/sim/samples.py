@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
-from syncline.core.ledger import Suspect
+from syncline.core.ledger import Doubt
 from syncline.core.spans import Span
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class Samples:
         """A slice came back from a copy without these steps."""
         self._revoked.setdefault(number, set()).update(s for entry in entries for s in self.read.get(entry, ()))
 
-    def set_aside(self, epoch: int, suspects: Iterable[Suspect]) -> None:
-        for suspect in suspects:
-            self.excused.update((epoch, int(position)) for position in suspect.span.positions())
+    def set_aside(self, epoch: int, doubts: Iterable[Doubt]) -> None:
+        for doubt in doubts:
+            self.excused.update((epoch, int(position)) for position in doubt.span.positions())
 
     def applied(self, number: int, hosted: Hosted, fresh: Iterable[Entry]) -> None:
         """After each apply, on primary and backup: no sample twice in an epoch."""

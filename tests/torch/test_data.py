@@ -274,7 +274,7 @@ def test_a_sample_that_cannot_be_read_ends_the_loop_and_stays_with_the_worker_th
     assert epoch is not None
     assert [span.positions().tolist() for lease in epoch.of(job.owner) for span in lease.rest()] == [[8, 9, 10, 11]]
     desk.leasing.out(job.owner, failed=True)
-    assert [(one.span.start, one.span.stop, one.workers) for one in epoch.suspects] == [(8, 12, ["worker-0"])]
+    assert [(one.span.start, one.span.stop, one.workers) for one in epoch.doubts] == [(8, 12, ["worker-0"])]
 
 
 def test_a_script_that_goes_on_after_a_sample_that_cannot_be_read_keeps_it_from_nobody() -> None:

@@ -193,9 +193,9 @@ class Handing:
             self._tell(f"epoch {number + 1} of {name!r}", epoch)
 
     def _tell(self, which: str, epoch: Epoch) -> None:
-        for suspect in epoch.aside:
-            where = f"positions {suspect.span.start} to {suspect.span.stop - 1}"
-            workers = ", ".join(suspect.workers)
+        for doubt in epoch.aside:
+            where = f"positions {doubt.span.start} to {doubt.span.stop - 1}"
+            workers = ", ".join(doubt.workers)
             told = "syncline.data.samples_at says which they are"
             self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
         if epoch.num_passed_over:
