@@ -7,16 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from syncline.client.leases import Uses
 from syncline.client.samples import Samples
 from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Recall
 from syncline.core.leasing import SHARD_POSITIONS, LeaseState, Leasing
 from syncline.core.message import Done, Message
+from syncline.core.order import Order
 from syncline.core.spans import Span
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 
 SECONDS = 20.0
+
+
+def order(num_samples: int, seed: int, epoch: int) -> list[int]:
+    """The samples of an epoch, in its order."""
+    return Order(num_samples, seed, epoch).at(np.arange(num_samples)).tolist()
 
 
 class Desk:
@@ -27,6 +35,7 @@ class Desk:
         self.in_rounds = in_rounds
         self.change = threading.Condition(threading.RLock())
         self.is_away = self.loses_answers = False
+        self.is_gone = False  # for longer than anybody waits
         self.heard: list[Message] = []
         self.jobs = [FakeJob(self, rank, num_workers) for rank in range(num_workers)]
         self._stepping: set[FakeJob] = set(self.jobs)
@@ -65,6 +74,8 @@ class Desk:
     def answer(self, job: FakeJob, message: Message, *, once: bool = False) -> Message:
         until = time.monotonic() + SECONDS
         with self.change:
+            if self.is_gone:
+                raise WaitTimeout("no coordinator")
             if self.is_away and once:
                 raise ConnectionLost("away")
             self.change.wait_for(lambda: not self.is_away, SECONDS)
@@ -78,7 +89,7 @@ class Desk:
         leasing = self.leasing
         if isinstance(message, OpenEpoch):
             is_left = leasing.open(job.owner, message.loader, message.epoch, message.data, len(self.jobs))
-            return Opened(is_left, message.data.num_samples, 0, leasing.is_shared(message.loader))
+            return Opened(is_left, leasing.is_shared(message.loader))
         if isinstance(message, LeaveEpoch):
             epoch = leasing.epoch(message.loader, message.epoch)
             for use in message.passed_over:
@@ -140,6 +151,11 @@ class Desk:
             self._arrived.clear()
             self.num_rounds += 1
             self.change.notify_all()
+
+    def leased_to(self, worker: str) -> int:
+        """Samples that it has leased and not used."""
+        epochs = [epoch for epochs in self.leasing.state.epochs.values() for epoch in epochs.values()]
+        return sum(lease.num_left for e in epochs for lease in e.leases.values() if lease.worker == worker)
 
     @property
     def passed_over(self) -> int:

@@ -44,19 +44,6 @@ def take_all(at: Desk[str], owner: Identity) -> list[GivenLease]:
         found.append(given)
 
 
-def test_a_question_that_comes_behind_a_later_one_is_none() -> None:
-    """It was said in a connection that broke, and was said again since: answered, it would take away what is held."""
-    here = desk()
-    first = ask(here, ONE, "first", number=1, newest=0)["first"]
-    second = ask(here, ONE, "second", number=2, newest=first.lease)["second"]
-    assert not ask(here, ONE, "first again", number=1, newest=0)
-    epoch = here.leasing.epoch("a", 0)
-    assert epoch is not None
-    assert all(epoch.leases[one.lease].is_told for one in (first, second)), "and the worker has both"
-    third = ask(here, ONE, "third", number=3, newest=second.lease)["third"]
-    assert third.lease not in (first.lease, second.lease)
-
-
 def test_the_question_of_a_new_life_stays_when_the_leases_of_the_old_one_go_back() -> None:
     here = desk()
     take_all(here, ONE)

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from syncline.client.portion import Portion
+from syncline.core.handing import GivenLease
 from syncline.core.leasing import LeaseState, Leasing
 from syncline.core.ledger import Lease
 from syncline.core.loader import Loader
@@ -286,3 +288,37 @@ def test_parts_are_not_cut_anew_for_one_that_does_not_read_this_epoch() -> None:
     leasing.leave(B, "a", 0, [])
     assert leasing.ask(A, "a", 0, [A, B]).lease is not None
     assert leasing.recut("a", 0, [A, B]) == ()
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_with_drop_last_no_batch_is_smaller_whoever_comes_and_goes(in_rounds: bool, seed: int) -> None:
+    """What somebody leaves behind is too little for a global batch of those who stay: it goes out by whole ones."""
+    draw, data = random.Random(seed), Loader(4 * 37 + 3, 4, drop_last=True)
+    leasing = Leasing(LeaseState(), in_rounds=in_rounds)
+    here = {(f"worker-{k}", k + 1): Portion(4) for k in range(3)}
+    for owner in here:
+        leasing.open(owner, "a", 0, data, len(here))
+    epoch = leasing.epoch("a", 0)
+    assert epoch is not None
+    sizes: list[int] = []
+    while not epoch.is_finished:
+        owner = draw.choice(sorted(here))
+        portion = here[owner]
+        luck = draw.random()
+        if luck < 0.05 and len(here) > 1:
+            leasing.leave(owner, "a", 0, portion.leave([]).items(), portion.newest)
+            del here[owner]
+        elif luck < 0.1:
+            new = (f"worker-{len(sizes)}", 100 + len(sizes))
+            here.setdefault(new, Portion(4))
+        elif (piece := portion.cut()) is not None:
+            sizes.append(len(piece))
+            leasing.used([(piece.lease, piece.begin, piece.end)])
+        else:
+            answer = leasing.ask(owner, "a", 0, sorted(here), newest=portion.newest, given=portion.given)
+            for other in answer.recall:
+                leasing.gave_back(other, "a", 0, here[other].give_back(keeps_begun=False), here[other].newest)
+            if answer.lease is not None:
+                portion.take(GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step))
+    assert set(sizes) == {4} and sum(sizes) == (144 if in_rounds else 148)

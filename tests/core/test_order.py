@@ -8,13 +8,21 @@ import tracemalloc
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.order import ChunkedOrder, Order, order
+from syncline.core.order import ChunkedOrder, Order
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)
+
+
+def order(
+    num_samples: int, seed: int, epoch: int, start: int, stop: int, *, shuffle: bool = True
+) -> npt.NDArray[np.int64]:
+    """The samples at positions start … stop−1 of an epoch."""
+    return Order(num_samples, seed, epoch, shuffle).at(np.arange(start, stop))
 
 
 @given(num_samples=st.integers(0, 3000), seed=seeds, epoch=st.integers(0, 1000))

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.core.splits import Share
+from syncline.core.splits import ByRank
 
 shares = st.fixed_dictionaries(
     {
@@ -19,14 +19,14 @@ shares = st.fixed_dictionaries(
 )
 
 
-def batches(share: Share) -> list[list[int]]:
+def batches(share: ByRank) -> list[list[int]]:
     return [list(range(*share.batch(k))) for k in range(share.num_batches)]
 
 
 @given(shares)
 @settings(max_examples=300)
 def test_the_shares_of_all_ranks_cover_every_position_once(given: dict[str, Any]) -> None:
-    world = [Share(rank=rank, **given) for rank in range(given["world_size"])]
+    world = [ByRank(rank=rank, **given) for rank in range(given["world_size"])]
     taken = [position for share in world for batch in batches(share) for position in batch]
     wide = given["batch_size"] * given["world_size"]
     num_expected = given["num_samples"]
@@ -38,8 +38,8 @@ def test_the_shares_of_all_ranks_cover_every_position_once(given: dict[str, Any]
 @given(shares)
 def test_a_global_batch_is_the_same_positions_for_any_number_of_workers(given: dict[str, Any]) -> None:
     """What makes a synchronous job comparable with one process that takes the whole global batch."""
-    world = [batches(Share(rank=rank, **given)) for rank in range(given["world_size"])]
-    alone = Share(given["num_samples"], given["batch_size"] * given["world_size"], drop_last=given["drop_last"])
+    world = [batches(ByRank(rank=rank, **given)) for rank in range(given["world_size"])]
+    alone = ByRank(given["num_samples"], given["batch_size"] * given["world_size"], drop_last=given["drop_last"])
     for k, expected in enumerate(batches(alone)):
         parts = [rank[k] for rank in world if k < len(rank)]
         assert [position for part in parts for position in part] == expected
@@ -48,7 +48,7 @@ def test_a_global_batch_is_the_same_positions_for_any_number_of_workers(given: d
 @given(shares)
 def test_no_batch_is_empty_or_too_large_and_only_the_last_is_partial(given: dict[str, Any]) -> None:
     for rank in range(given["world_size"]):
-        share = Share(rank=rank, **given)
+        share = ByRank(rank=rank, **given)
         sizes = [len(batch) for batch in batches(share)]
         assert all(size == given["batch_size"] for size in sizes[:-1])
         assert all(1 <= size <= given["batch_size"] for size in sizes[-1:])
@@ -57,17 +57,17 @@ def test_no_batch_is_empty_or_too_large_and_only_the_last_is_partial(given: dict
 
 def test_the_last_global_batch_is_shared_evenly() -> None:
     """Ten samples, three workers, batches of two: six whole, then four in parts of 1, 1 and 2."""
-    world = [Share(10, 2, rank, 3) for rank in range(3)]
+    world = [ByRank(10, 2, rank, 3) for rank in range(3)]
     assert [batches(share) for share in world] == [[[0, 1], [6]], [[2, 3], [7]], [[4, 5], [8, 9]]]
 
 
 def test_a_rank_without_a_part_of_the_last_batch_has_one_batch_less() -> None:
-    assert [Share(7, 2, rank, 3).num_batches for rank in range(3)] == [1, 1, 2]
-    assert [Share(1, 4, rank, 3).num_batches for rank in range(3)] == [0, 0, 1]
-    assert [Share(7, 2, rank, 3, drop_last=True).num_batches for rank in range(3)] == [1, 1, 1]
+    assert [ByRank(7, 2, rank, 3).num_batches for rank in range(3)] == [1, 1, 2]
+    assert [ByRank(1, 4, rank, 3).num_batches for rank in range(3)] == [0, 0, 1]
+    assert [ByRank(7, 2, rank, 3, drop_last=True).num_batches for rank in range(3)] == [1, 1, 1]
 
 
 def test_the_share_of_a_billion_samples_is_arithmetic() -> None:
-    share = Share(10**9, 64, 7, 8)
+    share = ByRank(10**9, 64, 7, 8)
     assert share.num_batches == 1_953_125
     assert share.batch(share.num_batches - 1) == (10**9 - 64, 10**9)

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.leased import Desk, FakeJob, alone
+from tests.leased import Desk, FakeJob, alone, order
 
 from syncline.core.leasing import SHARD_POSITIONS
-from syncline.core.order import order
 from syncline.data import ArraySource, IterableSource, batches, samples_at
 from syncline.data import batching as module
 from syncline.errors import ConfigError
@@ -70,9 +69,9 @@ def test_shards_too() -> None:
 def test_each_call_with_a_source_is_its_next_epoch() -> None:
     job, one, two = alone(), numbers(20), numbers(20)
     epochs = [list(itertools.chain(*train(job, source, shuffle=True))) for source in (one, two, one)]
-    assert epochs == [order(20, 0, epoch, 0, 20).tolist() for epoch in (0, 0, 1)]
+    assert epochs == [order(20, 0, epoch) for epoch in (0, 0, 1)]
     assert train(job, one, epoch=1) == [], "the job has finished it"
-    assert list(itertools.chain(*train(job, one, shuffle=True, epoch=7))) == order(20, 0, 7, 0, 20).tolist()
+    assert list(itertools.chain(*train(job, one, shuffle=True, epoch=7))) == order(20, 0, 7)
     assert set(job.desk.leasing.state.loaders) == {"loader-0", "loader-1"}
 
 
@@ -122,7 +121,7 @@ class Slotted:
 def test_a_source_without_weak_references_is_known_again() -> None:
     job, source = alone(), Slotted()
     epochs = [list(itertools.chain(*train(job, source, shuffle=True))) for _ in range(2)]
-    assert epochs == [order(8, 0, epoch, 0, 8).tolist() for epoch in range(2)]
+    assert epochs == [order(8, 0, epoch) for epoch in range(2)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.roles.played import SECONDS, Job, jobs, until
 
-from syncline.core.control import Beat, Install, Leave, Over
+from syncline.core.control import Beat, Install, Leave, Over, Rejoin
 from syncline.core.handing import (
     AskLease,
     AskUses,
@@ -19,9 +19,10 @@ from syncline.core.handing import (
     Recall,
 )
 from syncline.core.loader import Loader
+from syncline.core.message import Message
 from syncline.core.slices import Copy
 from syncline.errors import ConfigError
-from syncline.net.rpc import Call
+from syncline.net.rpc import Call, Request
 
 __all__ = ["jobs"]
 DATA = Loader(64, 4)
@@ -31,7 +32,7 @@ def begin(jobs: Any, policy: str = "async", data: Loader = DATA, **settings: Any
     job: Job = jobs(policy=policy, **settings).begin()
     job.register()
     for name in ("worker-0", "worker-1"):
-        assert job[name].ask(OpenEpoch("a", 0, data)) == Opened(True, data.num_samples, 0)
+        assert job[name].ask(OpenEpoch("a", 0, data)) == Opened(True)
     return job
 
 
@@ -96,6 +97,24 @@ def test_the_epoch_is_finished_by_the_servers_word_and_stays_so(jobs: Any) -> No
     assert not again.coordinator.handing.leasing.open(("worker-0", 9), "a", 0, DATA, 2)
 
 
+def test_what_a_backup_was_not_told_is_confirmed_to_it_when_it_is_promoted(jobs: Any) -> None:
+    """A word that nobody answers may get lost: the backup still has what was confirmed long ago, and says so."""
+    job = begin(jobs, replicas=2)
+    one = lease(job, "worker-0")
+    uses = [(one.lease, 0, len(one.span))]
+    used(job, one)
+    until(lambda: bool(primary(job).all(Confirm)), "it is kept")
+    name, backup = job.seats()[0]
+    job.kill(name)
+    until(lambda: job.seats()[0][0] == backup, "the backup is promoted")
+    before = len(job[backup].all(Confirm))
+    num_done = job.coordinator.membership.state.leases.epochs["a"][0].num_done
+    job[backup].ask(Beat(uses=uses))
+    until(lambda: len(job[backup].all(Confirm)) > before, "it may forget that now")
+    assert job[backup].all(Confirm)[-1].uses == uses
+    assert job.coordinator.membership.state.leases.epochs["a"][0].num_done == num_done == len(one.span)
+
+
 def test_what_is_not_kept_is_not_confirmed(jobs: Any) -> None:
     job = begin(jobs)
     one = lease(job, "worker-0")
@@ -129,13 +148,66 @@ def test_the_dead_ones_leases_go_back_after_the_server_has_said_what_counts(jobs
     assert read == sorted(set(range(64)) - set(first.span.positions(0, 4).tolist()))
 
 
+def come_back(job: Job, name: str) -> Any:
+    """The worker's connection breaks and it makes another. The old one, as the coordinator has it."""
+    before = job.coordinator.endpoints[name]
+    job[name].connect()
+    job[name].ask(Rejoin(name, job[name].incarnation))
+    return before
+
+
+def comes_late(job: Job, connection: Any, message: Message) -> None:
+    """It was read from this connection before that ended, by a thread that stood still since."""
+    job.coordinator.handle(Request(connection, 99, message, (), None))
+
+
+def test_a_question_of_a_connection_before_is_none(jobs: Any) -> None:
+    """Answered, it would take away what the worker was given since."""
+    job = begin(jobs)
+    before = come_back(job, "worker-0")
+    both = [lease(job, "worker-0").lease, lease(job, "worker-0").lease]
+    comes_late(job, before, AskLease("a", 0, [], newest=0))
+    epoch = job.coordinator.membership.state.leases.epochs["a"][0]
+    assert list(epoch.leases) == both and all(one.is_told for one in epoch.leases.values())
+
+
+def test_a_question_that_comes_when_its_loop_was_left_is_none(jobs: Any) -> None:
+    """The lease would be of nobody who reads: the worker has forgotten the question with its loop."""
+    job = begin(jobs)
+    before = come_back(job, "worker-0")
+    job["worker-0"].ask(LeaveEpoch("a", 0, [], [], 0))
+    comes_late(job, before, AskLease("a", 0, [], newest=0))
+    assert sum(len(one.span) for one in take_all(job, "worker-1")) == 64
+
+
+def test_a_loop_that_is_open_again_is_not_left_by_a_word_of_before(jobs: Any) -> None:
+    """Said twice, since the connection broke, it would give to others what the worker reads since."""
+    job = begin(jobs)
+    before = come_back(job, "worker-0")
+    job["worker-0"].ask(LeaveEpoch("a", 0, [], [], 0))
+    job["worker-0"].ask(OpenEpoch("a", 0, DATA))
+    first = lease(job, "worker-0")
+    comes_late(job, before, LeaveEpoch("a", 0, [], [], 0))
+    assert first.lease in job.coordinator.membership.state.leases.epochs["a"][0].leases
+
+
+def test_who_waits_is_answered_where_it_asked_last(jobs: Any) -> None:
+    job = begin(jobs)
+    leases = take_all(job, "worker-0")
+    before = come_back(job, "worker-1")
+    waiting = ask(job, "worker-1", waits=True)
+    comes_late(job, before, AskLease("a", 0, [], waits=True))
+    used(job, *leases)
+    assert waiting.wait(SECONDS).is_finished
+
+
 def test_one_that_left_in_order_leaves_its_leases_too_and_nothing_is_suspected(jobs: Any) -> None:
     job = begin(jobs)
     take_all(job, "worker-0")
     job["worker-0"].ask(Leave())
     waiting = ask(job, "worker-1")
     assert waiting.wait(SECONDS).lease
-    assert not job.coordinator.membership.state.leases.epochs["a"][0].suspects
+    assert not job.coordinator.membership.state.leases.epochs["a"][0].doubts
 
 
 def test_whoever_has_nothing_to_do_gets_what_others_have_not_begun(jobs: Any) -> None:

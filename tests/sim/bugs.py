@@ -54,5 +54,7 @@ BUGS: dict[str, tuple[str, int]] = {
         "what a dead worker has committed counts in a round that is closed after it",
         1_000_097,
     ),
+    "word_of_before": ("what a worker says of leases counts also over a connection that was replaced", 1_000_039),
+    "confirmed_is_lost": ("with what was used and not confirmed, what was confirmed is forgotten too", 47),
     "given_once": ("what a worker has given back it says once, whether or not that was kept", 71),
 }

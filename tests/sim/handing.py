@@ -45,11 +45,16 @@ class Handing(Planning):
     def _may_ask(self, session: Session, frame: Frame) -> bool:
         return self._is_member(frame) and self.membership.formed and not session.is_ghost
 
+    def _hears(self, session: Session, frame: Frame) -> bool:
+        """Nothing of what comes over a connection that was replaced."""
+        is_latest = session is self.links.get(frame.name) or "word_of_before" in self.job.bugs
+        return self._may_ask(session, frame) and is_latest
+
     def _reply(self, session: Session, kind: str, body: Any) -> None:
         self.answer(session, Frame(kind, "coordinator", 0, self.state.generation, self.term, body))
 
     def on_open_epoch(self, session: Session, frame: Frame) -> None:
-        if self._may_ask(session, frame):
+        if self._hears(session, frame):
             (number, data), owner = frame.body, (frame.name, frame.incarnation)
             workers = max(1, len(self.desk.taking_part()))
             is_left = self.desk.leasing.open(owner, LOADER, number, data, workers)
@@ -57,7 +62,7 @@ class Handing(Planning):
             self.answer_all()
 
     def on_ask_lease(self, session: Session, frame: Frame) -> None:
-        if self._may_ask(session, frame):
+        if self._hears(session, frame):
             number, message = frame.body
             self.desk.ask((frame.name, frame.incarnation), message, (session, number), self.world.now)
             self.answer_all()
@@ -65,16 +70,16 @@ class Handing(Planning):
                 self._ask_uses()
 
     def on_leave_epoch(self, session: Session, frame: Frame) -> None:
-        if self._may_ask(session, frame):
+        if self._hears(session, frame):
             self.desk.leave((frame.name, frame.incarnation), frame.body)
             self.kept_first.append((session, "left_epoch", (frame.body.epoch,)))
             self.answer_all()
 
     def on_gave_back(self, session: Session, frame: Frame) -> None:
         if self._may_ask(session, frame):
-            number, owner, leases = frame.body  # who was meant: a new life may answer for it
+            number, owner, leases, newest = frame.body  # who was meant: a new life may answer for it
             self.recalls.pop((owner, number), None)
-            self.desk.leasing.gave_back(owner, LOADER, number, leases)
+            self.desk.leasing.gave_back(owner, LOADER, number, leases, newest)
             self.answer_all()
 
     def answer_all(self) -> None:
@@ -183,6 +188,20 @@ class Handing(Planning):
         if "back_before_fence" in self.job.bugs:
             self.desk.out({owner: True}, ())
 
+    def unconfirmed(self) -> set[tuple[int, int]]:
+        """What the report of lost uses is about: epochs and positions that are leased and not known to be done."""
+        return {
+            (number, int(position))
+            for number, epoch in self.state.leases.epochs.get(LOADER, {}).items()
+            for lease in epoch.leases.values()
+            for span in lease.rest()
+            for position in span.positions()
+        }
+
     def uses_are_lost(self) -> None:
         """Slice 0 came back from a copy: the workers that live say what they have used."""
+        if "confirmed_is_lost" in self.job.bugs:
+            for epoch in self.state.leases.epochs.get(LOADER, {}).values():
+                for lease in epoch.leases.values():
+                    lease.done = []
         self.desk.uses_are_lost()

@@ -159,7 +159,8 @@ class Host(SimMember):
             self._enqueue((((who, clock, (), False),),))
         self.waiting.setdefault((who, clock), []).append((session, request))
         first = self.hosted.get(0) if 0 in self.primaries() else None
-        if first is not None and first.epoch and first.state.clocks.get(who, 0) >= clock:
+        is_there = first is not None and first.epoch and first.state.clocks.get(who, 0) >= clock
+        if first is not None and is_there and verdict.kind != "late":
             first.state.used(item.uses)  # it came from a copy, without what was used; other slices may lack this step
         self._take(verdict)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from syncline.config import JobConfig
 from syncline.core.changes import Change
+from syncline.core.membership import JobState
 from syncline.core.policy import parse_policy
 
 from .coordinator import Coordinator
@@ -93,7 +94,7 @@ class Job:
         if self.finished >= set(self.scenario.scripts):
             coordinator = self.world.current["coordinator"]
             if isinstance(coordinator, Coordinator) and coordinator.released:
-                self.ledger.final(self.primaries(coordinator))
+                self.ledger.final(self.primaries(coordinator.state))
             self.world.ended = True
 
     # -- launcher -----------------------------------------------------------------------------------------
@@ -166,18 +167,18 @@ class Job:
 
     # -- looking ------------------------------------------------------------------------------------------
 
-    def primaries(self, coordinator: Coordinator) -> dict[int, Hosted | None]:
+    def primaries(self, state: JobState) -> dict[int, Hosted | None]:
         found: dict[int, Hosted | None] = {}
-        for number, seat in coordinator.state.seats.items():
-            member = coordinator.state.members.get(seat.primary)
-            if member is not None and member.address is not None and number not in coordinator.state.lost:
+        for number, seat in state.seats.items():
+            member = state.members.get(seat.primary)
+            if member is not None and member.address is not None and number not in state.lost:
                 server: Any = self.world.processes[member.address.unix]
                 found[number] = server.hosted.get(number)
         return found
 
     def released(self, coordinator: Coordinator, change: Change) -> None:
         if not coordinator.state.lost:
-            self.ledger.released(self.primaries(coordinator), change.fenced.items())
+            self.ledger.released(self.primaries(coordinator.state), change.fenced.items())
 
     def why(self) -> str:
         """For whom everything waits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
 from syncline.core.policy import Policy
@@ -151,15 +151,22 @@ class Ledger:
         if not self.server_losses:
             self.fail(f"{text}: reported, and no server was lost")
         self.doubles.update(workers or self.fenced)
-        self.samples.reported(entry for entry in self.sent if entry[:2] in self.doubles)
+        open_ = [entry for entry in self.sent if entry[:2] in self.doubles and entry not in self.acknowledged]
+        self.samples.reported(open_)
         self.reports.append(text)
 
-    def report_restored(self, numbers: Iterable[int], epoch: int, num_revoked: int, is_double: bool) -> None:
-        for number in numbers:
+    def report_restored(
+        self, slices: dict[int, Hosted | None], epoch: int, num_revoked: int, is_double: bool, uses: Container[Sample]
+    ) -> None:
+        """`uses`: samples that are leased and not done by what the coordinator has kept, where slice 0 is among them;
+        else none."""
+        for number, hosted in slices.items():
             self.epochs[number] = epoch
             if num_revoked or is_double:
                 self.revoked[number] = self.world.now
-        self.samples.reported(self.sent)
+                there = hosted.ledger if hosted is not None else ()
+                self.samples.revoked(number, [entry for entry in self.sent if entry not in there])
+        self.samples.reported(self.sent, uses)
         self.reports.append(f"{num_revoked} acknowledged updates were revoked")
 
     # -- moments ------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ class Planning(Process):
 
     def uses_are_lost(self) -> None: ...
 
+    def unconfirmed(self) -> set[tuple[int, int]]: ...  # type: ignore[empty-body]
+
     # -- plans --------------------------------------------------------------------------------------------
 
     def sizes(self) -> dict[int, int]:
@@ -177,7 +179,9 @@ class Planning(Process):
         lost, state.lost = state.lost, []
         state.num_revoked += restoring["revoked"]
         # Said before it is kept: a crash in between says it twice, the other order would say nothing.
-        self.job.ledger.report_restored(lost, restoring["epoch"], restoring["revoked"], self.departed)
+        uses = self.unconfirmed() if 0 in lost else set()
+        slices = {number: hosted for number, hosted in self.job.primaries(state).items() if number in lost}
+        self.job.ledger.report_restored(slices, restoring["epoch"], restoring["revoked"], self.departed, uses)
         if 0 in lost:
             self.uses_are_lost()
         if not self.keep():

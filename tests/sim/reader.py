@@ -99,9 +99,17 @@ class Reader(Worker):
         draw = self.world.draw("leaves early", self.name, self.place)
         return draw < 0.15 and self.name != "worker-0" and self.num_steps >= draw * 30
 
+    def _forget_question(self) -> None:
+        """What it has asked is on its way, or the answer is; its connection may break right then."""
+        if self.asks.pop("ask_lease", None) is None or self.world.draw("breaks", self.name, self.place) > 0.5:
+            return
+        session = self.world.sessions.get((self.life, self.world.current["coordinator"].life))
+        if session is not None:
+            self.world.break_session(session, ("leaves", self.life, self.place))
+
     def _read(self) -> None:
         if self.piece is None and not self.is_finished and self._leaves_early():
-            self.asks.pop("ask_lease", None)
+            self._forget_question()
             self.phase = "end"
             self._end()
             return
@@ -147,7 +155,7 @@ class Reader(Worker):
         given = [] if "given_once" in self.job.bugs else self.portion.given
         message = AskLease(
             LOADER, self.place, self.uses.held(self.portion.numbers), self.portion.num_left,
-            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, given, self.num_asked,
+            self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, given,
         )  # fmt: skip
         self._ask_for("ask_lease", (self.num_asked, message))
 
@@ -179,9 +187,10 @@ class Reader(Worker):
         if self.heed(session, frame):
             is_here = self.phase == "read" and frame.body[0] == self.place
             before = self.portion.given if "given_once" in self.job.bugs else []
+            newest = self.portion.newest if is_here else None
             given = self.portion.give_back(keeps_begun=False) if is_here else []
             given = [one for one in given if one not in before]
-            self.reply(session, "gave_back", (*frame.body, given))
+            self.reply(session, "gave_back", (*frame.body, given, newest))
 
     def on_ask_uses(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):

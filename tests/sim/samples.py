@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
-from syncline.core.ledger import Suspect
+from syncline.core.ledger import Doubt
 from syncline.core.spans import Span
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class Samples:
         self.read: dict[Entry, tuple[Sample, ...]] = {}
         self.late: set[Entry] = set()  # steps that count for nothing
         self.excused: set[Sample] = set()  # by what the coordinator has reported, or set aside
+        self._revoked: dict[int, set[Sample]] = {}  # by slice: of steps that are not on it, as reported
         self._leases: dict[int, tuple[str, int, Span]] = {}
 
     # -- events -------------------------------------------------------------------------------------------
@@ -37,14 +38,19 @@ class Samples:
         if known != (name, incarnation, span):
             self.fail(f"lease {number} is given to {name}, {incarnation}, for {span}; it was {known} before")
 
-    def reported(self, entries: Iterable[Entry]) -> None:
-        """What these steps have used is reported: it may be in no step, or in two."""
+    def reported(self, entries: Iterable[Entry], among: Container[Sample] | None = None) -> None:
+        """What these steps have used is reported, `among` others or as it is: it may be in no step, or in two."""
         for entry in entries:
-            self.excused.update(self.read.get(entry, ()))
+            used = self.read.get(entry, ())
+            self.excused.update(sample for sample in used if among is None or sample in among)
 
-    def set_aside(self, epoch: int, suspects: Iterable[Suspect]) -> None:
-        for suspect in suspects:
-            self.excused.update((epoch, int(position)) for position in suspect.span.positions())
+    def revoked(self, number: int, entries: Iterable[Entry]) -> None:
+        """A slice came back from a copy without these steps."""
+        self._revoked.setdefault(number, set()).update(s for entry in entries for s in self.read.get(entry, ()))
+
+    def set_aside(self, epoch: int, doubts: Iterable[Doubt]) -> None:
+        for doubt in doubts:
+            self.excused.update((epoch, int(position)) for position in doubt.span.positions())
 
     def applied(self, number: int, hosted: Hosted, fresh: Iterable[Entry]) -> None:
         """After each apply, on primary and backup: no sample twice in an epoch."""
@@ -62,12 +68,13 @@ class Samples:
     # -- the end ------------------------------------------------------------------------------------------
 
     def final(self, primaries: dict[int, Hosted | None]) -> None:
-        """Every sample of every epoch is applied."""
+        """Every sample of every epoch is applied, or revoked on this slice."""
         wanted = {(epoch, position) for epoch in range(self.epochs) for position in range(self.num_samples)}
         for number, hosted in primaries.items():
             if hosted is None:
                 continue
             self.applied(number, hosted, hosted.ledger)
-            missing = sorted(wanted - set(hosted.samples or ()) - self.excused)
+            there = set(hosted.samples or ()) | self._revoked.get(number, set())
+            missing = sorted(wanted - there - self.excused)
             if missing:
                 self.fail(f"{len(missing)} samples are not applied on slice {number}: {missing[:5]}")

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 MASK = (1 << 64) - 1
+#: So many broken connections to a coordinator are read to their end late, when there is another one already.
+SLOW = 0.4
 
 
 class Violation(AssertionError):
@@ -64,13 +66,14 @@ class Flight:
 class Session:
     """A connection that one process has made to another; in order within each direction, like TCP."""
 
-    __slots__ = ("ends", "flying", "heard", "is_broken", "is_ghost", "last", "log")
+    __slots__ = ("ends", "flying", "heard", "is_broken", "is_ghost", "last", "log", "slow_seconds")
 
     def __init__(self, initiator: Process, target: Process) -> None:
         self.ends = (initiator, target)
         self.is_broken, self.is_ghost = False, False
         self.heard: set[Process] = set()  # ends that know that it is broken
         self.last = [0.0, 0.0]
+        self.slow_seconds = 0.0  # how much later than it came, when it is broken, the target reads what it was told
         self.flying: tuple[deque[Flight], deque[Flight]] = (deque(), deque())
         self.log: deque[Frame] = deque(maxlen=24)  # what the initiator said last
 
@@ -248,6 +251,9 @@ class World:
             flying.popleft()
         if flight.lost or flight.session.is_ghost:
             return
+        if way == 0 and flight.session.slow_seconds:
+            self.at(self.now + flight.session.slow_seconds, lambda: self._give(flight))
+            return
         wall = self.walls.get((flight.session.ends[way].name, flight.target.name), 0.0)
         if wall > self.now:  # put up after it was sent: it is sent again when the wall is gone
             flying.appendleft(flight)
@@ -271,6 +277,10 @@ class World:
             keep = int(self.draw(key, "cut", session.ends[0].name, session.ends[1].name, way) * (len(flying) + 1))
             for flight in list(flying)[keep:]:
                 flight.lost = True
+        if session.ends[1].role == "coordinator" and self.draw(key, "slow", session.ends[0].name) < SLOW:
+            # The thread that reads it stands still meanwhile, and others that read later connections go on.
+            session.slow_seconds = 0.3 * self.draw(key, "slow seconds", session.ends[0].name)
+            session.last[0] += session.slow_seconds
         for way, end in enumerate(session.ends):
             late = 0.3 + 0.9 * self.draw(key, "late", end.name) if (end is deaf or silent) else 0.001
             self.at(max(self.now, session.last[1 - way]) + late, lambda end=end: self._hear(session, end))

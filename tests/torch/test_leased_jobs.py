@@ -16,7 +16,7 @@ import torch.utils.data
 
 import syncline
 from syncline.client.job import Job
-from syncline.core.ledger import Suspect
+from syncline.core.ledger import Doubt
 from syncline.core.spans import Span
 from syncline.roles.coordinator import handing
 from syncline.testing import local_job
@@ -105,7 +105,7 @@ def test_the_end_of_a_job_names_what_was_passed_over_and_set_aside(tmp_path: pat
         iter(DataLoader(Numbers(12), 3, job=jobs[0], name="begun"))
         epoch = coordinator.handing.leasing.epoch("begun", 0)
         assert epoch is not None
-        epoch.aside.append(Suspect(Span(3, 6), ["worker-0", "worker-1"]))
+        epoch.aside.append(Doubt(Span(3, 6), ["worker-0", "worker-1"]))
     assert list(coordinator.events)[-2:] == [
         "epoch 1 of 'read': 7 samples were read and used in no step",
         "epoch 1 of 'begun': the samples at positions 3 to 5 were set aside: worker-0, worker-1 died at them; "

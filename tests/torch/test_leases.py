@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
-from tests.leased import Desk, FakeJob
+from tests.leased import Desk, FakeJob, order
 
 from syncline.client import times
 from syncline.client.leases import Uses
 from syncline.core.handing import LeaveEpoch
-from syncline.core.order import order
 from syncline.torch.data import DataLoader
 
 
@@ -76,7 +75,7 @@ def test_rounds_are_the_global_batches_of_the_order(num_samples: int, batch_size
     """Round k is exactly the next num_workers × batch_size positions, each worker's part in the order of ranks."""
     world = epoch_of(Desk(num_workers), num_samples, batch_size, shuffle=True, seed=9)
     rounds = [list(itertools.chain(*parts)) for parts in itertools.zip_longest(*world, fillvalue=[])]
-    expected, wide = order(num_samples, 9, 0, 0, num_samples).tolist(), num_workers * batch_size
+    expected, wide = order(num_samples, 9, 0), num_workers * batch_size
     assert rounds[: num_samples // wide] == [expected[k * wide : (k + 1) * wide] for k in range(num_samples // wide)]
     assert sorted(itertools.chain(*rounds)) == list(range(num_samples))
 
@@ -118,9 +117,9 @@ def test_a_recall_in_the_middle_takes_what_is_not_begun_and_nothing_else(num_wor
     slow = iter(DataLoader(Numbers(400), 4, num_workers=num_workers, job=desk[0]))
     mine = [next(slow).tolist(), next(slow).tolist()]
     desk[0].step()
-    before = desk.leasing.shares("loader-0")["worker-0"]
+    before = desk.leased_to("worker-0")
     desk.recall(desk[0].owner, "loader-0", 0)
-    assert desk.leasing.shares("loader-0").get("worker-0", 0) < before
+    assert desk.leased_to("worker-0") < before
 
     def work(job: FakeJob) -> list[list[int]]:
         found = []
@@ -140,7 +139,7 @@ def test_a_coordinator_that_is_away_stops_nobody_who_has_leases() -> None:
     batches = iter(DataLoader(Numbers(2000), 10, job=job))
     read = [next(batches).tolist()]
     job.step()
-    leased = desk.leasing.shares("loader-0")["worker-0"]
+    leased = desk.leased_to("worker-0")
     assert leased >= 1000, "half of all, and more that was asked for ahead"
     with desk.change:
         desk.is_away = True
@@ -200,6 +199,28 @@ def test_a_lease_on_its_way_goes_back_with_the_loop_that_is_left() -> None:
         return found
 
     assert desk.run(work)[1] == list(range(num_read, 200))
+
+
+def test_a_loop_that_is_left_while_the_coordinator_is_away_is_left_when_it_is_back() -> None:
+    """It was away for longer than anybody waits for it. What was leased for that loop would be nobody's."""
+    desk = Desk(2, in_rounds=False)
+    batches = iter(DataLoader(Numbers(40), 4, job=desk[0]))
+    next(batches)
+    desk[0].step()
+    desk.is_gone = True
+    del batches
+    desk.is_gone = False
+    assert not any(isinstance(message, LeaveEpoch) for message in desk.heard)
+    desk[0].samples.let_go()  # as whatever it does next
+
+    def work(job: FakeJob) -> list[int]:
+        found: list[int] = []
+        for batch in DataLoader(Numbers(40), 4, job=job) if job.rank == 1 else ():
+            found += batch.tolist()
+            job.step()
+        return found
+
+    assert desk.run(work)[1] == list(range(4, 40))
 
 
 def test_who_is_through_waits_for_the_end_and_takes_part_in_no_round_meanwhile() -> None:

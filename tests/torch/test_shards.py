@@ -120,7 +120,7 @@ def test_a_lease_behind_the_end_of_a_shard_is_nothing() -> None:
             desk[0].step()
     desk.leasing.out(desk[0].owner, failed=True)
     epoch = desk.leasing.epoch("loader-0", 0)
-    assert epoch is not None and [one.span.stop - one.span.start for one in epoch.suspects] == [4]
+    assert epoch is not None and [one.span.stop - one.span.start for one in epoch.doubts] == [4]
     desk.jobs.pop(0)
     assert train(DataLoader(Files([6]), 4, job=desk[0]), desk[0]) == [[4, 5]] and desk.left == 0
 

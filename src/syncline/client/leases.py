@@ -64,7 +64,6 @@ class Uses:
         self._committed: dict[int, list[Places]] = {}
         self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
-        self.num_questions = 0  # asked so far
         self.num_loops = 0  # that this worker is in
         self._over: set[int] = set()  # leases of the last epoch that is over
 
@@ -168,9 +167,10 @@ class Reading:
         self._asked: Asked | None = None
         self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = times.measured  # samples and seconds of work, as last said
+        self._untold: list[LeaveEpoch] = []  # what the coordinator is still to hear of the end of this loop
         answer = asks.ask(OpenEpoch(loader, epoch, data))
         assert isinstance(answer, Opened)
-        self.num_samples, self.num_done, self._is_finished = answer.num_samples, answer.num_done, not answer.is_left
+        self._is_finished = not answer.is_left
         times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
         uses.num_loops += 1
         self.is_shared = answer.is_shared  #: whether all workers come to this loader's epochs, by what is known
@@ -201,11 +201,10 @@ class Reading:
     def _question(self, *, waits: bool) -> AskLease:
         samples, seconds = self._times.measured
         before, self._told = self._told, (samples, seconds)
-        self._uses.num_questions += 1
-        portion, number = self._portion, self._uses.num_questions
+        portion = self._portion
         return AskLease(
             self.loader, self.epoch, self._uses.held(portion.numbers), portion.num_left,
-            samples - before[0], seconds - before[1], waits, portion.newest, portion.given, number,
+            samples - before[0], seconds - before[1], waits, portion.newest, portion.given,
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:
@@ -267,15 +266,20 @@ class Reading:
 
     def leave(self, unread: list[Piece], *, passes_over: bool) -> int:
         """The loop is left: what was not given to the script goes back, what it made no step with is passed over. How
-        many samples that are."""
+        many samples that are. The coordinator hears of it by `tell_left`."""
         given, numbers = self._portion.leave(unread), self._portion.numbers
         dropped = self._uses.drop(numbers) if passes_over else []
         passed_over = dropped + self._uses.drop_void(numbers)
         self._is_finished, was_finished = True, self._is_finished
         if given or passed_over or not was_finished:
-            self._asks.ask(
-                LeaveEpoch(self.loader, self.epoch, list(given.items()), passed_over, self._portion.newest)
-            )
+            newest = self._portion.newest
+            self._untold.append(LeaveEpoch(self.loader, self.epoch, list(given.items()), passed_over, newest))
         if was_finished:  # else a server may still be lost, with what it knows of them
             self._uses.forget(numbers)
         return sum(end - begin for _, begin, end in dropped)
+
+    def tell_left(self) -> None:
+        """Again, when no answer came before: others wait for what nobody reads here any more."""
+        while self._untold:
+            self._asks.ask(self._untold[0])
+            del self._untold[0]

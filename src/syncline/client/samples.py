@@ -38,6 +38,7 @@ class Samples:
         self._lock = threading.Lock()
         self._readings: dict[tuple[str, int], Reading] = {}
         self._failed: list[tuple[Reading, Piece]] = []  # batches that could not be read
+        self._left: list[Reading] = []  # loops that are over, which the coordinator has not heard yet
         self._names: set[str] = set()
         self._begun: set[object] = set()
         self.passes = Passes()  #: over sources that are read by themselves, without a loader
@@ -81,12 +82,22 @@ class Samples:
         if failed and unread:
             self._failed.append((reading, unread[0]))
         self.took(-reading.leave(unread[1:] if failed else unread, passes_over=passes_over))
+        self._left.append(reading)
+        self._tell_left()
 
     def let_go(self) -> None:
         """This worker goes on: what it could not read is for others to try."""
         while self._failed:
             reading, piece = self._failed.pop()
             reading.leave([piece], passes_over=False)
+            self._left.append(reading)
+        self._tell_left()
+
+    def _tell_left(self) -> None:
+        """Of loops that are left the coordinator hears, sooner or later: it may be away for longer than one waits."""
+        while self._left:
+            self._left[0].tell_left()
+            del self._left[0]
 
     def give_back(self, recall: Recall) -> GaveBack:
         """In the thread that hears the coordinator: what is not begun is others'."""

@@ -39,7 +39,6 @@ class Desk(Generic[R]):
         self._membership = membership
         self._leasing: Leasing | None = None  # once the policy is known
         self.asking: dict[str, Asked[R]] = {}
-        self._asked: dict[str, tuple[Identity, int]] = {}  # the number of each worker's last question
         self._used: set[Use] = set()  # known here, not kept yet
         self._late: set[Use] = set()  # likewise, of commits that were late
 
@@ -62,10 +61,7 @@ class Desk(Generic[R]):
     # -- what workers say ---------------------------------------------------------------------------------
 
     def ask(self, owner: Identity, message: AskLease, request: R, now: float) -> None:
-        known, number = self._asked.get(owner[0], (owner, 0))
-        if known == owner and message.number < number:
-            return
-        self._asked[owner[0]] = (owner, message.number)
+        """In the order in which the worker says it: nothing comes here over a connection that was replaced."""
         self.leasing.measured(owner[0], message.samples, message.seconds)
         self.asking[owner[0]] = Asked(owner, message, now, request)
 

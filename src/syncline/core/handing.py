@@ -19,14 +19,10 @@ class OpenEpoch(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """`is_left`: whether there is anything to read. The samples of the epoch, and how many of them are done.
-
-    `is_shared`: whether all workers come to this loader's epochs, by what is known.
-    """
+    """`is_left`: whether there is anything to read. `is_shared`: whether all workers come to this loader's epochs, by
+    what is known."""
 
     is_left: bool
-    num_samples: int
-    num_done: int
     is_shared: bool = True
 
 
@@ -37,8 +33,7 @@ class AskLease(Message, frozen=True):
     how much time of work since it asked last. `waits`: it takes part in no round, and is answered when there is more,
     or the epoch is finished; else also when all that is left is in others' hands. `newest`: the last lease that it
     has heard of; one that it was given after that got lost on the way, and is given once more. `given`: leases of
-    which it reads nothing from some place on; a coordinator may have died before it kept that. `number`: of this
-    question of this worker; one that comes behind a later one, from a connection that is gone, is none any more.
+    which it reads nothing from some place on; a coordinator may have died before it kept that.
     """
 
     loader: str
@@ -50,7 +45,6 @@ class AskLease(Message, frozen=True):
     waits: bool = False
     newest: int | None = None
     given: list[tuple[int, int]] = []
-    number: int = 0
 
 
 class GivenLease(Message, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -196,7 +196,9 @@ class Leasing:
         self._widths[name, number] = wide
         self.state.next_lease += len(owners)
         rounds = deal_rounds(sum(wide.values()), sum(self.speeds.get(one, 0.0) for one, _ in owners))
-        epoch.deal(first, [(one, wide[one[0]]) for one in owners], rounds)
+        data = self.state.loaders[name]
+        unit = data.batch if data.drop_last and not data.is_auto else 1  # nobody is given a smaller batch
+        epoch.deal(first, [(one, wide[one[0]]) for one in owners], rounds, unit)
         return self._untold(epoch, owner)
 
     def _is_elsewhere(self, owner: Identity, name: str, number: int) -> bool:
@@ -377,11 +379,3 @@ class Leasing:
         self._dry = {key: newest for key, newest in self._dry.items() if not matches(key)}
         for known in (self._opened, self._gone):
             known.difference_update([key for key in known if matches(key)])
-
-    def shares(self, name: str) -> Mapping[str, int]:
-        """Samples that each worker has leased now, in all epochs of a loader."""
-        found: dict[str, int] = {}
-        for epoch in self.state.epochs.get(name, {}).values():
-            for lease in epoch.leases.values():
-                found[lease.worker] = found.get(lease.worker, 0) + lease.num_left
-        return found

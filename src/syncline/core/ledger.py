@@ -59,7 +59,7 @@ class Lease(msgspec.Struct, array_like=True):
         return found
 
 
-class Suspect(msgspec.Struct, array_like=True):
+class Doubt(msgspec.Struct, array_like=True):
     """A batch at which workers failed."""
 
     span: Span
@@ -75,8 +75,8 @@ class Epoch(msgspec.Struct):
     leases: dict[int, Lease] = {}
     num_done: int = 0
     num_passed_over: int = 0  # read, and in no step
-    suspects: list[Suspect] = []
-    aside: list[Suspect] = []
+    doubts: list[Doubt] = []
+    aside: list[Doubt] = []
 
     @property
     def num_todo(self) -> int:
@@ -92,27 +92,29 @@ class Epoch(msgspec.Struct):
     # -- handing out --------------------------------------------------------------------------------------
 
     def lease(self, number: int, owner: Identity, most: int) -> Lease | None:
-        """The next that is to do, at most so much; a suspect is handed out alone."""
+        """The next that is to do, at most so much; a doubt is handed out alone."""
         if not self.todo:
             return None
-        suspect = next((one.span for one in self.suspects if one.span in self.todo), None)
-        first = suspect or self.todo[0]
+        doubt = next((one.span for one in self.doubts if one.span in self.todo), None)
+        first = doubt or self.todo[0]
         self.todo.remove(first)
-        size = len(first) if suspect else min(most, len(first))
+        size = len(first) if doubt else min(most, len(first))
         taken, *pieces = first.cut(0, size) + first.cut(size, len(first))
         self.todo = sorted([*pieces, *self.todo])
-        return self._add(number, owner, taken, len(taken) if suspect else 0)
+        return self._add(number, owner, taken, len(taken) if doubt else 0)
 
-    def deal(self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int) -> list[Lease]:
+    def deal(
+        self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int, unit: int = 1
+    ) -> list[Lease]:
         """The next global batches, dealt out: of each, every worker gets as many samples as its part says.
 
-        What is too little for a global batch is cut by the same parts; of odd pieces that others have left every
-        worker gets one, so that rounds are as wide as they can be.
+        What is too little for a global batch is cut by the same parts, in multiples of `unit` where it is one; of odd
+        pieces that others have left every worker gets one, so that rounds are as wide as they can be.
         """
         if not self.todo:
             return []
         first, period = self.todo[0], sum(width for _, width in parts)
-        if any(one.span == first for one in self.suspects):
+        if any(one.span == first for one in self.doubts):
             owner = parts[first_number % len(parts)][0]
             return [lease] if (lease := self.lease(first_number, owner, len(first))) else []
         if len(first) < period and len(self.todo) > 1:
@@ -120,12 +122,13 @@ class Epoch(msgspec.Struct):
         rounds = 0 if first.period else min(most_rounds, len(first) // period)
         size = rounds * period or min(len(first), most_rounds * period)
         self.todo = sorted([*first.cut(size, len(first)), *self.todo[1:]])
-        found, at = [], 0
+        unit = unit if size % unit == 0 else 1
+        found, at, num_units = [], 0, size // unit
         for number, (owner, width) in enumerate(parts):
             if rounds:
                 spans = [comb(first.start + at, rounds, period, width)]
             else:
-                spans = first.cut(size * at // period, size * (at + width) // period)
+                spans = first.cut(num_units * at // period * unit, num_units * (at + width) // period * unit)
             at += width
             if spans:
                 found.append(self._add(first_number + number, owner, spans[0], width))
@@ -133,7 +136,7 @@ class Epoch(msgspec.Struct):
         return found
 
     def _deal_pieces(self, first_number: int, parts: Sequence[tuple[Identity, int]]) -> list[Lease]:
-        found, apart = [], {one.span for one in self.suspects}
+        found, apart = [], {one.span for one in self.doubts}
         for number, (owner, width) in enumerate(parts, first_number):
             first = next((span for span in self.todo if span not in apart), None)
             if first is None:
@@ -205,14 +208,14 @@ class Epoch(msgspec.Struct):
     def out(self, owner: Identity, *, failed: bool) -> int:
         """A life of a worker is over, and all that counts of it is marked: the rest is to do again.
 
-        `failed`: it died at the batch that comes next in its oldest lease, which is under suspicion by that.
+        `failed`: it died at the batch that comes next in its oldest lease, which is in doubt by that.
         """
         mine = sorted((lease for lease in self.of(owner)), key=lambda lease: lease.number)
         back: list[Span] = []
         for lease in mine:
             rest = lease.rest()
             if failed and lease.is_told and rest:
-                rest = self._suspect(owner[0], rest, lease.step or self.batch)
+                rest = self._doubt(owner[0], rest, lease.step or self.batch)
                 failed = False
             back += rest
             del self.leases[lease.number]
@@ -220,23 +223,23 @@ class Epoch(msgspec.Struct):
         return count(back)
 
     def _put_back(self, spans: Sequence[Span]) -> None:
-        apart = {one.span for one in self.suspects}
+        apart = {one.span for one in self.doubts}
         whole = joined([span for span in [*self.todo, *spans] if span not in apart])
         self.todo = sorted([*whole, *(span for span in [*self.todo, *spans] if span in apart)])
 
-    def _suspect(self, worker: str, rest: list[Span], step: int) -> list[Span]:
-        """The next batch is under suspicion: it is kept apart, and set aside when too many have failed at it."""
+    def _doubt(self, worker: str, rest: list[Span], step: int) -> list[Span]:
+        """The next batch is in doubt: it is kept apart, and set aside when too many have failed at it."""
         head, *others = rest
-        batch = head if any(one.span == head for one in self.suspects) else head.cut(0, step)[0]
+        batch = head if any(one.span == head for one in self.doubts) else head.cut(0, step)[0]
         others = head.cut(len(batch), len(head)) + others
-        known = next((one for one in self.suspects if one.span == batch), None)
+        known = next((one for one in self.doubts if one.span == batch), None)
         if known is None:
-            self.suspects.append(known := Suspect(batch, []))
+            self.doubts.append(known := Doubt(batch, []))
         if worker not in known.workers:
             known.workers.append(worker)
         if len(known.workers) < MOST_FAILURES:
             return [batch, *others]
-        self.suspects.remove(known)
+        self.doubts.remove(known)
         self.aside.append(known)
         return others
 

@@ -108,13 +108,6 @@ class ChunkedOrder:
         return chunks, np.cumsum(sizes[chunks]), np.cumsum(sizes) - sizes
 
 
-def order(
-    num_samples: int, seed: int, epoch: int, start: int, stop: int, *, shuffle: bool = True
-) -> npt.NDArray[np.int64]:
-    """The samples at positions start … stop−1 of this epoch, at the cost of this range alone."""
-    return Order(num_samples, seed, epoch, shuffle).at(np.arange(start, stop, dtype=np.int64))
-
-
 def _shuffled(positions: npt.NDArray[np.int64], num_samples: int, keys: list[int]) -> npt.NDArray[np.int64]:
     """The network on the smallest rectangle, near a square, that holds all samples."""
     rows = math.isqrt(max(num_samples - 1, 0)) + 1

@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class ByRank:
     """The positions of one worker, batch by batch.
 
     Global batch k covers the next world_size · batch_size positions, of which each rank takes its own

@@ -16,7 +16,7 @@ from syncline.client.numbers import LeasedNumbers
 from syncline.client.shards import LeasedShards, OpenShard
 from syncline.core.loader import Loader
 from syncline.core.order import ChunkedOrder, Order
-from syncline.core.splits import Share
+from syncline.core.splits import ByRank
 from syncline.data.batching import order_of
 from syncline.data.source import Batch, ShardSource, Source
 from syncline.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ class Data(Protocol):
 
     def loader(self, batch_size: int, drop_last: bool, is_auto: bool) -> Loader: ...
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]: ...
-    def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]: ...
+    def by_rank(self, mine: ByRank, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]: ...
 
 
 class Numbered:
@@ -69,12 +69,12 @@ class Numbered:
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
         return _Lists(LeasedNumbers(loop, self._order(seed, epoch, shuffle)))
 
-    def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
+    def by_rank(self, mine: ByRank, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
         order = self._order(seed, epoch, shuffle)
-        num_at_once = max(1, numbers.BLOCK_SAMPLES // share.batch_size)
-        for first in range(0, share.num_batches, num_at_once):
-            some = range(first, min(first + num_at_once, share.num_batches))
-            spans = [np.arange(*share.batch(number), dtype=np.int64) for number in some]
+        num_at_once = max(1, numbers.BLOCK_SAMPLES // mine.batch_size)
+        for first in range(0, mine.num_batches, num_at_once):
+            some = range(first, min(first + num_at_once, mine.num_batches))
+            spans = [np.arange(*mine.batch(number), dtype=np.int64) for number in some]
             samples = iter(order.at(np.concatenate(spans)).tolist())
             for span in spans:
                 yield list(itertools.islice(samples, span.size))
@@ -164,10 +164,10 @@ class Sharded:
         shards = LeasedShards(loop, open_shard)
         return (reading.read(samples) for samples in iter(shards.next, None))
 
-    def by_rank(self, share: Share, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
-        for shard in self._order(seed, epoch, shuffle)[share.rank :: share.world_size]:
+    def by_rank(self, mine: ByRank, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
+        for shard in self._order(seed, epoch, shuffle)[mine.rank :: mine.world_size]:
             samples = self._counting(shard, 0)
-            while batch := list(itertools.islice(samples, share.batch_size)):
+            while batch := list(itertools.islice(samples, mine.batch_size)):
                 yield samples.read(batch)
 
     def _counting(self, shard: int, skip: int) -> _Counting:

@@ -12,7 +12,7 @@ import torch.utils.data
 
 from syncline.client.job import current_job, has_current_job
 from syncline.client.loop import Loop, TakesSamples
-from syncline.core.splits import Share
+from syncline.core.splits import ByRank
 from syncline.data.batching import SHARDS_END
 from syncline.errors import ConfigError, DataError
 from syncline.torch.batches import Aim, Rows, data_of, tensors
@@ -113,7 +113,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
 
     def __len__(self) -> int:
-        return self._share(self._current_job(), self._num_samples).num_batches
+        return self._by_rank(self._current_job(), self._num_samples).num_batches
 
     @property
     def total_steps(self) -> int:
@@ -138,9 +138,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         # is still read from it: then the new epoch gets processes of its own.
         alone = not self._is_being_read()
         if not torch.is_grad_enabled():
-            share, number = self._share(job, self._data.num_samples or 0), self._num_evaluations
+            mine, number = self._by_rank(job, self._data.num_samples or 0), self._num_evaluations
             self._num_evaluations += 1
-            self._aim.at(self._data.by_rank(share, self._seed, number, self._shuffle))
+            self._aim.at(self._data.by_rank(mine, self._seed, number, self._shuffle))
             batches = self._new_iterator(alone)
             return self._read_by(alone, (batch for batch in batches))
         if self._data.num_samples == 0:
@@ -154,7 +154,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         assert self.batch_size is not None
         loop = Loop(job, name, epoch, self._data.loader(self.batch_size, self.drop_last, self._is_auto))
         self._mind_the_order(job, epoch)
-        job.samples.begin_epoch(epoch, self._share(job, self._data.num_samples or 0).num_batches)
+        job.samples.begin_epoch(epoch, self._by_rank(job, self._data.num_samples or 0).num_batches)
         return self._read_by(alone, self._train(loop, epoch, alone))
 
     def _new_iterator(self, alone: bool) -> Iterator[_T_co]:
@@ -223,10 +223,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._named_in, self._next_epoch = weakref.ref(job), 0
         self._name = job.samples.name_loader(self._given_name)
 
-    def _share(self, job: TakesSamples, num_samples: int) -> Share:
+    def _by_rank(self, job: TakesSamples, num_samples: int) -> ByRank:
         """By the rank and the number of workers that hold now: for an evaluation, when it begins."""
         assert self.batch_size is not None
-        return Share(num_samples, self.batch_size, *_place(job), self.drop_last)
+        return ByRank(num_samples, self.batch_size, *_place(job), self.drop_last)
 
 
 def _place(job: TakesSamples) -> tuple[int, int]:

@@ -58,19 +58,24 @@ class Handing:
 
     # -- what workers say ---------------------------------------------------------------------------------
 
+    def _is_heard(self, request: Request) -> bool:
+        """Under the lock. What a worker has said over a connection that was replaced it says again over the next
+        one, or does not mean any more."""
+        return self._c.endpoints.get(request.peer.name) is request.endpoint
+
     def open(self, request: Request, message: OpenEpoch) -> None:
         with self._c.lock:
+            if not self._is_heard(request):
+                return
             owner, workers = _owner(request), max(1, len(self._desk.taking_part()))
             try:
                 is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             except ConfigError as error:
                 self._refuse_loader(request, error)
                 return
-            epoch = self.leasing.epoch(message.loader, message.epoch)
-            size, done = (epoch.num_samples, epoch.num_done) if epoch else (message.data.num_samples, 0)
             is_shared = self.leasing.is_shared(message.loader)
             # A coordinator that comes next must not take one that it has never heard of for a finished one.
-            self._later.append((request, Opened(is_left, size, done, is_shared)))
+            self._later.append((request, Opened(is_left, is_shared)))
         self.answer()
 
     def _refuse_loader(self, request: Request, error: ConfigError) -> None:
@@ -87,6 +92,8 @@ class Handing:
     def ask(self, request: Request, message: AskLease) -> None:
         """Answered now; or, from one that has nothing to do, when there is something."""
         with self._c.lock:
+            if not self._is_heard(request):
+                return
             self._desk.ask(_owner(request), message, request, time.monotonic())
         self.answer()
         if self._c.watching is None:
@@ -115,6 +122,8 @@ class Handing:
 
     def leave(self, request: Request, message: LeaveEpoch) -> None:
         with self._c.lock:
+            if not self._is_heard(request):
+                return
             self._desk.leave(_owner(request), message)
             self._later.append((request, Done()))
         self.answer()
@@ -199,9 +208,9 @@ class Handing:
             self._tell(f"epoch {number + 1} of {name!r}", epoch)
 
     def _tell(self, which: str, epoch: Epoch) -> None:
-        for suspect in epoch.aside:
-            where = f"positions {suspect.span.start} to {suspect.span.stop - 1}"
-            workers = ", ".join(suspect.workers)
+        for doubt in epoch.aside:
+            where = f"positions {doubt.span.start} to {doubt.span.stop - 1}"
+            workers = ", ".join(doubt.workers)
             told = "syncline.data.samples_at says which they are"
             self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
         if epoch.num_passed_over:
