@@ -72,6 +72,26 @@ def test_a_learning_rate_per_worker_in_async() -> None:
         assert jobs.run(train) == [[-20.0, -40.0], [-20.0, -40.0]]
 
 
+def test_a_round_without_the_chief_has_the_learning_rate_of_those_in_it() -> None:
+    """Not the registered one, which a schedule has left long ago."""
+
+    def train(job: Job) -> float:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        optimizer.param_groups[0]["lr"] = 0.25
+        for _ in range(2 if job.is_chief else 4):
+            optimizer.zero_grad()
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        job.rest()
+        job.barrier("end")
+        return float(job.kv.pull(["weight"])["weight"])
+
+    with local_job(workers=2) as jobs:
+        assert jobs.run(train) == [-1.0, -1.0]
+
+
 def test_groups_keep_their_own_hyperparameters() -> None:
     def train(job: Job) -> torch.nn.Module:
         model = copy.deepcopy(LINEAR)

@@ -58,7 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._share_state()
         self._job = job or current_job()
         policy = policy_of(self._job.config)
-        self._in_rounds, self._chief_is_in_all = policy.in_rounds, policy.stands_still
+        self._in_rounds = policy.in_rounds
         self._taken = self._job.samples_taken  # at the last step
         self._prefix = free_prefix(self._job.names_taken, list(name_parameters(self.param_groups, model)))
         self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model, self._prefix))
@@ -242,9 +242,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return torch.clamp(clip / (norm + 1e-6), max=1.0) * factor
 
     def _overrides(self) -> Sequence[tuple[int, int, dict[str, Option]]]:
-        """Hyperparameters that differ from the registered ones: in a round with the chief only its own count."""
-        if self._chief_is_in_all and not self._job.is_chief:
-            return ()
+        """Hyperparameters that differ from the registered ones. In a round those of one worker count, the chief's
+        where it is in it; it may not be, or may die before the next one knows that it is the chief."""
         found = []
         for segment, group, index, options in self._watched:
             if changed := options.of(self.param_groups[index]):

@@ -6,18 +6,19 @@ import collections
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
+from syncline.core.members import Member
 from syncline.core.message import Done
 from syncline.core.rolls import Roll
 from syncline.core.rounds import Rounds
 from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.slices import Identity
-from syncline.core.standings import Standing
+from syncline.core.standings import Standing, by_name
 from syncline.core.traffic import AskClip, CommitStaged, GiveClip, Rest, Stage
 from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
@@ -56,6 +57,7 @@ class Commits:
         self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
         self.entered: dict[str, int] = {}  # workers: the generation in which they entered last
         self._ranks: list[str] = []  # workers, the chief first
+        self._chief = ""  # of those who take part here
         self._staged: dict[Key, Staged] = {}
         self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self._choose_chief)
         self._is_held = False  # while a generation changes
@@ -231,6 +233,9 @@ class Commits:
         worker = (standing.name, standing.incarnation)
         behind = [slot for slot in self._slices.values() if slot.state.clocks.get(worker, 0) < clock - 1]
         if all(slot.copied is not None or worker not in slot.state.clocks for slot in behind):
+            if standing.stretch and all(worker not in slot.state.clocks for slot in self._slices.values()):
+                # Its stretch began here before its first commit came here: with the commits that were not for here.
+                standing.stretch_began += clock - 1 - standing.clock
             for slot in behind:
                 with slot.lock:
                     slot.state.clocks[worker] = clock - 1
@@ -303,19 +308,23 @@ class Commits:
         with self.order:
             return self.rounds.slowest()
 
-    def rank(self, names: Sequence[str]) -> None:
-        """The workers in the order of their ranks: whose hyperparameters count follows from it."""
+    def rank(self, members: Iterable[Member]) -> None:
+        """Who there is, in the order of ranks: whose hyperparameters and values count follows from it."""
+        workers = {(m.name, m.incarnation): (m.since, by_name(m.name)) for m in members if m.role == "worker"}
         with self.order:
-            self._ranks = list(names)
+            self._ranks = [name for name, _ in workers]
+            here = {(s.name, s.incarnation) for s in self.rounds.standings.values()}  # the dead among them, too
+            gone = {life: place for life, place in self.flow.seniority.items() if life in here}
+            self.flow.seniority = {**gone, **workers}
             self._choose_chief()
 
     def _choose_chief(self) -> None:
         there = [s.name for s in self.rounds.standings.values() if not (s.left or s.fenced)]
-        self.flow.chief = next((name for name in [*self._ranks, *there] if name in there), "")
+        self._chief = next((name for name in [*self._ranks, *there] if name in there), "")
 
     def check_chief(self, peer: Peer, doing: str) -> None:
         first = self._ranks[0] if self._ranks else ""
-        if peer.name not in (self.flow.chief, first):
+        if peer.name not in (self._chief, first):
             raise ProtocolError(f"{peer} {doing}; only the chief's count")
 
     def clocks(self) -> dict[Identity, int]:

@@ -17,7 +17,7 @@ from syncline.errors import RuleError, SynclineError
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.pulls import Pulls
-from syncline.roles.server.work import Contribution, FenceWork, Key, RoundWork, Work
+from syncline.roles.server.work import Contribution, FenceWork, Key, RoundWork, Seniority, Work, leading
 
 Held = Commit[Contribution]
 #: A round of at most this many bytes is applied by the thread that completes it.
@@ -39,11 +39,12 @@ class Flow:
         self._stands_still = rounds.policy.stands_still
         self.num_servers = num_servers
         pulls.clocks = self.clocks_now
-        self.chief = ""
+        self.seniority: dict[Identity, Seniority] = {}
         self.tells_clocks = False  # with one replica a worker's copy may have to stand in for a slice
         self.order = threading.RLock()
         self.idle = threading.Condition(self.order)
         self.going: set[Identity] = set()  # workers that are out, and forgotten when nothing of theirs is open
+        self.say: Callable[[str], None] = lambda line: None
         self.forget_gone: Callable[[], None] = lambda: None  # under `order`, after a round is through
         self._busy: set[Work] = set()
         self._under_way: dict[Key, RoundWork] = {}
@@ -88,7 +89,7 @@ class Flow:
             if verdict.kind == "late":
                 commits[0].item.void()
             slots = self._slots_in_order()
-            work = RoundWork(commits, slots, self.chief, self._rounds.policy, self._finished)
+            work = RoundWork(commits, slots, leading(commits, self.seniority), self._rounds.policy, self._finished)
             works.append(work)
             if self._rounds.policy.spare:
                 work.roll = self._rounds.rolls.find(commits[0].worker, commits[0].item.incarnation, commits[0].clock)
@@ -336,19 +337,20 @@ class Flow:
             self._busy.discard(work)
             if not self._busy:
                 self.idle.notify_all()
+            for line in self.forget_orphans():  # all may have died since it was whole
+                self.say(line)
         for clock, request in requests:
             if request is not None:
                 request.reply(AskClip(clock, work.share, work.roll))
 
     def asked_for_norm(self, key: Key) -> RoundWork | None:
-        """Under `order`: the round of this commit, if it waits for the norm over all servers."""
+        """The round of this commit, if it waits for the norm over all servers."""
         return self._clipping.get(key)
 
     def give_clip(self, work: RoundWork, commit: Held, squared_norm: float) -> Callable[[], None]:
         """Under `order`: the first worker to bring the norm has the round applied; what to do, outside of it."""
-        applied, scaled = work.applied, work.scaled
-        work.scaled = True
-        if applied:
+        scaled, work.scaled = work.scaled, True
+        if work.applied:
             del self._clipping[key_of(commit)]
             commit.item.clocks = work.clocks
             return functools.partial(self.reply, commit)

@@ -156,10 +156,11 @@ class Generations:
                 hold.is_installing = True
                 through = Latch()
         faults.reach("install.begun")
+        refuse: Callable[[], None] | None = None
         if hold is not None:
             hold.ended.set()
             if hold.message.moves:
-                self._move(hold, message, through)
+                refuse = self._move(hold, message, through)
             else:
                 self._change(hold, message, through)
         while not through.wait(_LOOK_SECONDS):  # a fence may wait for a backup that is gone, until the next Prepare
@@ -167,6 +168,8 @@ class Generations:
                 raise ProtocolError(f"{self._name} is closing")
         faults.reach("install.done")
         request.reply(Done())
+        if refuse is not None:  # last: inside one process whoever hears of it makes its commits anew in this thread
+            refuse()
 
     def _change(self, hold: _Hold, message: Install, through: Latch) -> None:
         """Primaries stay: the fenced ones are settled and out, others enter, and all goes on."""
@@ -198,8 +201,9 @@ class Generations:
         self._flow.run(works)
         self._commits.decide()
 
-    def _move(self, hold: _Hold, message: Install, through: Latch) -> None:
-        """Primaries change: whatever is open is to be made anew, where the clocks of slices decide what is new."""
+    def _move(self, hold: _Hold, message: Install, through: Latch) -> Callable[[], None]:
+        """Primaries change: whatever is open is to be made anew, where the clocks of slices decide what is new. Who
+        waits for an answer is told so by what this returns."""
         fenced, seats = hold.message.fenced, hold.message.seats
         works: list[RoundWork] = []
         with self._order:
@@ -235,16 +239,20 @@ class Generations:
             self._hosting.fence(fenced)
             waiting = self._pulls.begin_anew()
             self._is_late = False
-        self._flow.refuse([*settled, *asked], refresh)
-        for request in held:
-            if isinstance(request.message, Leave):
-                self._commits.leave(request)  # whoever leaves has nothing to make anew
-            else:
-                request.refuse(refresh)
-        self._pulls.refuse(waiting, refresh)
         for way in ways:
             way.close()
         through.open()
+
+        def refuse() -> None:
+            self._flow.refuse([*settled, *asked], refresh)
+            for request in held:
+                if isinstance(request.message, Leave):
+                    self._commits.leave(request)  # whoever leaves has nothing to make anew
+                else:
+                    request.refuse(refresh)
+            self._pulls.refuse(waiting, refresh)
+
+        return refuse
 
     def _begin(self, message: Install, through: Latch) -> None:
         """Under `order`: this generation counts."""
@@ -252,7 +260,7 @@ class Generations:
         self._is_half_way = False
         self._flow.num_servers = sum(member.role == "server" for member in message.members)
         self._flow.hosts_others()
-        self._commits.rank([member.name for member in message.members if member.role == "worker"])
+        self._commits.rank(message.members)
         self._flow.count_workers(self._replicas)
 
 

@@ -148,7 +148,7 @@ class Server:
             find=self._hosting.find,
         )
         self._hosting.hear(joined.members, ())
-        commits.rank([m.name for m in joined.members if m.role == "worker"])
+        commits.rank(joined.members)
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -162,7 +162,7 @@ class Server:
             hold_seconds=self._hold_seconds,
             cut_off=self._cut_off,
         )
-        self._flow, self._commits = flow, commits
+        self._flow, self._commits, flow.say = flow, commits, self._log
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
 
@@ -174,7 +174,7 @@ class Server:
         if self._flow is not None:
             self._flow.num_servers = max(self._flow.num_servers, sum(m.role == "server" for m in roster.members))
         if self._commits is not None:
-            self._commits.rank([m.name for m in roster.members if m.role == "worker"])
+            self._commits.rank(roster.members)
 
     def _cut_off(self, name: str, incarnation: int) -> None:
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -156,27 +156,38 @@ class FenceWork(Work):
         self.fences = fences
 
 
+#: Of a worker's life: the generation with which it came, and its name. It never changes.
+Seniority = tuple[int, tuple[str, int, str]]
+_LAST: Seniority = (1 << 62, ("", 0, ""))
+
+
+def leading(commits: Round, seniority: Mapping[Identity, Seniority]) -> Commit[Contribution]:
+    """Whose hyperparameters count: of those in the round the one that has been there longest. Not whoever is the
+    chief now: that may be another one when the same round comes to another server."""
+    if len(commits) == 1:
+        return commits[0]
+    return min(commits, key=lambda c: seniority.get((c.worker, c.item.incarnation), _LAST))
+
+
 class RoundWork(Work):
-    """A round, or what is applied on arrival: a round of one."""
+    """A round, or what is applied on arrival: a round of one. `leading`: whose hyperparameters count in it."""
 
     def __init__(
         self,
         commits: Round,
         slots: Sequence[HostedSlice],
-        chief: str,
+        leading: Commit[Contribution],
         policy: Policy,
         finished: Callable[[Work], None],
     ) -> None:
         super().__init__(slots, finished)
         self.commits, self.policy, self.in_rounds = commits, policy, policy.in_rounds
         self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
-        leading = commits[0]
         if len(commits) == 1:
             self.skip, self.weight = leading.item.skip, leading.item.weight
         else:
             self.skip = any(commit.item.skip for commit in commits)
             self.weight = sum(commit.item.weight for commit in commits)
-            leading = next((c for c in commits if c.worker == chief), leading)
         self.clip_norm = leading.item.clip_norm
         self.overrides = leading.item.overrides
         self.squared_norms: dict[int, float] = {}
