@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import math
 import time
@@ -68,6 +69,24 @@ class Commits:
         with self.order:
             self.rounds.learn(roll)
 
+    def _hear_roll(self, peer: Peer, message: Stage | CommitStaged) -> None:
+        """Under `order`: a worker says what was decided of its commit."""
+        roll = message.roll if isinstance(message, CommitStaged) else None
+        if roll is None:
+            return
+        if self.rounds.decides:
+            raise ProtocolError(f"{peer} says who is in a round, to the server that decides that")
+        if (peer.name, peer.incarnation, message.clock) not in (*roll.members, *roll.late):
+            raise ProtocolError(f"{peer} says who is in a round that it was neither in nor late by")
+        self.rounds.learn(roll)
+
+    def learn_held(self) -> None:
+        """Under `order`: what was decided of held commits is told with the rest; of what comes later it is not."""
+        for request, _ in self._held or ():
+            if isinstance(request.message, CommitStaged) and request.generation >= self.moved:
+                with contextlib.suppress(ProtocolError):  # refused when its turn comes
+                    self._hear_roll(request.peer, request.message)
+
     # -- staging ------------------------------------------------------------------------------------------
 
     def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
@@ -123,7 +142,8 @@ class Commits:
         with self.order:
             if request.generation < self.moved:
                 self.check_generation(request)
-            self.rounds.standing(*worker)
+            standing = self.rounds.standing(*worker)
+            standing.num_segments = message.num_segments or standing.num_segments
             key = (*worker, message.clock)
             staged = self._staged.get(key)
             if staged is None:
@@ -161,8 +181,7 @@ class Commits:
                 self.check_generation(request)
             standing = self.rounds.standing(peer.name, peer.incarnation)
             key = (peer.name, peer.incarnation, clock)
-            if isinstance(message, CommitStaged) and message.roll is not None:
-                self.rounds.learn(message.roll)
+            self._hear_roll(peer, message)
             contribution = self._contribution(peer, standing, clock, self._staged.pop(key, None))
             self._ask_for(contribution, request, message)
             if clock > standing.clock + 1:

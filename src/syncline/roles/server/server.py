@@ -102,7 +102,6 @@ class Server:
         self._hold_seconds = hold_seconds
         self._home = home or Home()
         self._lock = threading.Lock()
-        self._flow: Flow | None = None
         self._commits: Commits | None = None
         self._generations: Generations | None = None
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
@@ -162,7 +161,7 @@ class Server:
             hold_seconds=self._hold_seconds,
             cut_off=self._cut_off,
         )
-        self._flow, self._commits = flow, commits
+        self._commits = commits
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
 
@@ -171,8 +170,8 @@ class Server:
         self._hosting.hear(roster.members, roster.seats)
         if self._commits is not None and roster.generation >= self._commits.moved:
             self._hosting.backups.are_all_told()
-        if self._flow is not None:
-            self._flow.num_servers = max(self._flow.num_servers, sum(m.role == "server" for m in roster.members))
+        if self._generations is not None:
+            self._generations.hear(roster)
         if self._commits is not None:
             self._commits.rank([m.name for m in roster.members if m.role == "worker"])
 
