@@ -68,7 +68,7 @@ class Generations:
         servers = {member.name for member in roster.members if member.role == "server"}
         number = len(servers.union(seat.primary for seat in roster.seats if seat.primary))
         with self._order:
-            if roster.generation >= self._installed or number > self._flow.num_servers:
+            if roster.generation >= self._installed:
                 self._flow.num_servers, self._commits.rounds.is_alone = number, number == 1
 
     # -- prepare ------------------------------------------------------------------------------------------
