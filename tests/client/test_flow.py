@@ -183,6 +183,19 @@ def test_when_nothing_was_decided_nobody_is_told(error: Exception) -> None:
     assert one.error is error and len(told) == 4
 
 
+def test_who_reads_for_itself_waits_for_the_round_apart_from_the_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwinEndpoint, "waiter_reads", True)
+    told: list[tuple[str, int]] = []
+    one = spare_flow(told)
+    one.wait_until_staged(0.0)
+    assert one.waits_for_decision
+    monkeypatch.setattr(
+        one, "go_on", lambda seconds: answer(one, None, Committed(1, [], roll=ROLL), None) or True
+    )  # what comes while it waits
+    one.wait_until_decided(1.0)
+    assert not one.waits_for_decision and [what for what, _ in told][4:] == ["commit a", "commit c"]
+
+
 def test_given_up_before_it_was_decided_the_others_hear_nothing() -> None:
     told: list[tuple[str, int]] = []
     one = spare_flow(told)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from syncline.core.policy import Policy
 from syncline.core.rolls import Roll, Rolls, unanswered
-from syncline.core.rounds import Rounds
+from syncline.core.rounds import Rounds, after_barrier
 from syncline.core.standings import Standing, merged
 from syncline.core.verdicts import Verdict
 from syncline.errors import ProtocolError
@@ -153,6 +153,67 @@ def test_nobody_who_is_gone_is_waited_for() -> None:
     assert unanswered(roll, standings) == [] and unanswered(None, standings) == []
 
 
+def test_with_all_of_a_round_dead_it_comes_first_on_the_others_all_the_same() -> None:
+    """The one that decides has installed that they are out, the other has not: it knows nothing of their round."""
+    here, there = rounds_of(3, spare=2, decides=True), rounds_of(3, spare=2)
+    assert applied(commit(here, 0, 1)) == [(("worker-0", 1),)]
+    assert commit(here, 1, 1).kind == "late"
+    commit(here, 1, 2)
+    for rounds in (here, there):
+        rounds.fence("worker-0", 10)
+    assert applied(here.leave_fenced("worker-0", 10)) == [(("worker-1", 2),)]
+    roll = told(here, 1, 2)
+    assert roll.before is not None and roll.before.members == [("worker-0", 10, 1)]
+    there.standings["worker-1"].clock = 1
+    there.learn(roll)
+    waits = commit(there, 1, 2)
+    assert applied(waits) == [] and waits.reason == "the round waits for worker-0"
+    assert applied(there.settle("worker-0", 1, 0, "")) == [(("worker-0", 1),), (("worker-1", 2),)]
+    commit(here, 1, 3)
+    assert told(here, 1, 3).before is None, "it has gone on, so all servers have the last one"
+
+
+def test_a_round_before_a_barrier_holds_nobody_up_behind_it() -> None:
+    here = rounds_of(3, spare=2, decides=True)
+    assert applied(commit(here, 0, 1)) == [(("worker-0", 1),)]
+    for worker in range(3):
+        here.rest(f"worker-{worker}", 10 + worker, 0, away=True)
+    assert applied(commit(here, 2, 1, after_barrier(0))) == [(("worker-2", 1),)]
+    assert told(here, 2, 1).before is None
+
+
+def test_who_has_registered_less_is_not_waited_for_where_it_tells_nothing() -> None:
+    here, there, third = rounds_of(3, decides=True), rounds_of(3), rounds_of(3)
+    there.first_segment, third.first_segment = 1, 0
+    for worker, number in enumerate((2, 1, 2)):
+        here.standings[f"worker-{worker}"].num_segments = number
+    commit(here, 0, 1)
+    commit(here, 1, 1)
+    roll = told(here, 0, 1)
+    assert roll.told_less == [("worker-1", 1)]
+    for rounds in (there, third):
+        rounds.learn(roll)
+    assert applied(commit(third, 0, 1)) == [], "what that one has registered is here, too"
+    commit(here, 2, 1)
+    commit(here, 1, 2)
+    waits = commit(here, 2, 2)
+    assert applied(waits) == [] and waits.reason == "the round waits for worker-0", "worker-1 has not told all"
+    assert applied(commit(there, 0, 1)) == [(("worker-0", 1),)]
+    assert applied(commit(here, 0, 2)) == [(("worker-0", 2), ("worker-1", 2), ("worker-2", 2))]
+
+
+def test_what_a_round_waits_for_in_words() -> None:
+    here, there = rounds_of(4, spare=2, decides=True), rounds_of(4, spare=2)
+    assert commit(here, 0, 1).reason == "the round waits for worker-1, worker-2, worker-3, all but 2 of them"
+    commit(here, 1, 1)
+    for worker in (2, 3):
+        commit(here, worker, 1)
+        commit(here, worker, 2)
+    assert here.waiting_reason() == "the round waits for worker-0, worker-1, one of them"
+    there.learn(Roll(0, 1, [(f"worker-{k}", 10 + k, 1) for k in range(4)]))
+    assert commit(there, 0, 1).reason == "the round waits for worker-1, worker-2, worker-3"
+
+
 def test_another_that_decides_from_now_on_keeps_to_what_any_server_knows() -> None:
     """Some slices have the round, others do not: whoever comes first, the same are in it, and the same were late."""
     here, there = rounds_of(4, decides=True), rounds_of(4)
@@ -191,6 +252,18 @@ def test_a_rest_from_before_a_round_is_no_sign_that_it_is_everywhere() -> None:
     assert unanswered(roll, rested) == ["worker-0"]
     rested["worker-0"].clock = 2
     assert unanswered(roll, rested) == []
+
+
+def test_who_rests_since_a_round_that_is_lost_with_a_slice_is_not_waited_for() -> None:
+    """It was answered, so it does not make it anew; its clock is set back to what the worker's copy has."""
+    here = rounds_of(3, decides=True)
+    for worker in (0, 1):
+        commit(here, worker, 1)
+    here.rest("worker-0", 10, 0)
+    here.begin_anew(list(here.standings.values()), {})
+    assert here.standings["worker-0"].clock == 0
+    assert unanswered(here.rolls.newest, here.standings) == []
+    assert applied(commit(here, 1, 1)) == [(("worker-1", 1),)]
 
 
 def test_who_stands_where_the_one_that_is_gone_has_put_it() -> None:

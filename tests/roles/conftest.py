@@ -165,7 +165,8 @@ class House:
         """Registers, hosts and uploads these values."""
         parameters = [Parameter(n, str(v.dtype), v.shape) for n, v in values.items()]
         options = options or ({"lr": 1.0} if rule == "SGD" else {})
-        decision = self.registry.register("worker-0", True, 0, parameters, [RuleSpec(rule, options)], reduce)
+        ordinal = len(self.registry.layout.segments)
+        decision = self.registry.register("worker-0", True, ordinal, parameters, [RuleSpec(rule, options)], reduce)
         segment = decision.segment
         assert segment is not None
         self.sync_seats(segment)

@@ -86,6 +86,9 @@ class Server(Host):
 
     def _standing_of_all(self, change: Prepare) -> Prepared:
         standings = [msgspec.structs.replace(s) for s in self.rounds.standings.values()]
+        for _, held in self.held:
+            if held.kind == "commit" and held.body[2] is not None:
+                self.rounds.learn(held.body[2])
         clocks = highest_clocks(hosted.state.clocks for hosted in self.hosted.values())
         return Prepared(
             standings, self.rounds.num_orphans(), [(*who, clock) for who, clock in clocks.items()],

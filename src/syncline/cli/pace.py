@@ -28,8 +28,9 @@ def pace(
     """Slows, holds or releases a worker of a running job.
 
     It holds from its next step on, also for a process that comes back under the name, until it is said otherwise. In
-    sync the others wait for a worker that is held, as long as --wait-seconds lets them, unless the policy has spare
-    workers; it is not evicted for that.
+    sync the others wait for a worker that is held, as long as --wait-seconds lets them; it is not evicted for that.
+    With spare workers no round waits for so many of them; but with several servers, and half of the workers spare or
+    more, the next one does if all who were in the last one are held.
 
     Example:  syncline pace train-20250101-120000 worker-2 --delay 200ms
     """

@@ -69,7 +69,7 @@ class CommitFlow:
         self._lock = threading.Lock()
         self._left = 0
         self._next: Callable[[], None] = self._staged
-        self._is_staging = False
+        self._is_staging = self._is_deciding = False
         self._is_given_up = False
         self._following = 0
         self.error: SynclineError | None = None
@@ -171,7 +171,8 @@ class CommitFlow:
     def _tell(self) -> None:
         """What is staged counts, on every server."""
         if self._decider is not None:
-            self._next = self._decided
+            self._next, self._is_deciding = self._decided, True
+            self._is_staging = False
             self._follow(lambda lane: lane.commit(self.clock), [self._decider])
             return
         self._next = self._answered
@@ -198,7 +199,7 @@ class CommitFlow:
         self._follow(lambda lane: lane.commit(self.clock, roll), [lane for lane in self.lanes if lane is not decider])
         if faults.armed is not None:
             faults.reach("commit.told")
-        self._is_staging = False
+        self._is_deciding = False
 
     def _answered(self) -> None:
         answers = self._answers()
@@ -258,11 +259,28 @@ class CommitFlow:
         return True
 
     def wait_until_staged(self, timeout_seconds: float) -> None:
-        """Where the waiter reads: until every server has acknowledged, and was told that it counts."""
-        if not any(lane.call is not None and lane.call.is_read_by_waiter for lane in self.lanes):
+        """Where the waiter reads: until every server has acknowledged, and was told that it counts, or the one that
+        decides was."""
+        self._go_on_while(lambda: self._is_staging, timeout_seconds)
+
+    @property
+    def waits_for_decision(self) -> bool:
+        """Where the waiter reads: whether the others are to be told by it when the round is closed."""
+        return self._is_deciding and not self._latch.is_open and self._is_read_by_waiter
+
+    def wait_until_decided(self, timeout_seconds: float) -> None:
+        """Until the others were told, too, that it counts."""
+        self._go_on_while(lambda: self._is_deciding, timeout_seconds)
+
+    @property
+    def _is_read_by_waiter(self) -> bool:
+        return any(lane.call is not None and lane.call.is_read_by_waiter for lane in self.lanes)
+
+    def _go_on_while(self, lasts: Callable[[], bool], timeout_seconds: float) -> None:
+        if not self._is_read_by_waiter:
             return
         until = time.monotonic() + timeout_seconds
-        while self._is_staging and not self._latch.is_open:
+        while lasts() and not self._latch.is_open:
             if not self.go_on(until - time.monotonic()):
                 raise WaitTimeout(f"no answer within {timeout_seconds:g} s")
 
@@ -275,5 +293,5 @@ class CommitFlow:
             if call is not None and call.is_read_by_waiter and not call.is_done:
                 return call.read(seconds)
         # What other threads read, they bring; or they are about to, between an answer and what follows from it.
-        mixed = any(lane.call is not None and lane.call.is_read_by_waiter for lane in self.lanes)
+        mixed = self._is_read_by_waiter
         return self._latch.wait(min(seconds, _MOMENT) if mixed else seconds) or mixed

@@ -87,7 +87,8 @@ class Sending:
         if self._sent:
             parts = [part for part in parts if part.id not in self._sent]
         landing = self._landing(server, ticket.sink, ticket.slot) if ticket.sink is not None else None
-        message = _stage_message(ticket, parts, landing, commit=alone)
+        number = len(self._placement.layout.segments)
+        message = _stage_message(ticket, parts, landing, commit=alone, num_segments=number)
         buffers = [self._placement.arenas.view(part, ticket.slot) for part in parts]
         endpoint = self._placement.endpoints[server]
         return ServerLane(server, endpoint, message, buffers, landing, self._early.get(server, ()))
@@ -125,7 +126,9 @@ class Sending:
         return wanted
 
 
-def _stage_message(ticket: ServersTicket, parts: Sequence[Slice], landing: Landing | None, *, commit: bool) -> Stage:
+def _stage_message(
+    ticket: ServersTicket, parts: Sequence[Slice], landing: Landing | None, *, commit: bool, num_segments: int = 0
+) -> Stage:
     push = ticket.push
     return Stage(
         clock=ticket.clock,
@@ -142,4 +145,5 @@ def _stage_message(ticket: ServersTicket, parts: Sequence[Slice], landing: Landi
         pull=landing.pull if commit and landing is not None else [],
         parts=commit and landing is not None and landing.in_parts,
         uses=ticket.uses,
+        num_segments=num_segments,
     )

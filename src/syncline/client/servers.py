@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from syncline import faults
 from syncline.client.arrays import Bytes
-from syncline.client.commit import MENDED, CommitFlow
+from syncline.client.commit import MENDED
 from syncline.client.copies import Copies, KeptArrays
 from syncline.client.exchange import Push
 from syncline.client.finite import FiniteCheck
@@ -139,7 +139,7 @@ class ServersExchange:
             if ticket.sink is not None:
                 ticket.sink.begin_anew()
             flow, before = self._sending.send(ticket, before), ticket
-            self._stage_everywhere(flow)
+            self._stage_everywhere(ticket, "wait")
             if flow.is_over and flow.error is not None:
                 raise flow.error
 
@@ -200,7 +200,7 @@ class ServersExchange:
         push = self.finite.admit(push, self.clock + 1, self.layout, self._placement.arenas.array, self.slot)
         for action in self._before_commit:
             action()
-        if self._redo.roster is not self._rosters.newest or (self._open and self._is_broken()):
+        if self._redo.roster is not self._rosters.newest or any(isinstance(t.flow.error, MENDED) for t in self._open):
             self._again(self._redo.take_over)
         if self._part.must_come_back:
             with self.waits.of("the entry into the rounds"):
@@ -211,9 +211,9 @@ class ServersExchange:
         self.clock = ticket.clock
         self._part.committed(ticket.stretch)
         try:
-            flow = self._sending.send(ticket, before)
+            self._sending.send(ticket, before)
             if len(ticket.lanes) > 1:
-                self._stage_everywhere(flow)
+                self._stage_everywhere(ticket, "stage")
         except MENDED as error:
             ticket.generation = self._redo.generation
             self._mend(ticket, error, time.monotonic(), time.monotonic() + self._wait_seconds)
@@ -221,15 +221,18 @@ class ServersExchange:
         self.times.made_step(self.uses.samples)
         return ticket
 
-    def _is_broken(self) -> bool:
-        return any(isinstance(ticket.flow.error, MENDED) for ticket in self._open)
-
-    def _stage_everywhere(self, flow: CommitFlow) -> None:
-        """With several servers the commit follows from their answers: it must not wait until the script waits."""
+    def _stage_everywhere(self, ticket: ServersTicket, phase: str) -> None:
+        """What follows from the servers' answers must not wait until the script does. `phase`: of the time so far."""
+        flow, began = ticket.flow, time.monotonic()
         try:
             flow.wait_until_staged(self._wait_seconds)
+            if flow.waits_for_decision:
+                self.times.lap(phase)
+                with self.waits.of("step", step=ticket.clock, servers=ticket.unanswered):
+                    flow.wait_until_decided(self._wait_seconds)
+                self.times.lap("wait")
         except WaitTimeout:
-            raise WaitTimeout(f"step {flow.clock} could not be staged: {self.why()}") from None
+            raise self._has_waited(ticket, began) from None
 
     # -- waiting ------------------------------------------------------------------------------------------
 
@@ -282,8 +285,7 @@ class ServersExchange:
     def wait_for(self, ticket: ServersTicket, slices: Collection[int]) -> bool:
         """Waits until these slices have landed; False when the whole commit is answered, or broken, before that."""
         self.times.lap("compute")
-        began = time.monotonic()
-        flow = ticket.flow
+        began, flow = time.monotonic(), ticket.flow
         wanted = [(x, x.landing, x.landing.wants(slices)) for x in ticket.lanes if x.landing is not None]
         try:
             while not flow.is_over:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from syncline.core.policy import Policy
-from syncline.core.rolls import Roll, Rolls, stand_by, unanswered, uncommitted
+from syncline.core.rolls import Roll, Rolls, closed_with, stand_by, unanswered, uncommitted
 from syncline.core.standings import Standing, by_name
 from syncline.core.verdicts import Commit, Verdict
 from syncline.errors import FencedError, ProtocolError
@@ -53,6 +53,7 @@ class Rounds(Generic[T]):
         self._following: dict[tuple[int, int], Roll] = {}  # open rounds that were closed elsewhere, or before a move
         self.decides = True  # this server closes rounds; else, and while primaries change, it follows rolls only
         self.is_alone = True  # no other server has slices
+        self.first_segment = 0  # of which anything is here
 
     def standing(self, worker: str, incarnation: int) -> Standing:
         """The standing of a known worker; an older incarnation is fenced."""
@@ -96,8 +97,7 @@ class Rounds(Generic[T]):
         if not self.policy.in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
         if self.policy.spare and standing.turn() <= self._closed:
-            members = self.rolls.newest.members if self.rolls.newest is not None else []
-            self.rolls.learn(Roll(*self._closed, members, [commit[:3]]))
+            self.rolls.was_late(self._closed, commit[:3])
             return self._is_late(standing, commit, self._closed)
         self._open.setdefault(standing.turn(), {})[worker] = commit
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
@@ -148,8 +148,7 @@ class Rounds(Generic[T]):
         known = self._open.get(turn, {}).get(worker)
         if known is not None and known.incarnation == incarnation and turn not in self._following:
             del self._open[turn][worker]
-            if not self._open[turn]:
-                del self._open[turn]
+            self._open = {turn: commits for turn, commits in self._open.items() if commits}
             standing.clock -= 1
 
     def _again(self, standing: Standing, clock: int, item: T) -> bool:
@@ -209,11 +208,11 @@ class Rounds(Generic[T]):
         if away:
             # One that comes late, when others are behind the barrier already, is not from this era.
             standing.away = standing.away or stretch >= standing.stretch
-            return Verdict("new", self._whole_rounds(), self.waiting_reason)
-        if stretch > standing.stretch:
-            standing.stretch, standing.stretch_began = stretch, standing.clock
-        if stretch == standing.stretch:
+        elif stretch >= standing.stretch:
+            if stretch > standing.stretch:
+                standing.stretch, standing.stretch_began = stretch, standing.clock
             standing.resting = True
+        standing.rested = standing.rested if standing.active else standing.clock
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def leave(self, worker: str, incarnation: int) -> Verdict[T]:
@@ -313,21 +312,25 @@ class Rounds(Generic[T]):
             names = sorted(commits, key=by_name) if len(commits) > 1 else commits
             whole.append(tuple([commits[name] for name in names]))
             if self.policy.spare and self._following.pop(turn, None) is None:
-                self.learn(Roll(*turn, [commit[:3] for commit in whole[-1]]))
+                newest = None if self.is_alone else self._newest_in_era()
+                self.learn(closed_with(turn, whole[-1], self.standings, newest))
         return tuple(whole)
+
+    def _newest_in_era(self) -> Roll | None:
+        """Who has passed a barrier was answered by all servers before."""
+        return self.rolls.newest if self._closed[0] >= self._era else None
 
     def _not_through(self) -> list[str]:
         """With spare workers: for whom no round may be closed, since the last one may not be on all slices yet."""
-        return (uncommitted if self.is_alone else unanswered)(self.rolls.newest, self.standings)
+        return (uncommitted if self.is_alone else unanswered)(self._newest_in_era(), self.standings)
 
     def _missing(self, turn: tuple[int, int]) -> Iterator[str]:
         """Who takes part in this round and has not committed it."""
         if turn in self._following:
-            yield from uncommitted(self._following[turn], self.standings)
+            yield from uncommitted(self._following[turn], self.standings, self.first_segment)
             return
-        here = self._open[turn]
         for standing in self.standings.values():
-            if standing.name in here or standing.left or standing.away:
+            if standing.name in self._open[turn] or standing.left or standing.away:
                 continue
             if standing.turn() < turn and not self._has_rested(standing, turn[0]):
                 yield standing.name
@@ -344,21 +347,25 @@ class Rounds(Generic[T]):
 
     def missing(self) -> list[str]:
         """For whom the oldest open round waits."""
-        if not self._open:
-            return []
-        turn = min(self._open)
-        names = list(self._missing(turn))
-        if self.policy.spare and turn not in self._following and len(names) <= self.policy.spare:
-            names = self._not_through()
-        return sorted(names, key=by_name)
+        return self._waits_for()[0] if self._open else []
+
+    def _waits_for(self) -> tuple[list[str], str]:
+        """Names, and how many of them, in words, if not all."""
+        turn, spare = min(self._open), self.policy.spare
+        names, how_many = list(self._missing(turn)), ""
+        if spare and turn not in self._following:
+            if len(names) > spare:
+                how_many = f", all but {spare} of them"
+            elif len(names := self._not_through()) > 1 and not self.is_alone:
+                how_many = ", one of them"
+        return sorted(names, key=by_name), how_many
 
     def waiting_reason(self) -> str:
         """Why the oldest open round is not applied, in words."""
         if not self._open:
             return "no round is open"
-        names = self.missing()
-        but = f", all but {self.policy.spare} of them" if self.policy.spare and len(names) > self.policy.spare else ""
-        return f"the round waits for {', '.join(names)}{but}" if names else "the round is whole"
+        names, how_many = self._waits_for()
+        return f"the round waits for {', '.join(names)}{how_many}" if names else "the round is whole"
 
     def lag(self, worker: str, clock: int) -> int:
         """How far a worker was with this commit ahead of where the slowest active one is now."""

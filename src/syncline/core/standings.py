@@ -21,6 +21,8 @@ class Standing(msgspec.Struct, array_like=True):
     position: int = 0  # its clock for the sake of lag: a worker that comes back from a rest is not behind
     late: int = 0  # its last commit that was late
     fenced: bool = False  # evicted: nothing more is taken from it, and rounds wait until that is settled everywhere
+    rested: int = 0  # its clock when it last rested, or stood aside at a barrier
+    num_segments: int = 0  # that it had registered by its last commit; 0: it has not said
 
     @property
     def active(self) -> bool:

@@ -148,6 +148,7 @@ class Stage(Message, frozen=True):
     parts: bool = False  # say which slices are applied while others are not yet
     rows: list[int] | None = None  # room for row-sparse gradients; refused today
     uses: list[Use] = []  # what of leases this commit has used
+    num_segments: int = 0  # that this worker has registered
 
 
 class CommitStaged(Message, frozen=True):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
-from syncline.core.members import Member
 from syncline.core.message import Done
 from syncline.core.rolls import Roll
 from syncline.core.rounds import Rounds
 from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.slices import Identity
-from syncline.core.standings import Standing, by_name
+from syncline.core.standings import Standing
 from syncline.core.traffic import AskClip, CommitStaged, GiveClip, Rest, Stage
 from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
@@ -28,6 +28,7 @@ from syncline.roles.server.departures import Departures, Staged
 from syncline.roles.server.flow import Flow, key_of
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pulls import Pulls
+from syncline.roles.server.ranks import Ranks
 from syncline.roles.server.staging import Staging
 from syncline.roles.server.work import Contribution, Key, RoundWork, respond
 
@@ -56,10 +57,9 @@ class Commits:
         pulls.check = self.check_generation
         self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
         self.entered: dict[str, int] = {}  # workers: the generation in which they entered last
-        self._ranks: list[str] = []  # workers, the chief first
-        self._chief = ""  # of those who take part here
+        self.ranks = Ranks(rounds, flow)
         self._staged: dict[Key, Staged] = {}
-        self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self._choose_chief)
+        self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self.ranks.choose_chief)
         self._is_held = False  # while a generation changes
         self._held: collections.deque[Held] | None = None  # what came meanwhile, until all of it is decided upon
         self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
@@ -69,6 +69,24 @@ class Commits:
         """With spare workers: a round was closed, by the word of the server of slice 0."""
         with self.order:
             self.rounds.learn(roll)
+
+    def _hear_roll(self, peer: Peer, message: Stage | CommitStaged) -> None:
+        """Under `order`: a worker says what was decided of its commit."""
+        roll = message.roll if isinstance(message, CommitStaged) else None
+        if roll is None:
+            return
+        if self.rounds.decides:
+            raise ProtocolError(f"{peer} says who is in a round, to the server that decides that")
+        if (peer.name, peer.incarnation, message.clock) not in (*roll.members, *roll.late):
+            raise ProtocolError(f"{peer} says who is in a round that it was neither in nor late by")
+        self.rounds.learn(roll)
+
+    def learn_held(self) -> None:
+        """Under `order`: what was decided of held commits is told with the rest; of what comes later it is not."""
+        for request, _ in self._held or ():
+            if isinstance(request.message, CommitStaged) and request.generation >= self.moved:
+                with contextlib.suppress(ProtocolError):  # refused when its turn comes
+                    self._hear_roll(request.peer, request.message)
 
     # -- staging ------------------------------------------------------------------------------------------
 
@@ -125,7 +143,8 @@ class Commits:
         with self.order:
             if request.generation < self.moved:
                 self.check_generation(request)
-            self.rounds.standing(*worker)
+            standing = self.rounds.standing(*worker)
+            standing.num_segments = message.num_segments or standing.num_segments
             key = (*worker, message.clock)
             staged = self._staged.get(key)
             if staged is None:
@@ -163,8 +182,7 @@ class Commits:
                 self.check_generation(request)
             standing = self.rounds.standing(peer.name, peer.incarnation)
             key = (peer.name, peer.incarnation, clock)
-            if isinstance(message, CommitStaged) and message.roll is not None:
-                self.rounds.learn(message.roll)
+            self._hear_roll(peer, message)
             contribution = self._contribution(peer, standing, clock, self._staged.pop(key, None))
             self._ask_for(contribution, request, message)
             if clock > standing.clock + 1:
@@ -308,25 +326,6 @@ class Commits:
         with self.order:
             return self.rounds.slowest()
 
-    def rank(self, members: Iterable[Member]) -> None:
-        """Who there is, in the order of ranks: whose hyperparameters and values count follows from it."""
-        workers = {(m.name, m.incarnation): (m.since, by_name(m.name)) for m in members if m.role == "worker"}
-        with self.order:
-            self._ranks = [name for name, _ in workers]
-            here = {(s.name, s.incarnation) for s in self.rounds.standings.values()}  # the dead among them, too
-            gone = {life: place for life, place in self.flow.seniority.items() if life in here}
-            self.flow.seniority = {**gone, **workers}
-            self._choose_chief()
-
-    def _choose_chief(self) -> None:
-        there = [s.name for s in self.rounds.standings.values() if not (s.left or s.fenced)]
-        self._chief = next((name for name in [*self._ranks, *there] if name in there), "")
-
-    def check_chief(self, peer: Peer, doing: str) -> None:
-        first = self._ranks[0] if self._ranks else ""
-        if peer.name not in (self._chief, first):
-            raise ProtocolError(f"{peer} {doing}; only the chief's count")
-
     def clocks(self) -> dict[Identity, int]:
         """Where every worker stands; under `order`, what a slice that is hosted from now on begins with."""
         with self.order:
@@ -375,7 +374,7 @@ class Commits:
         asked = self.flow.begin_anew(dropped)
         self._staged.clear()
         self.staging.forget_slices(_AllBut(self._slices))
-        self._choose_chief()
+        self.ranks.choose_chief()
         held, self._held, self._is_held = self._held or (), None, False
         return asked, [request for request, _ in held]
 

@@ -72,6 +72,7 @@ class Flow:
         """Under `order`: there are other slices now. `leaving`: these are about to go, and take nothing more in."""
         self._leaving, self._in_order = frozenset(leaving), None
         self._rounds.decides, self._rounds.is_alone = 0 in self._slices, self.num_servers == 1
+        self._rounds.first_segment = min((slot.part.segment for slot in self._slices.values()), default=0)
         self._pulls.hosts_others()
 
     def prefer(self, slices: Sequence[int]) -> None:
@@ -171,10 +172,8 @@ class Flow:
             self.num_rounds += 1
             self.round_seconds += time.perf_counter() - work.began
             ready = [commit for commit in work.commits if commit.item.sayings()]
-            if work.clip_norm is not None and self._clips(work) and self.num_servers > 1:
-                for commit in ready:
-                    self._clipping.pop(key_of(commit), None)
             for commit in ready:
+                self._clipping.pop(key_of(commit), None)
                 commit.item.clocks = work.clocks
             self._parked += ready
             self._through(work)
@@ -209,10 +208,11 @@ class Flow:
             self.reply(commit)
 
     def reply(self, commit: Held) -> None:
+        with self.order:
+            roll = self._rounds.roll_to_tell(*key_of(commit))
         for item in commit.item.sayings():
             request, answer = item.request, item.answer
             assert request is not None
-            roll = self._rounds.roll_to_tell(commit.worker, commit.item.incarnation, commit.clock)
             if answer is None:
                 self._pulls.committed(request, commit.clock, commit.item.clocks, commit.item.is_late, roll)
                 continue

@@ -9,7 +9,7 @@ import msgspec
 
 from syncline import faults
 from syncline.core.changes import MOVE_TIMES
-from syncline.core.control import Install, Leave, LetGo, Prepare, Prepared
+from syncline.core.control import Install, Leave, LetGo, Prepare, Prepared, Roster
 from syncline.core.message import Done
 from syncline.errors import FencedError, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Latch, Request
@@ -62,6 +62,14 @@ class Generations:
 
     def close(self) -> None:
         self._is_closed = True
+
+    def hear(self, roster: Roster) -> None:
+        """Servers may come without a change, and go when nothing is left on them."""
+        servers = {member.name for member in roster.members if member.role == "server"}
+        number = len(servers.union(seat.primary for seat in roster.seats if seat.primary))
+        with self._order:
+            if roster.generation >= self._installed:
+                self._flow.num_servers, self._commits.rounds.is_alone = number, number == 1
 
     # -- prepare ------------------------------------------------------------------------------------------
 
@@ -128,6 +136,7 @@ class Generations:
         reach = self._hosting.reach(
             message.seats, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
         )
+        self._commits.learn_held()
         rolls = rounds.rolls.entries()
         return Prepared(standings, num_orphans, clocks, reach, bool(self._hosting.slices), rolls)
 
@@ -260,7 +269,7 @@ class Generations:
         self._is_half_way = False
         self._flow.num_servers = sum(member.role == "server" for member in message.members)
         self._flow.hosts_others()
-        self._commits.rank(message.members)
+        self._commits.ranks.hear(message.members)
         self._flow.count_workers(self._replicas)
 
 

@@ -102,7 +102,6 @@ class Server:
         self._hold_seconds = hold_seconds
         self._home = home or Home()
         self._lock = threading.Lock()
-        self._flow: Flow | None = None
         self._commits: Commits | None = None
         self._generations: Generations | None = None
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
@@ -148,7 +147,7 @@ class Server:
             find=self._hosting.find,
         )
         self._hosting.hear(joined.members, ())
-        commits.rank(joined.members)
+        commits.ranks.hear(joined.members)
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -162,7 +161,7 @@ class Server:
             hold_seconds=self._hold_seconds,
             cut_off=self._cut_off,
         )
-        self._flow, self._commits, flow.say = flow, commits, self._log
+        self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
 
@@ -171,10 +170,10 @@ class Server:
         self._hosting.hear(roster.members, roster.seats)
         if self._commits is not None and roster.generation >= self._commits.moved:
             self._hosting.backups.are_all_told()
-        if self._flow is not None:
-            self._flow.num_servers = max(self._flow.num_servers, sum(m.role == "server" for m in roster.members))
+        if self._generations is not None:
+            self._generations.hear(roster)
         if self._commits is not None:
-            self._commits.rank(roster.members)
+            self._commits.ranks.hear(roster.members)
 
     def _cut_off(self, name: str, incarnation: int) -> None:
         with self._lock:
@@ -329,7 +328,7 @@ class Server:
         self._seeding.begin(request, message, self._hosting.partner(message.target))
 
     def _load_state(self, request: Request, message: LoadState) -> None:
-        self.commits.check_chief(request.peer, "loads state")
+        self.commits.ranks.check_chief(request.peer, "loads state")
         self._states.load(request, message)
 
     def _prefer(self, request: Request, message: Prefer) -> None:

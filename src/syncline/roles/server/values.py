@@ -38,7 +38,7 @@ class Values:
         return buffer_of(np.empty(self._hosting.find(number)[1].num_bytes, np.uint8))
 
     def _to_be_uploaded(self, peer: Peer, segment: int, number: int, commits: Commits) -> HostedSlice:
-        commits.check_chief(peer, "uploads values")
+        commits.ranks.check_chief(peer, "uploads values")
         slot = self._hosting.primary(number)
         if slot.part.segment != segment:
             raise ProtocolError(f"{self._hosting.name} does not host slice {number} of segment {segment}")
