@@ -48,7 +48,8 @@ def epoch_seconds(said: list[dict[str, Any]]) -> float:
 def test_an_epoch_takes_about_as_long_as_the_speeds_allow(tmp_path: pathlib.Path) -> None:
     found = {
         "async": epoch_seconds(play(tmp_path, "async")),
-        "bounded:64": epoch_seconds(play(tmp_path, "bounded:64")),
+        # The fast are 70 steps ahead at the end: a lower bound would hold them up, which is what it is for.
+        "bounded:100": epoch_seconds(play(tmp_path, "bounded:100")),
         "sync, batch=auto": epoch_seconds(play(tmp_path, "sync", "--auto")),
         "sync, equal parts": epoch_seconds(play(tmp_path, "sync")),
     }

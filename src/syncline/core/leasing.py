@@ -221,7 +221,10 @@ class Leasing:
         loader = self.state.loaders[name]
         if not loader.is_auto:
             return dict.fromkeys(workers, loader.batch)
-        return widths(loader.batch * len(workers), {worker: self.speeds.get(worker, 0.0) for worker in workers})
+        return widths(loader.batch * len(workers), self._speeds_of(workers))
+
+    def _speeds_of(self, workers: Iterable[str]) -> dict[str, float]:
+        return {worker: self.speeds.get(worker, 0.0) for worker in workers}
 
     # -- giving back --------------------------------------------------------------------------------------
 
@@ -304,7 +307,7 @@ class Leasing:
         # Who has a lease and has not entered yet will, with its first commit.
         names += sorted({lease.worker for lease in epoch.leases.values() if lease.worker in known} - set(names))
         wanted = self.widths(name, names)
-        if not worth_a_change(known, wanted):
+        if not worth_a_change(known, wanted, self._speeds_of(names)):
             return ()
         self._widths[name, number] = wanted
         return self._recall(sorted({lease.owner for lease in epoch.leases.values()}), name, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping
 
@@ -9,34 +10,43 @@ from collections.abc import Mapping
 LEASE_SECONDS = 60.0
 #: Batches of a first lease, when nobody knows yet how fast a worker is.
 FIRST_BATCHES = 4
-#: Widths are changed when one of them is off by more than this part of it.
+#: Widths are changed when a round would take this much less of its time by it.
 WORTH_A_CHANGE = 0.1
 
 
 def widths(total: int, speeds: Mapping[str, float]) -> dict[str, int]:
     """A global batch cut by speed: whole samples that add up to it, at least one each where there are enough.
 
-    Speeds that nobody knows (0) count as the mean of the known ones.
+    Of all cuts one whose slowest part is through first: what is left over by rounding down goes, sample by sample, to
+    whoever is through with it soonest. Speeds that nobody knows (0) count as the mean of the known ones.
     """
-    names = list(speeds)
-    known = [speed for speed in speeds.values() if speed > 0]
-    mean = sum(known) / len(known) if known else 1.0
-    weights = {name: speeds[name] if speeds[name] > 0 else mean for name in names}
-    least = 1 if total >= len(names) else 0
-    free, whole = total - least * len(names), sum(weights.values())
-    exact = {name: free * weights[name] / whole for name in names}
-    found = {name: least + math.floor(exact[name]) for name in names}
-    by_rest = sorted(names, key=lambda name: (math.floor(exact[name]) - exact[name], names.index(name)))
-    for name in by_rest[: total - sum(found.values())]:
+    known = _all_known(speeds)
+    whole, least = sum(known.values()), 1 if total >= len(known) else 0
+    found = {name: max(least, math.floor(total * speed / whole)) for name, speed in known.items()}
+    for _ in range(sum(found.values()) - total):
+        found[max((n for n in found if found[n] > least), key=lambda n: found[n] / known[n])] -= 1
+    soonest = [((found[name] + 1) / speed, place, name) for place, (name, speed) in enumerate(known.items())]
+    heapq.heapify(soonest)
+    for _ in range(total - sum(found.values())):
+        _, place, name = soonest[0]
         found[name] += 1
+        heapq.heapreplace(soonest, ((found[name] + 1) / known[name], place, name))
     return found
 
 
-def worth_a_change(now: Mapping[str, int], wanted: Mapping[str, int]) -> bool:
-    """Whether the widths in use are far enough from those that the speeds ask for."""
+def _all_known(speeds: Mapping[str, float]) -> dict[str, float]:
+    known = [speed for speed in speeds.values() if speed > 0]
+    mean = sum(known) / len(known) if known else 1.0
+    return {name: speed if speed > 0 else mean for name, speed in speeds.items()}
+
+
+def worth_a_change(now: Mapping[str, int], wanted: Mapping[str, int], speeds: Mapping[str, float]) -> bool:
+    """Whether a round with the widths in use takes so much longer, by the speeds, than with those that are wanted."""
     if now.keys() != wanted.keys():
         return True
-    return any(abs(wanted[name] - now[name]) > max(1.0, WORTH_A_CHANGE * now[name]) for name in now)
+    known = _all_known(speeds)
+    longest = [max((part[name] / known[name] for name in part), default=0.0) for part in (now, wanted)]
+    return longest[0] > longest[1] * (1 + WORTH_A_CHANGE)
 
 
 def lease_samples(batch: int, num_left: int, speed: float, all_speeds: float, num_workers: int) -> int:
