@@ -154,7 +154,8 @@ class Coordinator(Handing):
                 return
             self.is_dirty = True
             self.liveness.watch(name, self.world.now)
-        self.links[name] = session
+        if not session.is_ghost:  # a replayed connection proves nothing, and is not the member's
+            self.links[name] = session
         member = self.state.members[name]
         late = self.membership.formed and name not in self.state.entered
         if self.membership.formed:
@@ -220,7 +221,8 @@ class Coordinator(Handing):
             self.is_dirty = self.departed = True
             self.seeding = None
         self.leaving[frame.name] = frame.incarnation
-        self.links[frame.name] = session
+        if not session.is_ghost:
+            self.links[frame.name] = session
         if frame.name not in self.state.fencing and frame.name in self.state.left and not self.is_dirty:
             self.say(frame.name, "left", (frame.incarnation,))
         self.pump()
