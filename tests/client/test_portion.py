@@ -48,3 +48,22 @@ def test_what_is_open_is_not_said_to_be_used() -> None:
     assert uses.committed() == [first] and uses.late() == [second]  # who keeps it may die before it does
     uses.forget({7})
     assert not uses.committed() and not uses.late()
+
+
+def test_what_is_under_way_when_it_is_asked_is_waited_for() -> None:
+    """It may be on a slice that was lost, and nowhere else: who asks is to ask again."""
+    made, uses = portion(), Uses()
+    for _ in range(2):
+        piece = made.cut()
+        assert piece is not None
+        uses.read(piece)
+        if piece.begin == 0:
+            (first,) = uses.take()
+    assert not uses.are_told()
+    (second,) = uses.take()  # since then, and no part of the question
+    assert not uses.are_told()
+    uses.answered([first], is_late=False)
+    assert uses.are_told() and uses.committed() == [first]
+    assert not uses.are_told(), "another question"
+    uses.answered([second], is_late=True)
+    assert uses.are_told()

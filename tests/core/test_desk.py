@@ -98,9 +98,11 @@ def test_workers_are_to_say_what_they_used_until_each_has_said_it() -> None:
     (one, *_) = take_all(here, ONE)
     here.uses_are_lost()
     assert here.unheard() == [ONE, TWO]
-    here.heard(ONE, [(one.lease, 0, 4)], [])
+    here.heard(ONE, [(one.lease, 0, 2)], [], is_all=False)
     epoch = here.leasing.epoch("a", 0)
-    assert here.unheard() == [TWO] and epoch is not None and epoch.num_done == 4
+    assert here.unheard() == [ONE, TWO] and epoch is not None and epoch.num_done == 2, "commits of it are under way"
+    here.heard(ONE, [(one.lease, 0, 4)], [], is_all=True)
+    assert here.unheard() == [TWO] and epoch.num_done == 4
     after: Desk[str] = Desk(Membership(msgspec.msgpack.decode(msgspec.msgpack.encode(members.state), type=JobState)))
     assert after.unheard() == [TWO]
     members.evict("worker-1", "is dead")

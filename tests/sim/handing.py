@@ -120,7 +120,7 @@ class Handing(Planning):
             return
         key, uses, late, waiting = frame.body
         if self.state.members[frame.name].role == "worker":
-            self.desk.heard((frame.name, frame.incarnation), uses, late)
+            self.desk.heard((frame.name, frame.incarnation), uses, late, is_all=not waiting)
         self.were_used(uses, late)
         back = self.handing_back
         if back is not None and back["key"] == key and self.is_alive:

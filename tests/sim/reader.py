@@ -194,7 +194,8 @@ class Reader(Worker):
 
     def on_ask_uses(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):
-            self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late(), []))
+            open_ = [] if self.uses.are_told() else [(self.name, self.incarnation)]
+            self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late(), open_))
 
     def beat(self) -> Any:
         committed = [use for step in self.open.values() for use in step.uses]

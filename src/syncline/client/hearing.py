@@ -42,6 +42,9 @@ class ReadsSamples(Protocol):
     def late(self) -> list[Use]:
         """What was in commits that were late."""
 
+    def are_told(self) -> bool:
+        """Whether that was all, once these two are asked for after this."""
+
 
 class FromCoordinator:
     """A worker's ear. Whatever takes long is done in a thread of its own, never in the one that reads."""
@@ -58,12 +61,13 @@ class FromCoordinator:
         self.copies: GivesCopies | None = None
         self.samples: ReadsSamples | None = None
         self._has_begun = False
+        self._life = ("", 0)
 
     def begin(self, link: Link, joined: Joined, name: str, *, beats: bool) -> None:
         """This process is a member from now on. Said again it changes nothing."""
         if self._has_begun:
             return
-        self._has_begun = True
+        self._has_begun, self._life = True, (name, joined.incarnation)
         self.rosters.hear(Roster(joined.generation, joined.members, []))
         link.begin(
             name,
@@ -103,12 +107,15 @@ class FromCoordinator:
         elif isinstance(message, Recall):
             request.reply(self.samples.give_back(message) if self.samples is not None else GaveBack([]))
         elif isinstance(message, AskUses):
-            samples = self.samples
-            request.reply(Uses(samples.used(), samples.late()) if samples is not None else Uses([]))
+            request.reply(self._uses(self.samples) if self.samples is not None else Uses([]))
         elif isinstance(message, AskCopies | GiveCopies):
             threading.Thread(target=self._see_to_copies, args=(request, message), name="copies", daemon=True).start()
         else:
             raise ProtocolError(f"a worker does not answer {type(message).__name__}")
+
+    def _uses(self, samples: ReadsSamples) -> Uses:
+        is_all = samples.are_told()  # first: what is answered meanwhile is said with it
+        return Uses(samples.used(), samples.late(), [] if is_all else [self._life])
 
     def _see_to_copies(self, request: Request, message: AskCopies | GiveCopies) -> None:
         try:

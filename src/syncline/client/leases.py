@@ -61,6 +61,8 @@ class Uses:
         self._read: list[Use] = []
         self._stepped: list[Use] = []  # in local steps, which the next commit brings
         self._void: list[Use] = []  # in pushes that were refused
+        self._open: set[Use] = set()  # in commits that are not answered yet
+        self._awaited: set[Use] | None = None  # of these, what was open when it was first asked what is used
         self._committed: dict[int, list[Places]] = {}
         self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
@@ -86,6 +88,7 @@ class Uses:
             if is_void:
                 self._void += taken
                 return []
+            self._open.update(taken)
         return taken
 
     def answered(self, uses: Iterable[Use], *, is_late: bool) -> None:
@@ -94,6 +97,16 @@ class Uses:
         with self._lock:
             for lease, begin, end in uses:
                 known[lease] = merged([*known.get(lease, ()), (begin, end)])
+                self._open.discard((lease, begin, end))
+
+    def are_told(self) -> bool:
+        """Whether `committed` and `late` have all by now that was in commits when this was first asked; else it is to
+        be asked again. What is open may be on a slice that was lost, and nowhere else."""
+        with self._lock:
+            self._awaited = self._open & (self._open if self._awaited is None else self._awaited)
+            is_all = not self._awaited
+            self._awaited = None if is_all else self._awaited
+            return is_all
 
     def committed(self) -> list[Use]:
         """What was in commits that are answered, of leases that are not through. What is open servers will tell."""

@@ -113,6 +113,10 @@ class Samples:
         """Likewise, of commits that were late."""
         return self.uses.late()
 
+    def are_told(self) -> bool:
+        """Whether that was all, once these two are asked for after this."""
+        return self.uses.are_told()
+
     # -- counting -----------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int, num_batches: int) -> None:

@@ -185,10 +185,10 @@ class Desk(Generic[R]):
         lives = {(name, member.incarnation) for name, member in state.members.items()}
         return [life for life in state.leases.unheard.items() if life in lives]
 
-    def heard(self, owner: Identity, uses: Iterable[Use], late: Iterable[Use]) -> None:
-        """A worker has said what it has used."""
+    def heard(self, owner: Identity, uses: Iterable[Use], late: Iterable[Use], *, is_all: bool) -> None:
+        """A worker has said what it has used; else, what it will have used is asked for again."""
         self.use(uses, late)
-        if self._membership.state.leases.unheard.get(owner[0]) == owner[1]:
+        if is_all and self._membership.state.leases.unheard.get(owner[0]) == owner[1]:
             del self._membership.state.leases.unheard[owner[0]]
 
     # -- the dead -----------------------------------------------------------------------------------------

@@ -100,11 +100,14 @@ class AskUses(Message, frozen=True):
 
 
 class Uses(Message, frozen=True):
-    """What commits have used, by the word of the server of slice 0."""
+    """What commits have used, by the word of the server of slice 0; or, when that is lost, of a worker.
+
+    `open`: lives of workers whose commits may still be applied: those that are out; of a worker, its own.
+    """
 
     uses: list[Use]
     late: list[Use] = []  # of commits that were late: to do again
-    open: list[tuple[str, int]] = []  # lives of workers that are out, with commits that may still be applied
+    open: list[tuple[str, int]] = []
 
 
 class Confirm(Message, frozen=True):

@@ -300,7 +300,7 @@ class Handing:
         with self._c.lock:
             self._asked_workers.discard(owner)
             if isinstance(answer, Uses):
-                self._desk.heard(owner, answer.uses, answer.late)
+                self._desk.heard(owner, answer.uses, answer.late, is_all=not answer.open)
         self.answer()
 
     def gone(self) -> dict[Identity, bool]:
