@@ -46,8 +46,16 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*[values_of(each) for each in arguments])
     if kind is Span:
         return st.builds(comb, st.integers(0, 1 << 60), st.integers(1, 1 << 20), st.just(7), st.integers(1, 7))
-    fields = {field.name: values_of(field.type) for field in msgspec.structs.fields(kind)}
-    return st.builds(kind, **fields)
+    if kind not in _structs:  # first: one may have another of its own kind in it
+        _structs[kind] = st.deferred(lambda: _structs_of(kind))
+    return _structs[kind]
+
+
+_structs: dict[Any, st.SearchStrategy[Any]] = {}
+
+
+def _structs_of(kind: Any) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **{field.name: values_of(field.type) for field in msgspec.structs.fields(kind)})
 
 
 headers = st.builds(

@@ -22,6 +22,7 @@ from syncline.core.control import Leave
 from syncline.core.layout import Parameter, Ranges, Segment, arrange
 from syncline.core.message import Message
 from syncline.core.messages import MESSAGES
+from syncline.core.rolls import Roll
 from syncline.core.rule import Option, Rule
 from syncline.core.spans import Span
 from syncline.core.traffic import Upload
@@ -45,6 +46,7 @@ SPECIAL: dict[object, object] = {
     JobConfig: JobConfig(),
     Span: Span(5, 11, 4, 2),
     Ranges: ((0, 3), (5, 6)),
+    Roll: Roll(1, 2, [("worker-0", 5, 5)], [("worker-1", 6, 5)], [("worker-0", 1)], Roll(1, 1, [("worker-2", 7, 4)])),
     int: 5,
     float: 0.5,
     bool: True,
