@@ -204,3 +204,14 @@ def jobs() -> Iterator[Callable[..., Job]]:
         job.coordinator.close()
         for member in job.members.values():
             member.endpoint.close()
+
+
+def ask(job: Job, message: Message) -> Any:
+    """By somebody outside, as `syncline pace` and `status` do."""
+    left, right = pair(Peer("launcher", "launcher", 0), Peer("coordinator", "coordinator", 0))
+    Endpoint(right, Stamp("job"), job.coordinator)
+    endpoint = Endpoint(left, Stamp("job"))
+    try:
+        return endpoint.call(message).wait(SECONDS)
+    finally:
+        endpoint.close()

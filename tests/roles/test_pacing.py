@@ -9,30 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.roles.played import SECONDS, Played, jobs, until
+from tests.roles.played import SECONDS, Played, ask, jobs, until
 
 from syncline import Rule
 from syncline.client.job import Job
 from syncline.core.control import AskStatus, AskWhy, Barrier, Beat, Leave, Rejoin
 from syncline.core.pacing import Pace
 from syncline.errors import ConfigError
-from syncline.net.memory import pair
-from syncline.net.rpc import Endpoint, Stamp
-from syncline.net.transport import Peer
 from syncline.testing import local_job
 
 __all__ = ["jobs"]
-
-
-def ask(job: Any, message: Any) -> Any:
-    """By somebody outside, as `syncline pace` does."""
-    left, right = pair(Peer("launcher", "launcher", 0), Peer("coordinator", "coordinator", 0))
-    Endpoint(right, Stamp("job"), job.coordinator)
-    endpoint = Endpoint(left, Stamp("job"))
-    try:
-        return endpoint.call(message).wait(SECONDS)
-    finally:
-        endpoint.close()
 
 
 def paces(member: Played) -> list[tuple[float, bool]]:

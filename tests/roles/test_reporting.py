@@ -7,27 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.roles.played import SECONDS, jobs
+from tests.roles.played import ask, jobs
 
 from syncline.core.control import AskStatus, Beat, Join, Leave, Report, Watch
-from syncline.net.memory import pair
-from syncline.net.rpc import Endpoint, Stamp
-from syncline.net.transport import Peer
 
 from .conftest import WAIT, House
 
 __all__ = ["jobs"]
-
-
-def ask(job: Any, message: Any) -> Any:
-    """By somebody outside."""
-    left, right = pair(Peer("launcher", "launcher", 0), Peer("coordinator", "coordinator", 0))
-    Endpoint(right, Stamp("job"), job.coordinator)
-    endpoint = Endpoint(left, Stamp("job"))
-    try:
-        return endpoint.call(message).wait(SECONDS)
-    finally:
-        endpoint.close()
 
 
 def report(job: Any, name: str, step: int, samples: int) -> None:

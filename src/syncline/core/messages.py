@@ -92,7 +92,7 @@ from syncline.core.traffic import (
     Verify,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
