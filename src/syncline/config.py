@@ -37,6 +37,11 @@ LAUNCH_ONLY = frozenset(
         "replicas",
         "ack",
         "max_restarts",
+        "fresh",
+        "resume",
+        "checkpoint_mirror",
+        "save_memory",
+        "save_seconds",
     }
 )
 
@@ -49,6 +54,10 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "most_workers": (0, 65_536),
     "replicas": (0, 2),
     "max_restarts": (0, 1 << 40),
+    "save_memory": (0, 1 << 44),
+    "save_seconds": (0.0, 1e9),
+    "keep": (2, 1 << 40),
+    "max_steps": (0, 1 << 60),
     "beat_seconds": (1e-3, 1e9),
     "deadline_seconds": (1e-3, 1e9),
     "longest_deadline_seconds": (1e-3, 1e9),
@@ -101,6 +110,20 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     profile: bool = False  #: at the end, show where the time of the steps went
     runs: str = "runs"  #: folder that holds one folder per job
     slice_bytes: int = 4 << 20  #: about how large a slice is
+    checkpoint: str = ""  #: folder (any fsspec path) for checkpoints; one that it holds is taken up
+    save_every: str = ""  #: how often to save: 10m, 500steps
+    save_memory: int = 0  #: bytes that a server may copy for a save, then updates wait; 0: as many as its slices have
+    save_seconds: float = 30.0  #: for the save when a whole job is told to end
+    fresh: bool = False  #: start over beside what the checkpoint folder holds
+    resume: str = ""  #: another checkpoint, or folder of such, to start from
+    keep: int = 3  #: checkpoints to keep, the newest; the best are kept besides
+    checkpoint_mirror: str = ""  #: folder (any fsspec path) for a second copy of every checkpoint
+    best: str = ""  #: metric by which the best checkpoint is kept: accuracy, loss, min:NAME, max:NAME
+    average: str = ""  #: merged weights as a candidate for the best: last:N, ema:DECAY
+    stop: tuple[str, ...] = ()  #: rules to stop by: accuracy>=0.9, loss.plateau(5)
+    on_plateau: str = ""  #: what is tried when a plateau is reached, before its rule stops the job: lr*0.1
+    max_steps: int = 0  #: steps of the job; 0: as many as its script makes
+    max_time: str = ""  #: time of training: 90s, 2h; with what was trained before it was taken up
     start_seconds: float = 120.0  #: deadline for all members to be there
     wait_seconds: float = 600.0  #: deadline of every other wait
 

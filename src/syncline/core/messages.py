@@ -60,6 +60,24 @@ from syncline.core.handing import (
 )
 from syncline.core.message import Done, Message, Refused
 from syncline.core.pacing import Pace
+from syncline.core.saving import (
+    AskTakenUp,
+    CloseGate,
+    EndSave,
+    Expect,
+    Finish,
+    GateClosed,
+    GivenTakenUp,
+    Mark,
+    OpenGate,
+    Save,
+    Saved,
+    TakeUp,
+    WriteMarked,
+    WriteScript,
+    WrittenMarked,
+    WrittenScript,
+)
 from syncline.core.traffic import (
     AskClip,
     AskHosted,
@@ -92,7 +110,7 @@ from syncline.core.traffic import (
     Verify,
 )
 
-PROTOCOL = 4
+PROTOCOL = 5
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -103,7 +121,8 @@ MESSAGES: tuple[type[Message], ...] = (
     Restore, Lend, Seed, LetGo, Replicate, Replicated, Stage, CommitStaged, Committed, AskClip, GiveClip, Prefer,
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
-    Pace,
+    Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseGate, GateClosed, Mark, OpenGate,
+    WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -112,16 +131,17 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({
         Join, Rejoin, AskRoster, Beat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
-        Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard,
+        Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
+        AskTakenUp, Finish,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
-        Recall, AskUses, Confirm, Pace,
+        Recall, AskUses, Confirm, Pace, Expect, WriteScript, EndSave, CloseGate, Mark, OpenGate, WriteMarked, TakeUp,
     }),
     "launcher": frozenset({
-        Watch, Died, Scale, AskStatus, AskWhy, Pace,
+        Watch, Died, Scale, AskStatus, AskWhy, Pace, Save,
     }),
 }  # fmt: skip
