@@ -11,10 +11,12 @@ from syncline.config import JobConfig
 from syncline.core.control import Passed
 from syncline.core.leasing import LeaseState
 from syncline.core.members import Address, Member
+from syncline.core.metrics import MetricState
 from syncline.core.pacing import Paced
 from syncline.core.rounds import after_barrier
 from syncline.core.seats import Seat, without
 from syncline.core.standings import by_name
+from syncline.core.stopping import Steering
 from syncline.core.words import counted
 from syncline.errors import ConfigError
 
@@ -51,6 +53,8 @@ class JobState(msgspec.Struct, kw_only=True):
     paces: dict[str, Paced] = {}  # workers that are slowed or held by hand
     num_revoked: int = 0  # acknowledged updates that were lost with a server
     leases: LeaseState = msgspec.field(default_factory=LeaseState)  # of data, and what of it is done
+    metrics: MetricState = msgspec.field(default_factory=MetricState)
+    steering: Steering = msgspec.field(default_factory=Steering)  # what the stop rules remember
     is_changing: bool = False  # the change to this generation may not be installed everywhere
     outcome: Outcome | None = None
 

@@ -59,6 +59,7 @@ from syncline.core.handing import (
     Uses,
 )
 from syncline.core.message import Done, Message, Refused
+from syncline.core.metrics import Metrics, Steer
 from syncline.core.pacing import Pace
 from syncline.core.saving import (
     AskTakenUp,
@@ -122,7 +123,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
     Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseGate, GateClosed, Mark, OpenGate,
-    WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish,
+    WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Metrics, Steer,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -132,7 +133,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Join, Rejoin, AskRoster, Beat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
-        AskTakenUp, Finish,
+        AskTakenUp, Finish, Metrics,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,
@@ -140,6 +141,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
         Recall, AskUses, Confirm, Pace, Expect, WriteScript, EndSave, CloseGate, Mark, OpenGate, WriteMarked, TakeUp,
+        Steer,
     }),
     "launcher": frozenset({
         Watch, Died, Scale, AskStatus, AskWhy, Pace, Save,

@@ -1,0 +1,249 @@
+"""Stop rules: what a job's readings, steps and time are held against, what is tried first, and what has fired.
+
+Pure: what must outlive the coordinator, and goes into checkpoints, is in `Steering`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from syncline.config import JobConfig
+from syncline.core.conditions import (
+    Average,
+    Best,
+    Compare,
+    Condition,
+    Every,
+    OnPlateau,
+    Plateau,
+    leaves,
+    parse_average,
+    parse_best,
+    parse_condition,
+    parse_on_plateau,
+)
+from syncline.core.durations import duration
+from syncline.core.metrics import Reading, Steer
+from syncline.errors import ConfigError
+
+#: After so many readings of other metrics it is said which ones nobody has reported.
+MANY_READINGS = 100
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """All that was said about stopping, the best and the average; read and checked."""
+
+    stop: tuple[tuple[str, Condition], ...] = ()
+    on_plateau: OnPlateau | None = None
+    max_steps: int = 0
+    max_seconds: float = 0.0
+    best: Best | None = None
+    average: Average | None = None
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """The metrics that are named, each with the option that names it."""
+        found = {self.best.metric: "--best"} if self.best is not None else {}
+        found.update((leaf.metric, "--stop") for _, condition in self.stop for leaf in leaves(condition))
+        return found
+
+    @property
+    def plateaus(self) -> dict[str, Plateau]:
+        """By their keys."""
+        found = (leaf for _, condition in self.stop for leaf in leaves(condition))
+        return {leaf.key: leaf for leaf in found if isinstance(leaf, Plateau)}
+
+
+def rules_of(config: JobConfig) -> Rules:
+    """The rules of these settings, or a ConfigError with the remedy."""
+    rules = Rules(
+        stop=tuple((text, parse_condition(text)) for text in config.stop),
+        on_plateau=parse_on_plateau(config.on_plateau) if config.on_plateau else None,
+        max_steps=config.max_steps,
+        max_seconds=duration("--max-time", config.max_time, "90s, 30m, 2h") if config.max_time else 0.0,
+        best=parse_best(config.best) if config.best else None,
+        average=parse_average(config.average) if config.average else None,
+    )
+    if rules.on_plateau is not None and not rules.plateaus:
+        raise ConfigError(
+            f"--on-plateau {config.on_plateau!r}: no --stop rule says what a plateau is; give one, e.g. "
+            '--stop "loss.plateau(5)"'
+        )
+    return rules
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True):
+    """What has fired: the option with its rule, the values, and the step."""
+
+    rule: str
+    told: str
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.told}"
+
+
+class PlateauCount(msgspec.Struct):
+    """How many readings in a row were not better than the best."""
+
+    best: float | None = None
+    num_worse: int = 0
+
+
+class Steering(msgspec.Struct):
+    """What the stop rules remember: through the coordinator's death, and in checkpoints."""
+
+    plateaus: dict[str, PlateauCount] = {}
+    factor: float = 1.0  # on every learning rate
+    num_tries: int = 0  # of what is tried on a plateau
+    number: int = 0  # of changes that workers are told
+    stop: Stop | None = None
+    seconds: float = 0.0  # trained so far, when it was last counted
+    counted_at: float = 0.0  # by the clock of the wall
+    untold: bool = True  # nobody was told yet which metrics nobody reports
+
+    @property
+    def steer(self) -> Steer:
+        return Steer(self.number, str(self.stop) if self.stop is not None else "", self.factor)
+
+
+def from_checkpoint(data: Mapping[str, Any], seconds: float, rules: Rules) -> Steering:
+    """What a checkpoint remembers, for the rules that there are now. What has fired by a rule still counts."""
+    try:
+        known = msgspec.convert(dict(data), Steering)
+    except msgspec.ValidationError:
+        known = Steering()
+    kept = {key: count for key, count in known.plateaus.items() if key in rules.plateaus}
+    has_fired = known.stop is not None and known.stop.rule in {_flagged(text) for text, _ in rules.stop}
+    factor = known.factor if math.isfinite(known.factor) and known.factor > 0 else 1.0
+    return Steering(
+        plateaus=kept,
+        factor=factor,
+        num_tries=known.num_tries,
+        number=known.number + 1,
+        stop=known.stop if has_fired else None,
+        seconds=seconds,
+    )
+
+
+class Stopping:
+    """Decides. Every method that may decide something says in words what it was; nothing: nothing."""
+
+    def __init__(self, rules: Rules, state: Steering) -> None:
+        self.rules, self.state = rules, state
+
+    def take(self, fresh: Mapping[str, Reading], newest: Mapping[str, Reading], step: int) -> list[str]:
+        """Some readings are new; `newest` has these and those of other metrics."""
+        if self.state.stop is not None:
+            return []
+        for key, plateau in self.rules.plateaus.items():
+            if plateau.metric in fresh:
+                self._count(key, plateau, fresh[plateau.metric].value)
+        for text, condition in self.rules.stop:
+            if self._holds(condition, newest, with_plateaus=False):
+                return [self._fire(_flagged(text), self._told(condition, newest), step)]
+            if self._holds(condition, newest, with_plateaus=True):
+                return [self._on_plateau(text, condition, newest, step)]
+        return []
+
+    def reach(self, step: int) -> list[str]:
+        """The job has come to this step."""
+        most = self.rules.max_steps
+        if self.state.stop is not None or not most or step < most:
+            return []
+        return [self._fire(f"--max-steps {most}", f"step {step}", step)]
+
+    def pass_time(self, seconds: float, step: int) -> list[str]:
+        """The job, with what was trained before it was taken up, has trained so long."""
+        most = self.rules.max_seconds
+        if self.state.stop is not None or not most or seconds < most:
+            return []
+        return [self._fire(f"--max-time {_seconds_told(most)}", f"trained {_seconds_told(seconds)}", step)]
+
+    def unreported(self, reported: Collection[str]) -> list[str]:
+        """Of each metric that a rule needs and nobody has reported, a sentence."""
+        there = f"reported are: {', '.join(sorted(reported))}" if reported else "nothing was reported: job.report(…)"
+        found = []
+        for name, flag in self.rules.metrics.items():
+            if name not in reported:
+                near = difflib.get_close_matches(name, reported, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                found.append(f"{flag}: nobody has reported {name!r}; {there}{hint}")
+        return found
+
+    # -- deciding -----------------------------------------------------------------------------------------
+
+    def _count(self, key: str, plateau: Plateau, value: float) -> None:
+        count = self.state.plateaus.setdefault(key, PlateauCount())
+        gain = math.inf if count.best is None else (count.best - value) * (1 if plateau.is_less else -1)
+        if not math.isnan(value) and gain > plateau.min_delta:
+            count.best, count.num_worse = value, 0
+        else:
+            count.num_worse += 1
+
+    def _holds(self, condition: Condition, newest: Mapping[str, Reading], *, with_plateaus: bool) -> bool:
+        if isinstance(condition, Compare):
+            reading = newest.get(condition.metric)
+            return reading is not None and condition.holds(reading.value)
+        if isinstance(condition, Plateau):
+            return with_plateaus and self._is_reached(condition)
+        parts = (self._holds(part, newest, with_plateaus=with_plateaus) for part in condition.parts)
+        return all(parts) if isinstance(condition, Every) else any(parts)
+
+    def _is_reached(self, plateau: Plateau) -> bool:
+        count = self.state.plateaus.get(plateau.key)
+        return count is not None and count.num_worse >= plateau.num_readings
+
+    def _on_plateau(self, text: str, condition: Condition, newest: Mapping[str, Reading], step: int) -> str:
+        action, told = self.rules.on_plateau, self._told(condition, newest)
+        if action is None or self.state.num_tries >= action.most_times:
+            return self._fire(_flagged(text), told, step)
+        self.state.num_tries += 1
+        self.state.factor *= action.factor
+        self.state.number += 1
+        for leaf in leaves(condition):
+            if isinstance(leaf, Plateau) and self._is_reached(leaf):
+                self.state.plateaus[leaf.key].num_worse = 0
+        times = f"time {self.state.num_tries} of {action.most_times}"
+        return f"{text} ({told}): learning rates are multiplied by {self.state.factor:.4g} from now on, {times}"
+
+    def _told(self, condition: Condition, newest: Mapping[str, Reading]) -> str:
+        """The values of all leaves that hold, each once."""
+        words: dict[str, None] = {}
+        for leaf in leaves(condition):
+            reading = newest.get(leaf.metric)
+            value = f"{leaf.metric} = {reading.value:.6g}" if reading is not None else ""
+            if isinstance(leaf, Compare) and reading is not None and leaf.holds(reading.value):
+                words[value] = None
+            elif isinstance(leaf, Plateau) and self._is_reached(leaf):
+                count = self.state.plateaus[leaf.key]
+                best = f"best {count.best:.6g}, " if count.best is not None else ""
+                words[f"{value} ({best}{count.num_worse} readings ago)"] = None
+        return ", ".join(words)
+
+    def _fire(self, rule: str, told: str, step: int) -> str:
+        at = "" if told.startswith("step ") else f" at step {step}"
+        self.state.stop = Stop(rule, f"{told}{at}", step)
+        self.state.number += 1
+        return f"training stops by {self.state.stop}"
+
+
+def _flagged(text: str) -> str:
+    return f"--stop {text!r}"
+
+
+def _seconds_told(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("m", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g}{unit}"
+    return f"{seconds:.3g}s"
+
+
+def is_reported_late(num_readings: int, num_finished_epochs: int) -> bool:
+    """Whether by now everything that is reported at all has been reported once."""
+    return num_finished_epochs > 0 or num_readings >= MANY_READINGS
