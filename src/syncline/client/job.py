@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from syncline.client.current import forget
 from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
+from syncline.client.reporting import Reporting
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
-from syncline.client.stating import job_stats
 from syncline.config import JobConfig
 from syncline.core.control import (
-    AskStats,
     AskWhy,
     Barrier,
-    Beat,
-    GivenStats,
     GivenWhy,
     Joined,
     Leave,
     Passed,
     Register,
-    Report,
     Roster,
     Uploaded,
 )
@@ -39,31 +35,16 @@ from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
-from syncline.errors import ConfigError, ConnectionLost, FencedError, SynclineError, WaitTimeout
+from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats
 
-REPORT_SECONDS = 0.5
 #: How long a broken connection waits for the coordinator's word on why.
 VERDICT_SECONDS = 4.0
 _WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch"}
 #: What may wait for other workers: who is to leave waits no longer.
 _FOR_OTHERS = (Barrier, Register, Uploaded, AskLease)
-_current: Job | None = None
-_of_thread = threading.local()  # several workers in one process: each thread has its own
-
-
-def current_job() -> Job:
-    """The job that `syncline.init()` joined or started in this process."""
-    job: Job | None = getattr(_of_thread, "job", None) or _current
-    if job is None:
-        raise ConfigError("there is no job yet; call syncline.init() first")
-    return job
-
-
-def has_current_job() -> bool:
-    return getattr(_of_thread, "job", None) is not None or _current is not None
 
 
 class Job:
@@ -100,11 +81,12 @@ class Job:
             self.config, hearing, link, dial, stamp, name=me.name, is_late=joined.late, say=say, finite=finite
         )
         hearing.on_failure = self.exchange.break_off
-        hearing.copies, hearing.beat = self.exchange, self._beat
-        self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped, self.leave_if_asked)
+        self.reporting = Reporting(self, link)
+        hearing.copies, hearing.beat = self.exchange, self.reporting.beat
+        self.kv = KeyValue(self.exchange, self.ask, self.name, self.stepped, self.leave_if_asked)
         self.own_step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
-        asks = CoordinatorAsks(self._ask, link)
+        asks = CoordinatorAsks(self.ask, link)
         self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
@@ -114,7 +96,7 @@ class Job:
         self._noticed: set[str] = set()
         self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
         if not embedded:
-            threading.Thread(target=self._report_regularly, name="report", daemon=True).start()
+            self.reporting.begin(self._closed)
 
     # -- who I am -----------------------------------------------------------------------------------------
 
@@ -239,7 +221,7 @@ class Job:
         for action in (*self._before_rest, *self._before_settle):
             action()
         self.exchange.rest(is_pause=is_pause)
-        self._report()
+        self.reporting.report()
 
     # -- the others ---------------------------------------------------------------------------------------
 
@@ -249,11 +231,12 @@ class Job:
         for action in self._before_settle:
             action()
         turn = self._turns[name] = self._turns.get(name, 0) + 1
-        answer = self._ask(Barrier(name, turn, self.exchange.step_aside()))
+        answer = self.ask(Barrier(name, turn, self.exchange.step_aside()))
         assert isinstance(answer, Passed)
         self.exchange.pass_barrier(answer)
 
-    def _ask(self, message: Message) -> Message:
+    def ask(self, message: Message) -> Message:
+        """The coordinator's answer; what is waited for too long is told in words."""
         what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
             with self.exchange.waits.of(what):
@@ -282,38 +265,9 @@ class Job:
             return str(error)
         return answer.reason if isinstance(answer, GivenWhy) else ""
 
-    def _beat(self) -> Beat:
-        step, waits, finite = self.exchange.num_landed, self.exchange.waits.told(), self.exchange.finite
-        samples, seconds = self.exchange.times.measured
-        return Beat(
-            step=step,
-            waits=waits,
-            num_refused=finite.num_refused,
-            is_quarantined=finite.is_quarantined,
-            samples=samples,
-            work_seconds=seconds,
-        )
-
     def stats(self) -> JobStats:
         """The job's numbers and this worker's own."""
-        self._report()
-        answer = self._ask(AskStats())
-        assert isinstance(answer, GivenStats)
-        return job_stats(self, answer, self._link.stats())
-
-    def _report(self) -> None:
-        epoch, step, steps = self.samples.progress
-        with contextlib.suppress(SynclineError):
-            times, taken, seconds = self.exchange.times.times(), self.samples.taken, self.samples.seconds
-            self._link.tell(Report(self.own_step, taken, seconds, epoch, step, steps, times))
-
-    def _report_regularly(self) -> None:
-        last = -1
-        while not self._closed.wait(REPORT_SECONDS):
-            self.exchange.waits.look()
-            if self.own_step != last and self._link.is_open:
-                last = self.own_step
-                self._report()
+        return self.reporting.stats()
 
     # -- how it ends --------------------------------------------------------------------------------------
 
@@ -339,7 +293,7 @@ class Job:
             for action in (*self._before_rest, *self._before_settle):
                 action()
             self.exchange.settle()
-            self._report()
+            self.reporting.report()
             self._tell_staleness()
             self.exchange.leave()
             self._say_leave()
@@ -362,11 +316,9 @@ class Job:
 
     def abandon(self) -> None:
         """Lets go of everything without a word: the job will take it for a death."""
-        global _current
         self._closed.set()
         self.samples.is_over = True
-        if _current is self:
-            _current = None
+        forget(self)
         self._link.close()
         self.exchange.close()
         self._on_close()
@@ -381,20 +333,3 @@ class Job:
             self.close()
         else:
             self.abandon()
-
-
-def make_current(job: Job) -> Job:
-    """From now on, this is the process's job."""
-    global _current
-    _current = job
-    return job
-
-
-@contextlib.contextmanager
-def current_in_thread(job: Job) -> Iterator[None]:
-    """This is the job of the calling thread, while it lasts."""
-    _of_thread.job = job
-    try:
-        yield
-    finally:
-        _of_thread.job = None

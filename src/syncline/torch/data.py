@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.data
 
-from syncline.client.job import current_job, has_current_job
+from syncline.client.current import current_job, has_current_job
 from syncline.client.loop import Loop, TakesSamples
 from syncline.core.splits import ByRank
 from syncline.data.batching import SHARDS_END

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from syncline.client.current import current_job
 from syncline.client.exchange import Push
-from syncline.client.job import Job, current_job
+from syncline.client.job import Job
 from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
