@@ -8,10 +8,12 @@ from typing import Protocol
 
 from syncline.client.pacing import Pacing
 from syncline.client.rosters import Rosters
+from syncline.client.steering import Steering
 from syncline.core.control import AskCopies, Beat, GiveCopies, GivenCopies, Joined, Over, Retire, Roster
 from syncline.core.handing import AskUses, GaveBack, Recall, Use, Uses
 from syncline.core.members import Member
 from syncline.core.message import Done, Message
+from syncline.core.metrics import Steer
 from syncline.core.pacing import Pace
 from syncline.core.slices import Copy
 from syncline.errors import FencedError, JobFailed, ProtocolError, SynclineError
@@ -56,6 +58,7 @@ class FromCoordinator:
         self.heard = threading.Event()  # how it ended
         self.is_retiring = self.has_retired = False
         self.pacing = Pacing(self.check)
+        self.steering = Steering()
         self.on_failure: Callable[[], None] = lambda: None
         self.beat: Callable[[], Beat] = Beat
         self.copies: GivesCopies | None = None
@@ -104,6 +107,8 @@ class FromCoordinator:
             request.reply(Done())
         elif isinstance(message, Pace):
             self.pacing.hear(message)
+        elif isinstance(message, Steer):
+            self.steering.hear(message)
         elif isinstance(message, Recall):
             request.reply(self.samples.give_back(message) if self.samples is not None else GaveBack([]))
         elif isinstance(message, AskUses):

@@ -14,6 +14,7 @@ from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
+from syncline.client.measures import Measures
 from syncline.client.reporting import Reporting
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
@@ -82,6 +83,7 @@ class Job:
         )
         hearing.on_failure = self.exchange.break_off
         self.reporting = Reporting(self, link)
+        self.measures = Measures(self, link, hearing.steering, say)
         hearing.copies, hearing.beat = self.exchange, self.reporting.beat
         self.kv = KeyValue(self.exchange, self.ask, self.name, self.stepped, self.leave_if_asked)
         self.own_step = 0  #: steps that this worker has made
@@ -166,6 +168,26 @@ class Job:
         that was updated most often. With `sync_every`, where most steps are made locally: this worker's own.
         """
         return self.own_step if self.config.sync_every > 1 else self.exchange.num_updates
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is over by one of the job's rules (`--stop`, `--max-steps`, `--max-time`).
+
+        Loops over a DataLoader end by themselves then; a script without one asks here, once a step.
+        """
+        return self.measures.should_stop
+
+    @property
+    def lr_factor(self) -> float:
+        """What `--on-plateau` has made of learning rates: each is multiplied by it where it is used."""
+        return self._hearing.steering.factor
+
+    def report(self, **metrics: Any) -> None:
+        """Tells the job this worker's metrics: numbers, or scalars of torch and NumPy, by name.
+
+        They are merged over the workers, weighted by the samples since the last report; rules (`--stop`) go by them.
+        """
+        self.measures.report(metrics)
 
     @property
     def samples_taken(self) -> int:
@@ -293,6 +315,7 @@ class Job:
             for action in (*self._before_rest, *self._before_settle):
                 action()
             self.exchange.settle()
+            self.measures.flush()
             self.reporting.report()
             self._tell_staleness()
             self.exchange.leave()

@@ -11,7 +11,7 @@ from typing import Protocol
 from syncline.client.portion import Piece, Portion
 from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GaveBack, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
-from syncline.core.loader import Loader
+from syncline.core.loader import VALIDATES, Loader
 from syncline.core.message import Message
 from syncline.core.places import Places, merged
 from syncline.errors import SynclineError
@@ -41,6 +41,10 @@ class Pauses(Protocol):
 
     def catch_up(self) -> None:
         """Others went on without it: after that wait."""
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is over by one of the job's rules."""
 
 
 class Asked(Protocol):
@@ -181,16 +185,20 @@ class Reading:
         self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = times.measured  # samples and seconds of work, as last said
         self._untold: list[LeaveEpoch] = []  # what the coordinator is still to hear of the end of this loop
-        answer = asks.ask(OpenEpoch(loader, epoch, data))
+        answer = Opened(False) if self._is_over else asks.ask(OpenEpoch(loader, epoch, data))
         assert isinstance(answer, Opened)
         self._is_finished = not answer.is_left
         times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
         uses.num_loops += 1
         self.is_shared = answer.is_shared  #: whether all workers come to this loader's epochs, by what is known
 
+    @property
+    def _is_over(self) -> bool:
+        return self._worker.should_stop and not self.loader.startswith(VALIDATES)
+
     def next(self, *, may_wait: bool = True) -> Piece | None:
-        """The next batch to read; None when the epoch is finished, or when there is none without a wait."""
-        while True:
+        """The next batch to read; None when the epoch or training is over, or there is none without a wait."""
+        while not self._is_over:
             self._ask_ahead()
             piece = self._portion.cut()
             if piece is not None or self._is_finished or not may_wait:
@@ -199,6 +207,7 @@ class Reading:
             answer = self._wait()
             self._times.lap("wait")
             self._take(answer)
+        return None
 
     @property
     def is_finished(self) -> bool:

@@ -27,6 +27,8 @@ class TakesSamples(Protocol):
     def in_rounds(self) -> bool: ...
     @property
     def samples(self) -> Samples: ...
+    @property
+    def should_stop(self) -> bool: ...
     def rest(self, *, leaves: bool = True) -> None: ...
     def notice(self, text: str) -> None: ...
 
@@ -58,6 +60,11 @@ class Loop:
         if piece is not None:
             self._cut.append(piece)
         return piece is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Training is over by a rule: what was read ahead goes back."""
+        return self._job.should_stop
 
     def hand_out(self) -> None:
         """The script gets the oldest of what was read."""

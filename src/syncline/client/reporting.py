@@ -58,6 +58,7 @@ class Reporting:
         last = -1
         while not closed.wait(REPORT_SECONDS):
             self._job.exchange.waits.look()
+            self._job.measures.flush()
             if self._job.own_step != last and self._link.is_open:
                 last = self._job.own_step
                 self.report()

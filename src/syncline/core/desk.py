@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from syncline.core.handing import AskLease, GivenLease, LeaveEpoch, Recall, Use
 from syncline.core.leasing import Leasing
 from syncline.core.ledger import Epoch
+from syncline.core.loader import VALIDATES
 from syncline.core.membership import Membership
 from syncline.core.policy import policy_of
 from syncline.core.slices import Identity
@@ -90,7 +91,13 @@ class Desk(Generic[R]):
                 del self.asking[name]
         return answers, recalls
 
+    def is_over(self, loader: str) -> bool:
+        """Training has stopped by a rule: nothing is handed out any more, but for validation."""
+        return self._membership.state.steering.stop is not None and not loader.startswith(VALIDATES)
+
     def _decide(self, owner: Identity, message: AskLease) -> tuple[GivenLease | None, list[tuple[Identity, Recall]]]:
+        if self.is_over(message.loader):
+            return GivenLease(0, _NOTHING), []  # it hears of the stop before this
         answer = self.leasing.ask(
             owner, message.loader, message.epoch, self.taking_part(), message.held,
             is_idle=not message.left, newest=message.newest, given=message.given,

@@ -6,6 +6,8 @@ import msgspec
 
 from syncline.errors import ConfigError
 
+#: Names of loaders that begin so are read for a validation, also when training has stopped.
+VALIDATES = "validate:"
 #: What is more than this is no number of samples.
 MOST_SAMPLES, MOST_SHARDS = 1 << 62, 1 << 20
 

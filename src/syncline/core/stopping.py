@@ -112,21 +112,19 @@ class Steering(msgspec.Struct):
         return Steer(self.number, str(self.stop) if self.stop is not None else "", self.factor)
 
 
-def from_checkpoint(data: Mapping[str, Any], seconds: float, rules: Rules) -> Steering:
-    """What a checkpoint remembers, for the rules that there are now. What has fired by a rule still counts."""
+def from_checkpoint(data: Mapping[str, Any], seconds: float) -> Steering:
+    """What a checkpoint remembers. What has fired by steps or time is not: that is looked at anew."""
     try:
         known = msgspec.convert(dict(data), Steering)
     except msgspec.ValidationError:
         known = Steering()
-    kept = {key: count for key, count in known.plateaus.items() if key in rules.plateaus}
-    has_fired = known.stop is not None and known.stop.rule in {_flagged(text) for text, _ in rules.stop}
     factor = known.factor if math.isfinite(known.factor) and known.factor > 0 else 1.0
     return Steering(
-        plateaus=kept,
+        plateaus=known.plateaus,
         factor=factor,
         num_tries=known.num_tries,
         number=known.number + 1,
-        stop=known.stop if has_fired else None,
+        stop=known.stop if known.stop is not None and known.stop.rule.startswith("--stop ") else None,
         seconds=seconds,
     )
 
@@ -136,6 +134,14 @@ class Stopping:
 
     def __init__(self, rules: Rules, state: Steering) -> None:
         self.rules, self.state = rules, state
+
+    def begin(self) -> None:
+        """What fired before the job was taken up counts if its rule is still one of the job's."""
+        stop = self.state.stop
+        rules = {_flagged(text) for text, _ in self.rules.stop}
+        if stop is not None and stop.rule.startswith("--stop ") and stop.rule not in rules:
+            self.state.stop = None
+            self.state.number += 1
 
     def take(self, fresh: Mapping[str, Reading], newest: Mapping[str, Reading], step: int) -> list[str]:
         """Some readings are new; `newest` has these and those of other metrics."""
@@ -181,7 +187,7 @@ class Stopping:
     def _count(self, key: str, plateau: Plateau, value: float) -> None:
         count = self.state.plateaus.setdefault(key, PlateauCount())
         gain = math.inf if count.best is None else (count.best - value) * (1 if plateau.is_less else -1)
-        if not math.isnan(value) and gain > plateau.min_delta:
+        if math.isfinite(value) and gain > plateau.min_delta:
             count.best, count.num_worse = value, 0
         else:
             count.num_worse += 1
@@ -227,7 +233,7 @@ class Stopping:
         return ", ".join(words)
 
     def _fire(self, rule: str, told: str, step: int) -> str:
-        at = "" if told.startswith("step ") else f" at step {step}"
+        at = f" at step {step}" if step and not told.startswith("step ") else ""
         self.state.stop = Stop(rule, f"{told}{at}", step)
         self.state.number += 1
         return f"training stops by {self.state.stop}"

@@ -186,6 +186,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             for first in leased:
                 self._aim.at(_After(first, leased))
                 for batch in self._new_iterator(alone):
+                    if loop.is_over:
+                        return
                     loop.hand_out()
                     yield batch
 

@@ -35,6 +35,7 @@ from syncline.core.layout import Segment
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.message import Done, Message
+from syncline.core.metrics import Metrics
 from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
 from syncline.errors import FencedError, ProtocolError, StoreError
@@ -45,11 +46,13 @@ from syncline.roles.coordinator.ending import Ending
 from syncline.roles.coordinator.handing import Handing
 from syncline.roles.coordinator.joining import Joining
 from syncline.roles.coordinator.meeting import Meeting
+from syncline.roles.coordinator.metrics import Readings
 from syncline.roles.coordinator.pacing import Pacing
 from syncline.roles.coordinator.registering import Registering
 from syncline.roles.coordinator.reporting import Reporting
 from syncline.roles.coordinator.scaling import Scaling
 from syncline.roles.coordinator.sizing import WorkerSizing
+from syncline.roles.coordinator.stopping import StopRules
 from syncline.roles.coordinator.watching import Watching
 
 #: What happened lately, for `status`.
@@ -122,6 +125,8 @@ class Coordinator:
         self.changing = Changing(self)
         self.handing = Handing(self)
         self.pacing = Pacing(self)
+        self.readings = Readings(self)
+        self.stopping = StopRules(self)
         self.scaling = Scaling(self)
         self.sizing = WorkerSizing(self)
         self.watching = Watching(self) if watches else None
@@ -142,6 +147,7 @@ class Coordinator:
         for name in self.membership.state.members:
             self.liveness.watch(name, now, full=True)
         self.event(f"the coordinator is back, in generation {self.membership.generation}")
+        self.stopping.begin()
         self.changing.start(resume=True)
 
     @property
@@ -161,6 +167,7 @@ class Coordinator:
         if self.journal is None:
             return
         state = self.membership.state
+        self.stopping.count()
         state.ready = sorted(self.registry.ready)
         self.journal.save(msgspec.msgpack.encode(state), self._unsaved, self._undropped)
         self._unsaved, self._undropped = {}, set()
@@ -205,6 +212,7 @@ class Coordinator:
             Died: self._died,
             Scale: self.scaling.handle,
             Pace: self.pacing.handle,
+            Metrics: self.readings.handle,
             OpenEpoch: self.handing.open,
             AskLease: self.handing.ask,
             LeaveEpoch: self.handing.leave,
@@ -268,6 +276,7 @@ class Coordinator:
             if self.membership.formed:
                 self.try_keep()  # a generation that anybody may hear of is never given again
             self.changing.member_is_out(member)
+            self.readings.gone()
             self._fail_if_nobody_is_left(name, reason)
         if endpoint is not None:
             endpoint.close("evicted")
@@ -312,6 +321,7 @@ class Coordinator:
                 self.beats.pop(name, None)
                 self.advanced.pop(name, None)
                 self.handing.forget(name)
+                self.readings.gone()
                 self.try_keep()
         request.reply(Done())
         self.changing.wake()
@@ -335,6 +345,7 @@ class Coordinator:
 
     def close(self) -> None:
         self.changing.close()
+        self.stopping.close()
         if self.watching is not None:
             self.watching.close()
         for endpoint in [*self.endpoints.values(), *self.launchers]:

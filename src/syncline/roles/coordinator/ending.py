@@ -35,6 +35,7 @@ class Ending:
                 return
             self.ended_at = time.monotonic()
             self._c.handing.end()
+            self._c.stopping.end()
             endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()
             try:
                 self._c.keep()

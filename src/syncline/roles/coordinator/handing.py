@@ -67,6 +67,9 @@ class Handing:
         with self._c.lock:
             if not self._is_heard(request):
                 return
+            if self._desk.is_over(message.loader):
+                request.reply(Opened(False))
+                return
             owner, workers = _owner(request), max(1, len(self._desk.taking_part()))
             try:
                 is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
@@ -205,6 +208,7 @@ class Handing:
 
     def _tell_finished(self, finished: Iterable[tuple[str, int, Epoch]]) -> None:
         for name, number, epoch in finished:
+            self._c.stopping.num_epochs += 1
             self._tell(f"epoch {number + 1} of {name!r}", epoch)
 
     def _tell(self, which: str, epoch: Epoch) -> None:

@@ -9,6 +9,7 @@ from syncline import config as configuration
 from syncline.core.control import AskRoster, Join, Joined, Rejoin, Roster
 from syncline.core.message import Done
 from syncline.core.policy import policy_of
+from syncline.core.stopping import rules_of
 from syncline.errors import ConfigError, JobFailed, ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Peer
@@ -69,6 +70,7 @@ class Joining:
             request.reply(answer)  # before a change has anything to say to it
         self.tell()
         self._c.pacing.tell()
+        self._c.stopping.tell()
 
     def _make_way(self, message: Join) -> None:
         """Whoever starts a process under the name of one whose connection is gone knows that it is dead."""
@@ -102,6 +104,7 @@ class Joining:
         for name in sorted(joining, key=lambda n: state.members[n].role != "server"):
             answer = Joined(state.members[name].incarnation, state.generation, members, state.config)
             joining[name].reply(answer)
+        self._c.stopping.begin()
 
     def _refuse_defaults(self, error: ConfigError) -> None:
         """What the chief's script says cannot be: it hears so itself, and the job is over."""
@@ -117,6 +120,7 @@ class Joining:
         known = configuration.check_known(defaults, "init()")
         config = configuration.resolve(self._c.given, known)
         policy_of(config)
+        rules_of(config)
         self._c.membership.state.config = config
 
     def rejoin(self, request: Request, message: Rejoin) -> None:
@@ -139,6 +143,7 @@ class Joining:
             self._c.registering.try_again()
         self._c.scaling.remind_to_retire(message.name)
         self._c.pacing.tell()
+        self._c.stopping.tell()
 
     def roster(self) -> Roster:
         with self._c.lock:

@@ -62,6 +62,8 @@ class Watching:
                     self._c.evict(name, reason)
                 self._look_for_stuck(now)
                 self._c.pacing.tell()
+                self._c.stopping.tell()
+                self._c.stopping.look(now)
                 self._look_for_deaf()
                 self._look_for_quarantine()
                 self._c.meeting.release()  # what a full disk may have held up
