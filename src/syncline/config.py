@@ -139,6 +139,8 @@ def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             known, near = ", ".join(sorted(_FIELDS)), difflib.get_close_matches(key, _FIELDS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{source}: unknown setting {key!r}; there are: {known}{hint}")
+        if key == "stop" and isinstance(value, str):
+            value = (value,)  # one rule needs no list
         try:
             checked[key] = msgspec.convert(value, _FIELDS[key], strict=True)
         except msgspec.ValidationError as error:

@@ -91,6 +91,9 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_revoked: int = 0  #: acknowledged updates that were lost with a server
     epochs: list[EpochProgress] = []  #: that are under way
     verdict: str = ""
+    readings: dict[str, float] = {}  #: the newest of each metric
+    stop: str = ""  #: which rule has ended training, on what value
+    lr_factor: float = 1.0  #: on every learning rate, by --on-plateau
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,6 +63,36 @@ def _options(
     bad_pushes: Annotated[
         int | None, typer.Option(metavar="N", help="Quarantine a worker after N pushes with NaN or Inf. [default: 3]")
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE",
+            help="Stop by what job.report or job.validate says: accuracy>=0.9, loss.plateau(5), "
+            "loss.plateau(5, 0.01), max:NAME.plateau(5), with and, or, ( ). Said several times: any of them.",
+        ),
+    ] = None,
+    on_plateau: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ACTION",
+            help="What is tried before a plateau stops the job: lr*0.1 (once), or 'lr*0.1, at most 3 times'.",
+        ),
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Stop after N steps of the job; exact in sync.")
+    ] = None,
+    max_time: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Stop after so long, earlier runs of it included: 90s, 30m, 2h."),
+    ] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", help="Keep the best checkpoint by this: accuracy, loss, min:NAME, max:NAME."),
+    ] = None,
+    average: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Merged weights as a candidate for the best: last:5, ema:0.999."),
+    ] = None,
     no_check_finite: Annotated[
         bool, typer.Option("--no-check-finite", help="Let pushes with NaN or Inf count.")
     ] = False,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from syncline.cli.standing import duration, epoch_told
+from syncline.cli.standing import duration, epoch_told, values_told
 from syncline.core.control import Standings
 from syncline.core.progress import shares
 from syncline.core.words import counted
@@ -21,6 +21,8 @@ from syncline.core.words import counted
 PLAIN_SECONDS = 10.0
 #: Of so many workers each one's share of the samples is shown, of more the least and the largest.
 MOST_SHARES = 4
+#: Metrics that have room in the line.
+MOST_READINGS = 3
 
 
 class TerminalScreen:
@@ -84,6 +86,10 @@ class TerminalScreen:
         if self._rate is not None:
             parts.append(f"{self._rate:,.0f} samples/s")
             parts += _shares_told(shares(samples))
+        if standings.readings:
+            parts.append(values_told(standings.readings, MOST_READINGS))
+        if standings.stop:
+            parts.append(f"stopped by {standings.stop}")
         return " · ".join(parts)
 
     def _measure(self, now: float, samples: dict[str, int]) -> None:

@@ -85,7 +85,9 @@ class Job:
         self.reporting = Reporting(self, link)
         self.measures = Measures(self, link, hearing.steering, say)
         hearing.copies, hearing.beat = self.exchange, self.reporting.beat
-        self.kv = KeyValue(self.exchange, self.ask, self.name, self.stepped, self.leave_if_asked)
+        self.kv = KeyValue(
+            self.exchange, self.ask, self.name, self.stepped, self.leave_if_asked, lambda: self.lr_factor
+        )
         self.own_step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self.ask, link)

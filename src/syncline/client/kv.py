@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,10 +14,11 @@ from syncline.client.arrays import Array, Bytes
 from syncline.client.exchange import Exchange, Ticket
 from syncline.client.plans import PullPlan, PushPlan
 from syncline.client.sinks import ArraySink
+from syncline.client.steering import with_factor
 from syncline.core.control import Register, Registered, Uploaded
 from syncline.core.layout import Layout, Parameter, Segment, Slice, to_ranges
 from syncline.core.message import Message
-from syncline.core.rule import Rule
+from syncline.core.rule import Option, Rule
 from syncline.errors import LayoutError, ProtocolError, RuleError
 
 Rules = Rule | Mapping[str, Rule]
@@ -60,10 +62,11 @@ class KeyValue:
         who: str,
         stepped: Callable[[], None],
         leave_if_asked: Callable[[], None],
+        lr_factor: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`leave_if_asked`: between two steps, this worker may have to go."""
+        """`leave_if_asked`: between two steps, this worker may have to go. `lr_factor`: on every rule's lr."""
         self._exchange, self._ask, self._who, self._stepped = exchange, ask, who, stepped
-        self._leave_if_asked = leave_if_asked
+        self._leave_if_asked, self._lr_factor = leave_if_asked, lr_factor
         self._ordinal = 0
         self._as_torch: dict[str, bool] = {}
         self._push_plans: dict[int, tuple[int, PushPlan]] = {}  # by slot, with the number of segments
@@ -205,9 +208,20 @@ class KeyValue:
         self._exchange.times.lap("compute")
         self._exchange.make_room()
         plan = self._push_plan(grads)
-        ticket = self._exchange.commit(plan.push(float(weight), plan.fill(grads)), sink)
+        push = plan.push(float(weight), plan.fill(grads))
+        if (factor := self._lr_factor()) != 1.0:
+            push = dataclasses.replace(push, overrides=self._overrides(factor))
+        ticket = self._exchange.commit(push, sink)
         self._stepped()
         return ticket
+
+    def _overrides(self, factor: float) -> list[tuple[int, int, Mapping[str, Option]]]:
+        return [
+            (segment.index, group, with_factor({}, rule.options, factor))
+            for segment in self.layout.segments
+            for group, rule in enumerate(segment.rules)
+            if "lr" in rule.options
+        ]
 
     def _finish(self, plan: PullPlan) -> Pulled:
         for name, data in plan.late.items():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from syncline.core.metrics import Steer
+from syncline.core.rule import Option
 
 
 class Steering:
@@ -29,3 +31,13 @@ class Steering:
     def factor(self) -> float:
         """On every learning rate."""
         return self._steer.factor
+
+
+def with_factor(
+    changed: Mapping[str, Option], registered: Mapping[str, Option], factor: float
+) -> Mapping[str, Option]:
+    """Hyperparameters that differ from the registered ones, when learning rates are multiplied by a factor."""
+    rate = changed.get("lr", registered.get("lr"))
+    if factor == 1.0 or not isinstance(rate, int | float):
+        return changed
+    return {**changed, "lr": rate * factor}

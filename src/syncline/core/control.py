@@ -212,6 +212,8 @@ class Standings(Message, frozen=True):
     num_scalings: int = 0  # how often `wanted` was said
     epochs: list[EpochProgress] = []
     step: int = 0  # the job's, as `job.step` is
+    readings: dict[str, float] = {}  # the newest of each metric
+    stop: str = ""  # which rule has ended training, on what value
 
 
 class Died(Message, frozen=True):

@@ -18,6 +18,7 @@ class Policy(msgspec.Struct, frozen=True):
     bound: int = 0
     spare: int = 0  # sync: a round is whole when all but so many have committed
     is_damped: bool = False  # otherwise: a stale gradient counts less
+    most_rounds: int = 0  # sync: a parameter is updated no more often than this; 0: as often as it is pushed
 
     def __str__(self) -> str:
         if self.kind == "sync":
@@ -94,4 +95,6 @@ def policy_of(config: JobConfig) -> Policy:
             f"policy = {config.policy!r}: of {least} {'worker' if least == 1 else 'workers'} at least one must be in "
             f"a round; {remedy}"
         )
+    if policy.in_rounds and config.sync_every == 1:
+        return msgspec.structs.replace(policy, most_rounds=config.max_steps)
     return policy

@@ -13,6 +13,7 @@ from syncline.client.current import current_in_thread
 from syncline.client.job import Job
 from syncline.core.control import Joined
 from syncline.core.policy import policy_of
+from syncline.core.stopping import rules_of
 from syncline.errors import JobFailed, SynclineError
 from syncline.launch.embedded import InProcess
 
@@ -109,6 +110,7 @@ def local_job(
         {"workers": workers, "servers": servers, "policy": policy, **settings}, "local_job()"
     )
     policy_of(configuration.resolve(given))
+    rules_of(configuration.resolve(given))
     process = InProcess(given, pathlib.Path(folder))
     local: LocalJob | None = None
     try:

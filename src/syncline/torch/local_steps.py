@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -33,7 +34,8 @@ class LocalSteps:
                 torch._foreach_mul_([p.grad for p in parameters], scale)
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-            self._opt.step()
+            with _scaled(self._opt, self._job.lr_factor):
+                self._opt.step()
         self._steps += 1
         self._weight += weight
         self._job.stepped()
@@ -56,3 +58,16 @@ class LocalSteps:
             torch.sub(item.tensor.detach().to("cpu"), self._flat.view(position), out=target)
         weight, self._steps, self._weight = self._weight, 0, 0.0
         self._synchronise(weight, to_ranges(layout.parameter_id(item.name) for item in self._tracked))
+
+
+@contextlib.contextmanager
+def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """For one step its learning rates are multiplied; the script and its schedulers see them as they are."""
+    rates = [] if factor == 1.0 else [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    try:
+        for group, rate in rates:
+            group["lr"] = rate * factor
+        yield
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate

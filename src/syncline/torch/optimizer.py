@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from syncline.client.current import current_job
 from syncline.client.exchange import Push
 from syncline.client.job import Job
+from syncline.client.steering import with_factor
 from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
@@ -242,12 +243,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         norm = torch.linalg.vector_norm(norms.to("cpu")) * factor
         return torch.clamp(clip / (norm + 1e-6), max=1.0) * factor
 
-    def _overrides(self) -> Sequence[tuple[int, int, dict[str, Option]]]:
+    def _overrides(self) -> Sequence[tuple[int, int, Mapping[str, Option]]]:
         """Hyperparameters that differ from the registered ones. In a round those of one worker count, the chief's
         where it is in it; it may not be, or may die before the next one knows that it is the chief."""
-        found = []
+        found, factor = [], self._job.lr_factor
         for segment, group, index, options in self._watched:
-            if changed := options.of(self.param_groups[index]):
+            if changed := with_factor(options.of(self.param_groups[index]), options.registered, factor):
                 found.append((segment, group, changed))
         return found
 

@@ -33,7 +33,7 @@ class ChangedOptions:
     """The hyperparameters of a group that differ from the registered ones: worked out anew when one is set anew."""
 
     def __init__(self, name: str, registered: Mapping[str, Option]) -> None:
-        self._name, self._registered = name, registered
+        self._name, self.registered = name, registered
         self._last: list[Any] | None = None
         self._changed: dict[str, Option] = {}
 
@@ -41,7 +41,7 @@ class ChangedOptions:
         given = [group.get(key) for key in OPTIONS[self._name]]
         if self._last is None or self._may_differ(given, self._last):
             now = group_options(self._name, group)
-            self._changed = {key: value for key, value in now.items() if self._registered.get(key) != value}
+            self._changed = {key: value for key, value in now.items() if self.registered.get(key) != value}
             self._last = given
         return self._changed
 

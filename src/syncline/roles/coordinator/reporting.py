@@ -123,6 +123,8 @@ class Reporting:
                 retiring=sorted(self._c.retiring, key=by_name),
                 epochs=progress(state.leases),
                 step=self.step(),
+                readings=self._c.readings.values(),
+                stop=state.steering.steer.stop,
             )
         request.reply(standings)
 
@@ -215,6 +217,9 @@ class Reporting:
             num_revoked=membership.state.num_revoked,
             epochs=progress(membership.state.leases),
             verdict=outcome.reason if outcome else "",
+            readings=self._c.readings.values(),
+            stop=membership.state.steering.steer.stop,
+            lr_factor=membership.state.steering.factor,
         )
 
     def _protection(self) -> str:

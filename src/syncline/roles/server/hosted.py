@@ -175,7 +175,8 @@ class HostedSlice:
         return self.state.admit(worker, commit.clock) == "new"
 
     def _gradients_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> list[torch.Tensor | None]:
-        return self.gradients(commits, work) if commits and not work.skip else []
+        has_any = commits and not work.skip and not work.is_beyond(self.state.version)
+        return self.gradients(commits, work) if has_any else []
 
     def _scale_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> float:
         """Found out once: its worker may pull while the backup applies the same."""

@@ -138,6 +138,12 @@ class Work:
         """There was no slice to go through."""
         self._finished(self)
 
+    def is_beyond(self, version: int) -> bool:
+        """Whether a slice of this version has had all rounds that there are to be: a round that was begun by somebody
+        who did not know yet changes nothing."""
+        most = self.policy.most_rounds if self.policy is not None else 0
+        return bool(most) and version >= most
+
     def scale_for(self, staleness: int) -> float:
         """What its gradient counts on a slice on which it is so stale: clipped, and damped by the policy."""
         return self.scale if self.policy is None else self.scale * self.policy.damping(staleness)
