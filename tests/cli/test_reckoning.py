@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from syncline.cli.chaos import show, to_json
-from syncline.cli.durations import duration
+from syncline.core.durations import duration
 from syncline.cli.reckoning import Kill, Look, reckon, times_of
 from syncline.cli.witness import Step, read_steps
 from syncline.errors import ConfigError

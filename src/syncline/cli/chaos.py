@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from syncline.cli.durations import duration
+from syncline.core.durations import duration
 from syncline.cli.killing import SIGNALS, Killing, Rate
 from syncline.cli.reckoning import Figures, Times, reckon
 from syncline.cli.run import prepare

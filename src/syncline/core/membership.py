@@ -13,6 +13,7 @@ from syncline.core.leasing import LeaseState
 from syncline.core.members import Address, Member
 from syncline.core.pacing import Paced
 from syncline.core.rounds import after_barrier
+from syncline.core.saves import SaveState
 from syncline.core.seats import Seat, without
 from syncline.core.standings import by_name
 from syncline.core.words import counted
@@ -51,6 +52,7 @@ class JobState(msgspec.Struct, kw_only=True):
     paces: dict[str, Paced] = {}  # workers that are slowed or held by hand
     num_revoked: int = 0  # acknowledged updates that were lost with a server
     leases: LeaseState = msgspec.field(default_factory=LeaseState)  # of data, and what of it is done
+    saves: SaveState = msgspec.field(default_factory=SaveState)  # checkpoints
     is_changing: bool = False  # the change to this generation may not be installed everywhere
     outcome: Outcome | None = None
 
@@ -60,6 +62,7 @@ class Membership:
 
     def __init__(self, state: JobState) -> None:
         self.state = state
+        self.finishing: set[str] = set()  # workers whose scripts have ended, and that wait for the last save
         if not state.wanted:
             state.wanted = {"worker": state.config.workers, "server": state.config.servers}
 

@@ -122,11 +122,11 @@ class Reporting:
                 num_scalings=state.num_scalings,
                 retiring=sorted(self._c.retiring, key=by_name),
                 epochs=progress(state.leases),
-                step=self._step(),
+                step=self.step(),
             )
         request.reply(standings)
 
-    def _step(self) -> int:
+    def step(self) -> int:
         """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""
         if self._c.config.sync_every > 1:
             return max((report.step for report in self._c.reports.values()), default=0)
