@@ -18,10 +18,12 @@ POINTS = {
     "coordinator": (
         "change.kept", "change.prepared", "change.installed", "seed.done", "register.kept",
         "save.expected", "gate.closed", "save.marked", "save.answered",
+        "manifest.written", "manifest.renamed", "save.pruned",
     ),
     "server": (
         "commit.staged", "commit.decided", "replicate.sent", "replicate.got", "replicate.acknowledged",
         "slice.applied", "commit.answered", "prepare.held", "install.begun", "install.done", "seed.sent", "seed.got",
+        "save.written", "save.renamed",
     ),
     "worker": ("commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked"),
 }  # fmt: skip
