@@ -19,6 +19,7 @@ POINTS = {
     "server": (
         "commit.staged", "commit.decided", "replicate.sent", "replicate.got", "replicate.acknowledged",
         "slice.applied", "commit.answered", "prepare.held", "install.begun", "install.done", "seed.sent", "seed.got",
+        "gate.closed", "gate.marked", "taken.up",
     ),
     "worker": ("commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked"),
 }  # fmt: skip

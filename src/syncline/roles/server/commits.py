@@ -317,6 +317,14 @@ class Commits:
         self.flow.run(works)
         request.reply(Done())
 
+    @property
+    def hosts_any(self) -> bool:
+        return bool(self._slices)
+
+    def hosted(self) -> list[HostedSlice]:
+        """Under `order`: the slices of which this server is the primary."""
+        return list(self._slices.values())
+
     def slowest(self) -> int:
         with self.order:
             return self.rounds.slowest()
