@@ -60,7 +60,7 @@ class CommitGate:
                 return
             self._holding.close(gate)
         self._holding.decide()
-        faults.reach("gate.closed")
+        faults.reach("save.closed")
         with self._order:
             while self._is_current(gate) and not (self._flow.is_idle and not self._holding.lacking()):
                 if time.monotonic() >= until:
@@ -130,6 +130,6 @@ class CommitGate:
                 self._mark(message.number, self._commits.hosted())
             finally:
                 self._holding.open()
-        faults.reach("gate.marked")
+        faults.reach("save.marked")
         request.reply(Done())
         self._holding.decide()
