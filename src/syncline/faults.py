@@ -23,7 +23,7 @@ POINTS = {
     "server": (
         "commit.staged", "commit.decided", "replicate.sent", "replicate.got", "replicate.acknowledged",
         "slice.applied", "commit.answered", "prepare.held", "install.begun", "install.done", "seed.sent", "seed.got",
-        "save.written", "save.renamed",
+        "save.written", "save.renamed", "save.closed", "save.marked",
     ),
     "worker": ("commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked"),
 }  # fmt: skip
