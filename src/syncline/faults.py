@@ -15,10 +15,15 @@ from syncline.errors import ConfigError
 
 #: Every point that code of ours passes, by the role that passes it.
 POINTS = {
-    "coordinator": ("change.kept", "change.prepared", "change.installed", "seed.done", "register.kept"),
+    "coordinator": (
+        "change.kept", "change.prepared", "change.installed", "seed.done", "register.kept",
+        "save.expected", "gate.closed", "save.marked", "save.answered",
+        "manifest.written", "manifest.renamed", "save.pruned",
+    ),
     "server": (
         "commit.staged", "commit.decided", "replicate.sent", "replicate.got", "replicate.acknowledged",
         "slice.applied", "commit.answered", "prepare.held", "install.begun", "install.done", "seed.sent", "seed.got",
+        "save.written", "save.renamed", "save.closed", "save.marked",
     ),
     "worker": ("commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked"),
 }  # fmt: skip

@@ -56,8 +56,9 @@ class Desk(Generic[R]):
         return self._leasing
 
     def taking_part(self) -> list[Identity]:
-        entered = self._membership.state.entered
-        return [(name, entered[name]) for name in self._membership.workers() if name in entered]
+        entered, finishing = self._membership.state.entered, self._membership.finishing
+        names = [name for name in self._membership.workers() if name in entered and name not in finishing]
+        return [(name, entered[name]) for name in names]
 
     # -- what workers say ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from syncline.core.members import Address, Member
 from syncline.core.metrics import MetricState
 from syncline.core.pacing import Paced
 from syncline.core.rounds import after_barrier
+from syncline.core.saves import SaveState
 from syncline.core.seats import Seat, without
 from syncline.core.standings import by_name
 from syncline.core.stopping import Steering
@@ -55,6 +56,7 @@ class JobState(msgspec.Struct, kw_only=True):
     leases: LeaseState = msgspec.field(default_factory=LeaseState)  # of data, and what of it is done
     metrics: MetricState = msgspec.field(default_factory=MetricState)
     steering: Steering = msgspec.field(default_factory=Steering)  # what the stop rules remember
+    saves: SaveState = msgspec.field(default_factory=SaveState)  # checkpoints
     is_changing: bool = False  # the change to this generation may not be installed everywhere
     outcome: Outcome | None = None
 
@@ -64,6 +66,7 @@ class Membership:
 
     def __init__(self, state: JobState) -> None:
         self.state = state
+        self.finishing: set[str] = set()  # workers whose scripts have ended, and that wait for the last save
         if not state.wanted:
             state.wanted = {"worker": state.config.workers, "server": state.config.servers}
 

@@ -135,7 +135,7 @@ class Changing:
             if pause:
                 self._wakes.wait(pause)
             elif not self._closed and not self._has_work():
-                self._wakes.wait(1.0)
+                self._wakes.wait(self._c.saving.seconds_left(time.monotonic()))
             return not self._closed and self._c.membership.outcome is None
 
     def _say_reason(self, reason: str) -> None:
@@ -150,6 +150,7 @@ class Changing:
     def _has_work(self) -> bool:
         waits = bool(self._deciding.strangers or self._deciding.retiring or self._c.handing.gone())
         waits = waits or self._c.registering.has_uploaded
+        waits = waits or self._c.saving.has_work(time.monotonic())
         return self._deciding.is_urgent or waits or not self._plan().is_empty
 
     def _plan(self) -> Plan:
@@ -170,6 +171,7 @@ class Changing:
         if not wanted.is_empty:
             return self._carry_out(wanted)
         self._let_go()
+        self._c.saving.step(self)
         return _LATER_SECONDS if self._deciding.retiring else later
 
     def _hand_back(self) -> float:
@@ -307,9 +309,11 @@ class Changing:
 
     # -- asking -------------------------------------------------------------------------------------------
 
-    def _ask_all(self, messages: Mapping[str, Message], *, gives_way: bool = False) -> dict[str, Message]:
+    def _ask_all(
+        self, messages: Mapping[str, Message], *, gives_way: bool = False, until: float | None = None
+    ) -> dict[str, Message]:
         """The servers' answers. Raises when one is out, or its connection is; `gives_way`: nothing, when that is so,
-        or when anything urgent comes up."""
+        or when anything urgent comes up. Nothing, too, when one has not answered until then."""
         calls: dict[str, Call] = {}
         for name, message in messages.items():
             with self._c.lock:
@@ -324,10 +328,14 @@ class Changing:
                         raise ConnectionLost("the coordinator is closing")
                     if gives_way and self._deciding.is_urgent:
                         return {}
+                    if until is not None and time.monotonic() > until:
+                        return {}
                     gone = [other for other in messages if other not in self._c.membership.state.members]
                     if gone:  # also one that another of them waits for
                         raise ConnectionLost(f"{', '.join(gone)} is out")
         return {name: call.wait(0) for name, call in calls.items()}
 
-    def ask_servers(self, messages: Mapping[str, Message]) -> dict[str, Message]:
-        return self._ask_all(messages)
+    def ask_servers(
+        self, messages: Mapping[str, Message], *, gives_way: bool = False, until: float | None = None
+    ) -> dict[str, Message]:
+        return self._ask_all(messages, gives_way=gives_way, until=until)

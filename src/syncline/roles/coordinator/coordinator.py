@@ -38,6 +38,7 @@ from syncline.core.message import Done, Message
 from syncline.core.metrics import Metrics
 from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
+from syncline.core.saving import AskTakenUp, Finish, Save
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
@@ -50,6 +51,8 @@ from syncline.roles.coordinator.metrics import Readings
 from syncline.roles.coordinator.pacing import Pacing
 from syncline.roles.coordinator.registering import Registering
 from syncline.roles.coordinator.reporting import Reporting
+from syncline.roles.coordinator.resuming import Resuming
+from syncline.roles.coordinator.saving import Saving
 from syncline.roles.coordinator.scaling import Scaling
 from syncline.roles.coordinator.sizing import WorkerSizing
 from syncline.roles.coordinator.stopping import StopRules
@@ -122,6 +125,8 @@ class Coordinator:
         self.ending = Ending(self)
         self.registering = Registering(self)
         self.reporting = Reporting(self)
+        self.resuming = Resuming(self)
+        self.saving = Saving(self)
         self.changing = Changing(self)
         self.handing = Handing(self)
         self.pacing = Pacing(self)
@@ -133,6 +138,8 @@ class Coordinator:
         self._handlers = self._all_handlers()
         if state.formed:
             self._take_up()
+        else:
+            self.resuming.is_ready(state.config)  # it may take a while: begun before anybody is there
 
     def _load(self) -> tuple[JobState, list[Segment]]:
         data, segments = self.journal.load() if self.journal is not None else (None, [])
@@ -217,6 +224,9 @@ class Coordinator:
             AskLease: self.handing.ask,
             LeaveEpoch: self.handing.leave,
             EndShard: self.handing.end_shard,
+            Save: self.saving.save,
+            Finish: self.saving.finish,
+            AskTakenUp: self.resuming.asked,
         }
 
     def handle(self, request: Request) -> None:
@@ -268,6 +278,7 @@ class Coordinator:
             self.advanced.pop(name, None)
             self.reports.pop(name, None)
             self.handing.forget(name)
+            self.saving.forget(name)
             self.retiring.discard(name)
             endpoint = self.endpoints.pop(name, None)
             self.registry.servers = self.membership.servers()
@@ -303,6 +314,7 @@ class Coordinator:
                 self.advanced[name] = now
             self.beats[name] = (message, now)
             self.handing.beat(name, message)
+            self.saving.beat()
         request.reply(Done())
 
     # -- goings -------------------------------------------------------------------------------------------
@@ -322,6 +334,7 @@ class Coordinator:
                 self.advanced.pop(name, None)
                 self.handing.forget(name)
                 self.readings.gone()
+                self.saving.forget(name)
                 self.try_keep()
         request.reply(Done())
         self.changing.wake()
@@ -346,6 +359,7 @@ class Coordinator:
     def close(self) -> None:
         self.changing.close()
         self.stopping.close()
+        self.saving.close()
         if self.watching is not None:
             self.watching.close()
         for endpoint in [*self.endpoints.values(), *self.launchers]:

@@ -89,6 +89,9 @@ class Joining:
         except ConfigError as error:
             self._refuse_defaults(error)
             return
+        if not self._c.resuming.is_ready(state.config):
+            return  # comes by here again when it is known what to take up
+        self._c.resuming.form()
         self._c.membership.form()
         self._c.formed_at = time.monotonic()
         self._c.registry.servers = self._c.membership.servers()

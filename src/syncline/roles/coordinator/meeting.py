@@ -36,8 +36,9 @@ class Meeting:
 
     def _workers(self) -> list[str]:
         """For whom barriers wait: those who take part, and those who are out and not settled yet."""
-        state = self._c.membership.state
-        return [*state.entered, *state.fencing] or self._c.membership.workers()
+        state, finishing = self._c.membership.state, self._c.membership.finishing
+        names = [name for name in (*state.entered, *state.fencing) if name not in finishing]
+        return names or [name for name in self._c.membership.workers() if name not in finishing]
 
     def release(self) -> None:
         """Whoever is at a barrier that is whole goes on, once that is kept."""

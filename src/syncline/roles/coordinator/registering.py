@@ -10,6 +10,7 @@ from syncline import faults
 from syncline.core.control import Host, Register, Registered, Uploaded
 from syncline.core.layout import Segment
 from syncline.core.message import Done
+from syncline.core.saving import TakeUp
 from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 
@@ -26,6 +27,7 @@ class Registering:
         self._asked: set[int] = set()  # segments whose values the chief was asked for since they were last hosted
         self._uploaded: dict[int, list[Request]] = {}  # segments with values whose backups are not there yet
         self._too_late: list[Request] = []  # of values that went with a server: to be uploaded again
+        self._taking_up: set[int] = set()  # segments whose values are being read from a checkpoint
 
     def waiting(self) -> list[tuple[str, float]]:
         """Who waits for a registration, since when; under the lock."""
@@ -36,12 +38,14 @@ class Registering:
         with self._c.lock:
             if not self._c.membership.formed:
                 raise ProtocolError("the job is not whole yet")
-            if self._c.changing.moves or not self._c.registry.servers:
-                self._wait(request)  # where slices are is about to change
+            if self._c.changing.moves or self._c.saving.is_cutting or not self._c.registry.servers:
+                self._wait(request)  # where slices are is about to change, or what there is of them is being saved
                 return
             registry = self._c.registry
             registry.servers = self._c.membership.hosts()
             is_chief = who == self._c.membership.chief
+            if is_chief and not registry.layout.knows_all(message.parameters):
+                self._c.resuming.check(who, message)
             decision = registry.register(
                 who, is_chief, message.ordinal, message.parameters, message.rules, message.reduce
             )
@@ -73,7 +77,8 @@ class Registering:
         if any(parameter.name not in where for parameter in message.parameters):
             return None
         segment = where[message.parameters[0].name][0]
-        is_done = segment.index in self._c.registry.ready or segment.index in self._uploaded
+        known = self._c.registry.ready | self._uploaded.keys() | self._taking_up
+        is_done = segment.index in known
         return None if is_done else self._c.registry.layout.segments[segment.index]
 
     def _answer(self, segments: list[Segment], upload: int | None = None) -> Registered:
@@ -102,7 +107,10 @@ class Registering:
                 self._take_back(segment)
                 request.refuse(error)
                 return
-            self._ask_for_values(request, segment.index)
+            if self._c.membership.state.saves.taken_up is None:
+                self._ask_for_values(request, segment.index)
+            else:
+                self._take_up(request, segment)
 
         try:
             calls = [e.call(Host(segment, mine[name])) for name, e in endpoints.items() if e is not None]
@@ -127,6 +135,61 @@ class Registering:
         request.endpoint.mention(roster)  # it may not know yet where that is
         request.reply(answer)
 
+    def _take_up(self, request: Request, segment: Segment) -> None:
+        """In the place of the chief's values: every server reads what is its own from the checkpoint."""
+        with self._c.lock:
+            known, seats = self._c.membership.state.saves.taken_up, self._c.membership.state.seats
+            mine: dict[str, list[int]] = {}
+            for part in segment.slices:
+                mine.setdefault(seats[part.id].primary, []).append(part.id)
+            endpoints = {name: self._c.endpoints.get(name) for name in mine}
+            if self._c.changing.moves or None in endpoints.values() or segment.index in self._taking_up:
+                self._wait(request)
+                return
+            assert known is not None
+            fresh = self._c.resuming.fresh(segment)
+            self._asked.add(segment.index)
+            self._taking_up.add(segment.index)
+        calls, lost = [], False
+        for name, endpoint in endpoints.items():
+            try:
+                assert endpoint is not None
+                calls.append(endpoint.call(TakeUp(known.folder, known.digest, mine[name], fresh=fresh)))
+            except ConnectionLost:
+                lost = True
+        self._c.reporting.when_all(calls, lambda calls: self._has_taken_up(request, segment, calls, lost))
+
+    def _has_taken_up(self, request: Request, segment: Segment, calls: list[Call], lost: bool) -> None:
+        try:
+            for call in calls:
+                call.wait(0)
+        except ConnectionLost:
+            lost = True
+        except SynclineError as error:
+            self._taking_up.discard(segment.index)
+            self._take_back(segment)
+            request.refuse(error)
+            return
+        with self._c.lock:
+            self._taking_up.discard(segment.index)
+            if not any(waiting.peer.name == request.peer.name for waiting, _ in self._waiting):
+                self._wait(request)  # else it has asked again meanwhile
+            counts = not lost and segment.index in self._asked
+            if counts:
+                self._uploaded.setdefault(segment.index, [])
+        if counts:
+            self._has_values()
+        elif not lost:
+            self.try_again()  # a server that had some of it is lost
+
+    def _has_values(self) -> None:
+        with self._c.lock:
+            has_backups = self._c.config.replicas > 1 and len(self._c.membership.servers()) > 1
+        if has_backups:
+            self._c.changing.wake()  # who then finds that the seats are right
+        else:
+            self.seats_are_right()
+
     def _take_back(self, segment: Segment) -> None:
         """It could not be hosted: nobody hears of it, nor does a coordinator that takes the job up later."""
         with self._c.lock:
@@ -150,13 +213,10 @@ class Registering:
             counts = message.segment in self._asked
             if counts:
                 self._uploaded.setdefault(message.segment, []).append(request)
-            has_backups = self._c.config.replicas > 1 and len(self._c.membership.servers()) > 1
-        if not counts:
-            self._ask_for_values(request, message.segment)
-        elif has_backups:
-            self._c.changing.wake()  # who then finds that the seats are right
+        if counts:
+            self._has_values()
         else:
-            self.seats_are_right()
+            self._ask_for_values(request, message.segment)
 
     def slices_are_lost(self, slices: Collection[int]) -> None:
         """Under the lock. Of segments that are not ready yet they are hosted anew, full of zeros."""

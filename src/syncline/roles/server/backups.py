@@ -160,6 +160,7 @@ class Backups:
             for entry, buffer in zip(message.entries, states, strict=True)
         ]
         with slot.lock, self._home.at_work():
+            slot.rules.about_to_change()
             buffer_of(slot.memory)[:] = values
             slot.rules.uploaded()
             slot.rules.load_state(loaded)

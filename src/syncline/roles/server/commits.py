@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import math
@@ -26,14 +25,12 @@ from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
 from syncline.roles.server.departures import Departures, Staged
 from syncline.roles.server.flow import Flow, key_of
+from syncline.roles.server.holding import Holding
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pulls import Pulls
 from syncline.roles.server.ranks import Ranks
 from syncline.roles.server.staging import Staging
-from syncline.roles.server.work import Contribution, Key, RoundWork, respond
-
-#: A request that waits until a generation is installed, and what is to be done about it then.
-Held = tuple[Request, Callable[[], None]]
+from syncline.roles.server.work import Contribution, Key, RoundWork
 
 
 class Commits:
@@ -60,8 +57,7 @@ class Commits:
         self.ranks = Ranks(rounds, flow)
         self._staged: dict[Key, Staged] = {}
         self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self.ranks.choose_chief)
-        self._is_held = False  # while a generation changes
-        self._held: collections.deque[Held] | None = None  # what came meanwhile, until all of it is decided upon
+        self.holding = Holding(rounds, slices, flow.idle)
         self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
         self.num_commits = self.num_late = 0
 
@@ -83,7 +79,7 @@ class Commits:
 
     def learn_held(self) -> None:
         """Under `order`: what was decided of held commits is told with the rest; of what comes later it is not."""
-        for request, _ in self._held or ():
+        for request in self.holding.waiting():
             if isinstance(request.message, CommitStaged) and request.generation >= self.moved:
                 with contextlib.suppress(ProtocolError):  # refused when its turn comes
                     self._hear_roll(request.peer, request.message)
@@ -172,12 +168,13 @@ class Commits:
         """What is staged counts from now on."""
         self._commit(request, message)
 
-    def _commit(self, request: Request, message: Stage | CommitStaged, *, was_held: bool = False) -> None:
+    def _commit(self, request: Request, message: Stage | CommitStaged) -> None:
         peer, clock = request.peer, message.clock
         with self.order:
-            if self._held is not None and not was_held:
-                self._held.append((request, functools.partial(self._commit, request, message, was_held=True)))
-                return
+            if self.holding.is_on:
+                later = functools.partial(self._commit, request, message)
+                if self.holding.keeps(request, "commit", clock, later):
+                    return
             if request.generation < self.moved:
                 self.check_generation(request)
             standing = self.rounds.standing(peer.name, peer.incarnation)
@@ -272,12 +269,12 @@ class Commits:
         make = None if self._stands_still else functools.partial(self.staging.buffer, worker, contribution.slot)
         contribution.answer = self._pulls.answer_in_parts(request, message.clock, message.pull, make)
 
-    def give_clip(self, request: Request, message: GiveClip, *, was_held: bool = False) -> None:
+    def give_clip(self, request: Request, message: GiveClip) -> None:
         """The norm over all servers; the first worker to bring it has the round applied."""
         key = (request.peer.name, request.peer.incarnation, message.clock)
         with self.order:
-            if self._held is not None and not was_held:
-                self._held.append((request, functools.partial(self.give_clip, request, message, was_held=True)))
+            later = functools.partial(self.give_clip, request, message)
+            if self.holding.keeps(request, "clip", message.clock, later):
                 return
             self.check_generation(request)
             work = self.flow.asked_for_norm(key)
@@ -295,11 +292,10 @@ class Commits:
     def attach(self, peer: Peer, segment: int, slot: int, arena: Memory) -> None:
         self.staging.attach((peer.name, peer.incarnation), segment, slot, arena)
 
-    def rest(self, request: Request, message: Rest, *, was_held: bool = False) -> None:
+    def rest(self, request: Request, message: Rest) -> None:
         peer = request.peer
         with self.order:
-            if self._held is not None and not was_held:
-                self._held.append((request, functools.partial(self.rest, request, message, was_held=True)))
+            if self.holding.keeps(request, "rest", 0, functools.partial(self.rest, request, message)):
                 return
             self.check_generation(request)
             if request.generation < self.entered.get(peer.name, 0):
@@ -309,11 +305,10 @@ class Commits:
         self.flow.run(works)
         request.reply(Done())
 
-    def leave(self, request: Request, *, was_held: bool = False) -> None:
+    def leave(self, request: Request) -> None:
         peer = request.peer
         with self.order:
-            if self._held is not None and not was_held:
-                self._held.append((request, functools.partial(self.leave, request, was_held=True)))
+            if self.holding.keeps(request, "leave", 0, functools.partial(self.leave, request)):
                 return
             works: list[RoundWork] = []
             if peer.name in self.rounds.standings:
@@ -321,6 +316,14 @@ class Commits:
                 self.departures.let_go((peer.name, peer.incarnation))
         self.flow.run(works)
         request.reply(Done())
+
+    @property
+    def hosts_any(self) -> bool:
+        return bool(self._slices)
+
+    def hosted(self) -> list[HostedSlice]:
+        """Under `order`: the slices of which this server is the primary."""
+        return list(self._slices.values())
 
     def slowest(self) -> int:
         with self.order:
@@ -341,28 +344,6 @@ class Commits:
 
     # -- a generation changes -----------------------------------------------------------------------------
 
-    def hold(self) -> None:
-        """Under `order`: commits are kept undecided from now on."""
-        self._is_held = True
-        if self._held is None:
-            self._held = collections.deque()
-
-    def let_go(self) -> None:
-        """Under `order`: the hold is over; `decide` is to follow, outside of it."""
-        self._is_held = False
-
-    def decide(self) -> None:
-        """What was held is decided upon, in the order in which it came; what comes meanwhile waits its turn."""
-        while True:
-            with self.order:
-                if self._is_held:
-                    return
-                if not self._held:
-                    self._held = None
-                    return
-                request, action = self._held.popleft()
-            respond(request, action)
-
     def begin_anew(
         self, generation: int, standings: Sequence[Standing], clocks: Mapping[Identity, int]
     ) -> tuple[list[Contribution], list[Request]]:
@@ -375,8 +356,7 @@ class Commits:
         self._staged.clear()
         self.staging.forget_slices(_AllBut(self._slices))
         self.ranks.choose_chief()
-        held, self._held, self._is_held = self._held or (), None, False
-        return asked, [request for request, _ in held]
+        return asked, self.holding.take_all()
 
 
 class _AllBut:

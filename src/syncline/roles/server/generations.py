@@ -11,12 +11,12 @@ from syncline import faults
 from syncline.core.changes import MOVE_TIMES
 from syncline.core.control import Install, Leave, LetGo, Prepare, Prepared, Roster
 from syncline.core.message import Done
-from syncline.errors import FencedError, ProtocolError, Refresh, SynclineError
+from syncline.errors import FencedError, ProtocolError, Refresh
 from syncline.net.rpc import Latch, Request
 from syncline.roles.server.commits import Commits
 from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.pulls import Pulls
-from syncline.roles.server.work import RoundWork, Work
+from syncline.roles.server.work import RoundWork, Work, in_thread
 
 #: A hold without an Install ends by itself: a coordinator that died there stops nobody.
 HOLD_SECONDS = 0.15
@@ -74,14 +74,14 @@ class Generations:
     # -- prepare ------------------------------------------------------------------------------------------
 
     def prepare(self, request: Request, message: Prepare) -> None:
-        _in_thread("prepare", request, lambda: self._prepare(request, message))
+        in_thread("prepare", request, lambda: self._prepare(request, message))
 
     def _prepare(self, request: Request, message: Prepare) -> None:
         with self._order:
             self._check_newer(message)
             before, hold = self._hold, _Hold(message)
             self._hold = hold
-            self._commits.hold()
+            self._commits.holding.hold()
             told = [self._departures.fence(*worker) for worker in message.fenced]
         if before is not None:
             before.ended.set()
@@ -145,13 +145,13 @@ class Generations:
             if self._hold is not hold or hold.is_installing or self._is_half_way:
                 return
             self._hold = None
-            self._commits.let_go()
-        self._commits.decide()
+            self._commits.holding.let_go()
+        self._commits.holding.decide()
 
     # -- install ------------------------------------------------------------------------------------------
 
     def install(self, request: Request, message: Install) -> None:
-        _in_thread("install", request, lambda: self._install(request, message))
+        in_thread("install", request, lambda: self._install(request, message))
 
     def _install(self, request: Request, message: Install) -> None:
         with self._order:
@@ -200,7 +200,7 @@ class Generations:
             ways = self._hosting.take_seats(hold.message.seats, message.members)
             self._begin(message, through)
             works += self._flow.fence(fenced, through.open) if fenced else []
-            self._commits.let_go()
+            self._commits.holding.let_go()
         if not fenced:
             through.open()
         for line in lost:
@@ -208,7 +208,7 @@ class Generations:
         for way in ways:
             way.close()
         self._flow.run(works)
-        self._commits.decide()
+        self._commits.holding.decide()
 
     def _move(self, hold: _Hold, message: Install, through: Latch) -> Callable[[], None]:
         """Primaries change: whatever is open is to be made anew, where the clocks of slices decide what is new. Who
@@ -271,18 +271,3 @@ class Generations:
         self._flow.hosts_others()
         self._commits.ranks.hear(message.members)
         self._flow.count_workers(self._replicas)
-
-
-def _in_thread(name: str, request: Request, action: Callable[[], None]) -> None:
-    """A hold lasts; whoever reads the connection must not wait for it. An error is the answer."""
-
-    def run() -> None:
-        try:
-            action()
-        except SynclineError as error:
-            request.refuse(error)
-        except Exception as error:  # a bug of ours must end in an answer, not in silence
-            request.refuse(error)
-            raise
-
-    threading.Thread(target=run, name=name, daemon=True).start()

@@ -244,6 +244,8 @@ class Hosting:
         if slot is not None:
             slot.stand_alone()
             self._drain(slot)
+            with slot.lock:
+                slot.rules.about_to_change(waits=False)  # its memory may be gone
         self._arriving.pop(seat.slice, None)
         if seat.backup == self.name:
             if slot is not None:

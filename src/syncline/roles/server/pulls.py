@@ -12,7 +12,7 @@ import numpy as np
 
 from syncline.core.message import Done
 from syncline.core.rolls import Roll
-from syncline.core.traffic import Committed, Pin, Pull, Pulled, Unpin
+from syncline.core.traffic import Committed, Pin, Pull, Pulled, Unpin, Verified, Verify
 from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of
@@ -106,6 +106,17 @@ class Pulls:
             self._senders.submit(attempt)
         except RuntimeError:  # the server is closing
             request.refuse(ConnectionLost("the server is closing"))
+
+    def verify(self, request: Request, message: Verify) -> None:
+        """Which of the slices that were just copied from shared memory have been written meanwhile."""
+        stale, versions = [], []
+        for number, version in zip(message.slices, message.versions, strict=True):
+            state = self._slot(number).state
+            if not state.is_still(version):
+                stale.append(number)
+                versions.append(state.version)
+            state.seen[request.peer.name] = state.version
+        request.reply(Verified(stale, versions, self.clocks()))
 
     # -- pulls by themselves ------------------------------------------------------------------------------
 

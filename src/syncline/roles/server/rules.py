@@ -53,7 +53,15 @@ class SliceRules:
         #: The one group that all pieces belong to, where its rule is a torch optimizer.
         self._only_group = groups.pop() if len(groups) == 1 and self._specs[0].name not in PLAIN else None
         self._splits: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        #: Called once, before anything of this slice or its state is changed: it is marked for a save.
+        self.before_change: Callable[[bool], None] | None = None
         self._begin(self._make_optimizers())
+
+    def about_to_change(self, waits: bool = True) -> None:
+        """Under the slice's lock: who has marked it keeps it as it is; `waits`: for memory, if need be."""
+        keep, self.before_change = self.before_change, None
+        if keep is not None:
+            keep(waits)
 
     def _begin(self, optimizers: dict[int, torch.optim.Optimizer]) -> None:
         """Steps with these optimizers from now on, by their kernels where they have one."""
@@ -209,6 +217,8 @@ class SliceRules:
         scale: float = 1.0,
     ) -> None:
         """Updates the pieces that have a gradient."""
+        if self.before_change is not None:
+            self.about_to_change()
         given = [gradient for gradient in gradients if gradient is not None]
         if scale == 1.0 and self._only_group is not None and len(given) == len(self._parameters):
             pairs = list(zip(self._parameters, given, strict=True))
@@ -262,20 +272,22 @@ class SliceRules:
     # -- state --------------------------------------------------------------------------------------------
 
     def state(self) -> list[tuple[StateEntry, torch.Tensor]]:
-        """Everything the rules remember about this slice, tensor by tensor."""
-        found = []
+        """Everything the rules remember about this slice, tensor by tensor, in host memory."""
+        return [(entry, tensor.detach().contiguous().cpu()) for entry, tensor in self.live_state()]
+
+    def live_state(self) -> Iterator[tuple[StateEntry, torch.Tensor]]:
+        """The same where it lies."""
         for index, parameter in enumerate(self._parameters):
             optimizer = self._optimizers.get(self._groups[index])
             for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
                 if value is not None:
-                    tensor = torch.as_tensor(value).detach().contiguous().cpu()
+                    tensor = torch.as_tensor(value)
                     dtype = str(tensor.dtype).removeprefix("torch.")
-                    entry = StateEntry(self.part.id, index, key, dtype, tuple(tensor.shape))
-                    found.append((entry, tensor))
-        return found
+                    yield StateEntry(self.part.id, index, key, dtype, tuple(tensor.shape)), tensor
 
     def load_state(self, entries: Sequence[tuple[StateEntry, torch.Tensor]]) -> None:
         """Takes over this state; pieces that are not named start afresh."""
+        self.about_to_change()
         fresh: dict[int, dict[str, torch.Tensor]] = {}
         for entry, tensor in entries:
             if not 0 <= entry.piece < len(self.pieces):

@@ -49,7 +49,6 @@ from syncline.core.traffic import (
     Stage,
     Unpin,
     Upload,
-    Verified,
     Verify,
 )
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
@@ -59,12 +58,14 @@ from syncline.net.transport import Buffer, Memory, Peer
 from syncline.roles.server.commits import Commits
 from syncline.roles.server.counts import stats_of
 from syncline.roles.server.flow import Flow
+from syncline.roles.server.gate import CommitGate
 from syncline.roles.server.generations import HOLD_SECONDS, Generations
 from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.hosting import Dial, Hosting
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.pulls import Pulls
+from syncline.roles.server.saving import Saving, saving_handlers
 from syncline.roles.server.seeding import Seeding
 from syncline.roles.server.staging import Staging
 from syncline.roles.server.states import StateTransfer
@@ -119,6 +120,8 @@ class Server:
         self._endpoints: set[Endpoint] = set()
         self._leaving: set[Endpoint] = set()  # of workers that have said so
         self._wire = WireStats()
+        self._saving = Saving(log)
+        self._gate: CommitGate | None = None
         self._rare = self._rare_handlers()
 
     @property
@@ -161,6 +164,8 @@ class Server:
             hold_seconds=self._hold_seconds,
             cut_off=self._cut_off,
         )
+        self._saving.most_bytes = config.save_memory
+        self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
         self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
@@ -233,7 +238,7 @@ class Server:
             if isinstance(message, Pull):
                 self._pulls.pull(request, message)
             elif isinstance(message, Verify):
-                self._verify(request, message)
+                self._pulls.verify(request, message)
             elif isinstance(message, Pin):
                 self._pulls.pin(request, message)
             elif isinstance(message, Unpin):
@@ -269,6 +274,7 @@ class Server:
             AskServerStats: lambda request, message: request.reply(GivenServerStats(self.stats())),
             Over: lambda request, message: self._over(message),
             Retire: self._asked_to_retire,
+            **saving_handlers(self._cut, self._saving),
         }
 
     def _rest(self, request: Request, message: Rest) -> None:
@@ -278,6 +284,11 @@ class Server:
         with self._lock:
             self._leaving.add(request.endpoint)
         self.commits.leave(request)
+
+    def _cut(self) -> CommitGate:
+        if self._gate is None:
+            raise ProtocolError(f"{self.name} is not part of a whole job yet")
+        return self._gate
 
     def _changes(self) -> Generations:
         if self._generations is None:
@@ -342,18 +353,6 @@ class Server:
         request.reply(Done())
         self._retire()
 
-    def _verify(self, request: Request, message: Verify) -> None:
-        stale, versions = [], []
-        for number, version in zip(message.slices, message.versions, strict=True):
-            slot = self._slices.get(number)
-            if slot is None:
-                raise self._moved(number) or ProtocolError(f"{self.name} does not host slice {number}")
-            if not slot.state.is_still(version):
-                stale.append(number)
-                versions.append(slot.state.version)
-            slot.state.seen[request.peer.name] = slot.state.version
-        request.reply(Verified(stale, versions, self._pulls.clocks()))
-
     # -- numbers ------------------------------------------------------------------------------------------
 
     def beat(self) -> Beat:
@@ -376,6 +375,9 @@ class Server:
             endpoint.close()
         if self._generations is not None:
             self._generations.close()
+        if self._gate is not None:
+            self._gate.end()
+        self._saving.close()
         self._pool.close()
         self._senders.shutdown(wait=True, cancel_futures=True)
         self._hosting.close_ways()

@@ -221,3 +221,18 @@ def respond(request: Request, action: Callable[[], None]) -> None:
         action()
     except SynclineError as error:
         request.refuse(error)
+
+
+def in_thread(name: str, request: Request, action: Callable[[], None]) -> None:
+    """What lasts must not keep whoever reads the connection. An error is the answer."""
+
+    def run() -> None:
+        try:
+            action()
+        except SynclineError as error:
+            request.refuse(error)
+        except Exception as error:  # a bug of ours must end in an answer, not in silence
+            request.refuse(error)
+            raise
+
+    threading.Thread(target=run, name=name, daemon=True).start()

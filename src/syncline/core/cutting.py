@@ -1,0 +1,114 @@
+"""The cut: where a save goes through a job that goes on, and what of the samples is done there.
+
+Every server with slices closes its gate, lets what has begun come to its end, and says of every worker how far its
+slices are. When all say the same the job is *level* there: no step is on some slices only. Else each is told the
+highest that any of them has, and lets that in; a rest that is let in with it may take others further, and so it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from syncline.core.handing import Use
+from syncline.core.leasing import LeaseState, Leasing
+from syncline.core.places import without
+from syncline.core.saving import CloseGate, GateClosed
+from syncline.core.slices import Identity, highest_clocks
+
+#: Commits wait while gates are closed: a job that is not level after so long is tried again later.
+CUT_SECONDS = 2.0
+#: Until then; and how often a save is tried before it is given up.
+AGAIN_SECONDS = 1.0
+MOST_TRIES = 3
+
+
+class Cut:
+    """One try to find all servers level."""
+
+    def __init__(self, number: int, servers: Iterable[str], until: float) -> None:
+        self.number, self.servers, self.until = number, sorted(servers), until
+        self.turn = 0
+        self.clocks: dict[Identity, int] = {}  # the highest that any server has
+        self._answers: dict[str, GateClosed] = {}
+
+    def close(self) -> CloseGate:
+        """What every server is told now."""
+        through = [(name, incarnation, clock) for (name, incarnation), clock in sorted(self.clocks.items())]
+        return CloseGate(self.number, self.turn, through)
+
+    def decide(self, answers: Mapping[str, GateClosed], now: float) -> Literal["level", "further", "late"]:
+        """Of all servers' answers: the job is level; or they are to be told anew; or commits have waited enough."""
+        self._answers = {server: answers[server] for server in self.servers}
+        told = [_clocks(answer) for answer in self._answers.values() if answer.has_slices]
+        self.clocks = {life: clock for life, clock in highest_clocks(told).items() if clock}
+        if all(one == self.clocks for one in told):
+            return "level"
+        self.turn += 1
+        return "further" if now < self.until else "late"
+
+    @property
+    def uses(self) -> list[Use]:
+        """What commits that are in have used, and the coordinator had not confirmed."""
+        return [use for answer in self._answers.values() for use in answer.uses]
+
+    @property
+    def late(self) -> list[Use]:
+        return [use for answer in self._answers.values() for use in answer.late]
+
+    @property
+    def num_updates(self) -> int:
+        """Of the slice that has had the most."""
+        return max((answer.num_updates for answer in self._answers.values()), default=0)
+
+    def behind(self) -> list[str]:
+        """Workers whose commits are on some servers only, by the last answers."""
+        return sorted(
+            {
+                life[0]
+                for answer in self._answers.values()
+                if answer.has_slices
+                for life, clock in self.clocks.items()
+                if _clocks(answer).get(life, 0) != clock
+            }
+        )
+
+
+def _clocks(answer: GateClosed) -> dict[Identity, int]:
+    return {(name, incarnation): clock for name, incarnation, clock in answer.clocks if clock}
+
+
+def ledger_at(leases: LeaseState, uses: Iterable[Use], late: Iterable[Use]) -> LeaseState:
+    """The ledger as it is at a cut: what is known, and what servers said there. A copy."""
+    copied = _copy(leases)
+    leasing = Leasing(copied, in_rounds=False)
+    leasing.used(uses)
+    for use in late:
+        for epochs in copied.epochs.values():
+            for epoch in epochs.values():
+                epoch.late(*use)  # also in an epoch that others have left: whoever takes it up reads it
+    leasing.forget_finished()
+    return copied
+
+
+def taken_up(leases: LeaseState) -> LeaseState:
+    """The ledger with which another job goes on: what was leased is to do, numbers of leases go on. A copy.
+
+    An epoch that all but who held something had left is read on: what was held is in no step of the checkpoint.
+    """
+    copied = _copy(leases)
+    for name, epochs in copied.epochs.items():
+        for number, epoch in epochs.items():
+            for owner in {lease.owner for lease in epoch.leases.values()}:
+                epoch.out(owner, failed=False)
+            if epoch.todo:
+                copied.finished[name] = without(copied.finished.get(name, []), (number, number + 1))
+    Leasing(copied, in_rounds=False).forget_finished()
+    copied.unheard = {}
+    return copied
+
+
+def _copy(leases: LeaseState) -> LeaseState:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(leases), type=LeaseState)

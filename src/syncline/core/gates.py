@@ -1,0 +1,60 @@
+"""The gate: while a cut is made, what of the things that workers ask may begin to count at a server, and what waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal
+
+from syncline.core.slices import Identity
+
+#: What can change what is in a round, or in a slice.
+Kind = Literal["commit", "clip", "rest", "leave"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """A closed gate. Commits up to `through` pass, which other servers have; and what they may be waiting for.
+
+    A rest, or a worker that leaves, may make whole the round that such a commit is in: it passes while anything of
+    `through` is not applied yet. In the first turn nothing passes.
+    """
+
+    number: int
+    turn: int = 0
+    through: Mapping[Identity, int] = dataclasses.field(default_factory=dict)
+
+    def lacking(self, applied: Mapping[Identity, int], there: Collection[Identity]) -> dict[Identity, int]:
+        """What of `through` is not in, by the clocks that are applied here. Who is not `there` brings nothing more."""
+        return {
+            worker: clock
+            for worker, clock in self.through.items()
+            if worker in there and applied.get(worker, 0) < clock
+        }
+
+    def lets_pass(self, kind: Kind, worker: Identity, clock: int, *, is_whole: bool) -> bool:
+        """Whether this is decided upon now. `is_whole`: all of `through` is in."""
+        if kind in ("commit", "clip"):
+            return clock <= self.through.get(worker, 0)
+        return not is_whole
+
+    def is_replaced_by(self, number: int, turn: int) -> bool:
+        """Whether what is asked now is newer."""
+        return (number, turn) > (self.number, self.turn)
+
+
+def gate_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> Gate:
+    """As it came over the wire."""
+    return Gate(number, turn, {(name, incarnation): clock for name, incarnation, clock in through})
+
+
+def clocks_to_tell(
+    gate: Gate, applied: Mapping[Identity, int], there: Collection[Identity]
+) -> list[tuple[str, int, int]]:
+    """The clocks of those who take part; and of those that others have named, who may have left here already: all that
+    they have ever committed is in."""
+    found = {worker: clock for worker, clock in applied.items() if worker in there and clock}
+    for worker, clock in gate.through.items():
+        if worker not in there:
+            found[worker] = max(clock, applied.get(worker, 0))
+    return [(name, incarnation, clock) for (name, incarnation), clock in sorted(found.items())]

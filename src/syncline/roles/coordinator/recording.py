@@ -1,0 +1,233 @@
+"""A save after its cut: everybody writes what is theirs, the manifest comes last, then the old ones go."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from syncline import faults
+from syncline.core.layout import Segment
+from syncline.core.leasing import LeaseState
+from syncline.core.manifest import Manifest, SavedFile, SavedScript, SavedSlice
+from syncline.core.message import Message
+from syncline.core.saves import Checkpoint
+from syncline.core.saving import WriteMarked, WriteScript, WrittenMarked, WrittenScript
+from syncline.core.slices import Identity
+from syncline.core.soundness import checkpoint_name
+from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError, WaitTimeout
+from syncline.net.rpc import Call
+from syncline.roles.coordinator.mirroring import Mirroring
+from syncline.store import checkpoints
+from syncline.store.folders import Folder, open_folder
+
+if TYPE_CHECKING:
+    from syncline.roles.coordinator.coordinator import Coordinator
+
+#: For scripts' states of workers other than the chief, after all slices are written.
+SCRIPT_SECONDS = 60.0
+_LOOK_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What is known of a job at a cut, apart from what is in its slices."""
+
+    number: int
+    servers: list[str]
+    clocks: dict[Identity, int]
+    workers: dict[str, int]  # with their incarnations
+    segments: tuple[Segment, ...]
+    leases: LeaseState
+    num_updates: int
+    seconds: float
+
+
+class Recording:
+    """Writes checkpoints, in the thread of the save."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+        self._mirroring = Mirroring(coordinator)
+
+    @property
+    def root(self) -> str:
+        return open_folder(self._c.config.checkpoint).url
+
+    def write(self, taken: Taken, workers: Collection[str], chief: str) -> Checkpoint:
+        """The checkpoint, when it exists. `workers`: those that have noted their scripts' states.
+
+        ConnectionLost: a member has gone meanwhile; whatever the reason, nothing is left behind.
+        """
+        config = self._c.config
+        root = open_folder(config.checkpoint)
+        root.make()
+        step = taken.num_updates * config.sync_every
+        number = checkpoints.next_number(root)
+        folder, saves = root.join(checkpoint_name(number, step)), self._c.membership.state.saves
+        with self._c.lock:
+            saves.open_folder = folder.url
+            self._c.keep()
+        try:
+            checkpoints.begin(root, number, step, saves.lineage)
+            manifest = self._gather(taken, folder, workers, chief, number, step)
+            faults.reach("save.answered")
+            digest = checkpoints.write_manifest(folder, manifest)
+        except BaseException:
+            _remove(folder)
+            raise
+        return Checkpoint(root.url, folder.url, folder.name, digest, step, taken.num_updates, manifest.saved_at)
+
+    def _gather(
+        self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, number: int, step: int
+    ) -> Manifest:
+        marked, scripts = self._ask(taken, folder, workers)
+        files: list[SavedFile] = []
+        slices: list[SavedSlice] = []
+        for answer in self._written(marked):
+            files.append(answer.file)
+            slices += answer.slices
+            if answer.num_waited:
+                self._c.event(
+                    f"{answer.num_waited} updates waited for memory during a save; --save-memory allows it more"
+                )
+        found = self._scripts(scripts, chief)
+        wanted = [part.id for segment in taken.segments for part in segment.slices]
+        if sorted(part.id for part in slices) != sorted(wanted):
+            raise ProtocolError("servers have written other slices than the job has")
+        state, config = self._c.membership.state, self._c.config
+        return Manifest(
+            name=folder.name,
+            number=number,
+            lineage=state.saves.lineage,
+            job=self._c.job,
+            step=step,
+            seconds=taken.seconds,
+            saved_at=time.time(),
+            syncline=_version_of("syncline"),
+            torch=_version_of("torch"),
+            segments=taken.segments,
+            files=tuple(files),
+            slices=tuple(sorted(slices, key=lambda part: part.id)),
+            scripts=tuple(found),
+            leases=taken.leases,
+            config=msgspec.to_builtins(config),
+        )
+
+    # -- asking -------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, taken: Taken, folder: Folder, workers: Collection[str]
+    ) -> tuple[dict[str, Call], dict[str, Call]]:
+        marked: dict[str, Call] = {}
+        scripts: dict[str, Call] = {}
+        for name in taken.servers:
+            marked[name] = self._call(name, WriteMarked(taken.number, folder.url, f"{name}.safetensors"))
+        for name in sorted(workers):
+            clock = taken.clocks.get((name, taken.workers.get(name, 0)), 0)
+            message = WriteScript(taken.number, clock, folder.url, f"{name}.script.safetensors")
+            try:
+                scripts[name] = self._call(name, message)
+            except ConnectionLost as error:
+                self._lacks(name, error)
+        return marked, scripts
+
+    def _call(self, name: str, message: Message) -> Call:
+        with self._c.lock:
+            endpoint = self._c.endpoints.get(name)
+        if endpoint is None:
+            raise ConnectionLost(f"{name} is not there")
+        return endpoint.call(message)
+
+    def _written(self, calls: Mapping[str, Call]) -> Iterator[WrittenMarked]:
+        until = time.monotonic() + self._c.config.wait_seconds
+        for name, call in calls.items():
+            while not call.arrives(_LOOK_SECONDS):
+                self._check_goes_on()
+                with self._c.lock:
+                    if any(other not in self._c.membership.state.members for other in calls):
+                        raise ConnectionLost("a server was lost in the middle of it")
+                if time.monotonic() > until:
+                    raise WaitTimeout(f"{name} has not written its slices within {self._c.config.wait_seconds:g} s")
+            answer = call.wait(0)
+            if not isinstance(answer, WrittenMarked):
+                raise ProtocolError(f"{name} answered {type(answer).__name__} to WriteMarked")
+            yield answer
+
+    def _scripts(self, calls: Mapping[str, Call], chief: str) -> list[SavedScript]:
+        """Of all workers that have them; a save without one is still a save."""
+        found = []
+        began = time.monotonic()
+        for name, call in calls.items():
+            patience = self._c.config.wait_seconds if name == chief else SCRIPT_SECONDS
+            try:
+                while not call.arrives(_LOOK_SECONDS):
+                    self._check_goes_on()
+                    if time.monotonic() - began > patience:
+                        raise WaitTimeout(f"it did not come within {patience:g} s")
+                answer = call.wait(0)
+                if isinstance(answer, WrittenScript):
+                    found.append(answer.script)
+            except StoreError:
+                raise  # the disk has something against it
+            except SynclineError as error:
+                self._lacks(name, error)
+        return sorted(found, key=lambda script: script.worker)
+
+    def _lacks(self, name: str, error: SynclineError) -> None:
+        self._c.event(f"the state of {name}'s script is not in this save: {error}")
+
+    def _check_goes_on(self) -> None:
+        if self._c.over.is_set():
+            raise StoreError("the job has ended")
+
+    # -- afterwards ---------------------------------------------------------------------------------------
+
+    def tidy(self, made: Checkpoint, *, waits: bool) -> None:
+        """It exists: the pointer to it, a second copy, and older ones go. No trouble here makes it a failure."""
+        root, saves = open_folder(made.root), self._c.membership.state.saves
+        try:
+            checkpoints.point(root, "last", made.name, step=made.step)
+            checkpoints.prune(root, self._c.config.keep, saves.lineage)
+        except StoreError as error:
+            self._c.event(f"{made.name} is saved, but: {error}")
+        self._mirroring.wants(made)
+        if waits:
+            self._mirroring.wait(self._c.config.wait_seconds)
+
+    def close(self) -> None:
+        self._mirroring.close()
+
+
+def adopt(url: str) -> Checkpoint | None:
+    """What a coordinator that died had under way: a checkpoint, if its manifest was there; else it is removed."""
+    if not url:
+        return None
+    folder = open_folder(url)
+    try:
+        manifest, digest = checkpoints.read_manifest(folder)
+    except StoreError:
+        _remove(folder)
+        return None
+    updates = max((part.version for part in manifest.slices), default=0)
+    return Checkpoint(
+        folder.parent().url, folder.url, folder.name, digest, manifest.step, updates, manifest.saved_at
+    )
+
+
+def _remove(folder: Folder) -> None:
+    try:
+        folder.remove_all()
+    except StoreError:
+        return  # the next save removes what has no manifest
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

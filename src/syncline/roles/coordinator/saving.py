@@ -1,0 +1,398 @@
+"""When a job is saved, and the cut through it: in the thread of the changes, so that no generation begins meanwhile.
+
+A save is expected (workers note their scripts' states from now on), cut (`core/cutting.py`), written (in a thread of
+its own, see `recording`), or given up. Nobody waits for any of it but at the gate, and who has asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from syncline import faults
+from syncline.core.cutting import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut, ledger_at
+from syncline.core.frequency import Every, every
+from syncline.core.message import Done, Message
+from syncline.core.saves import Checkpoint
+from syncline.core.saving import EndSave, Expect, Finish, GateClosed, Mark, OpenGate, Save, Saved
+from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError, WaitTimeout
+from syncline.net.rpc import Call, Request
+from syncline.roles.coordinator.recording import Recording, Taken, adopt
+
+if TYPE_CHECKING:
+    from syncline.roles.coordinator.coordinator import Coordinator
+
+#: For workers other than the chief to come to a boundary; a save without a slow one's script is still a save.
+EXPECT_SECONDS = 10.0
+#: Where only the folder was said.
+DEFAULT_EVERY = "10m"
+#: Between two looks for the next save.
+LOOK_SECONDS = 1.0
+
+
+class Asking(Protocol):
+    """Who asks servers and waits for their answers."""
+
+    def ask_servers(
+        self, messages: Mapping[str, Message], *, gives_way: bool = False, until: float | None = None
+    ) -> dict[str, Message]:
+        """The answers of all; none where something urgent came up, or the time is over."""
+
+
+@dataclasses.dataclass
+class Wanted:
+    """A save that is to be."""
+
+    reason: str
+    requests: list[Request]
+    not_before: float = 0.0
+    num_tries: int = 0
+    is_final: bool = False
+    hurries: bool = False
+
+
+@dataclasses.dataclass
+class UnderWay:
+    """One that has begun: until its cut, whoever asks for a save has this one."""
+
+    number: int
+    wanted: Wanted
+    began: float
+    chief: str
+    expects: dict[str, Call] = dataclasses.field(default_factory=dict)
+    is_cut: bool = False
+
+
+class Saving:
+    """All saves of a job, one at a time."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+        self.is_cutting = False  # nobody may register meanwhile
+        self._finishing: dict[str, Request] = {}
+        self._wanted: Wanted | None = None
+        self._under_way: UnderWay | None = None
+        self._every: Every | None = None
+        self._due_at, self._due_step = 0.0, 0
+        self._has_ended = False  # the last save is made, or was given up
+        self._is_taking_over = bool(coordinator.membership.state.saves.open)
+        self.recording = Recording(coordinator)
+
+    @property
+    def _is_on(self) -> bool:
+        return bool(self._c.config.checkpoint)
+
+    # -- who asks -----------------------------------------------------------------------------------------
+
+    def save(self, request: Request, message: Save) -> None:
+        """Answered when the checkpoint exists, or with the reason why not."""
+        if not self._is_on:
+            raise ConfigError("nothing says where to save: start the job with --checkpoint DIR")
+        if not self._c.registry.layout.segments:
+            raise StoreError("there is nothing to save: the job has registered no parameters yet")
+        with self._c.lock:
+            who = message.reason or f"{request.peer.name} asked for it"
+            self._want(who, request, hurries=request.peer.role == "launcher")
+        self._c.changing.wake()
+
+    def _want(
+        self, reason: str, request: Request | None = None, *, is_final: bool = False, hurries: bool = False
+    ) -> None:
+        """Under the lock."""
+        known = self._under_way.wanted if self._under_way and not self._under_way.is_cut else self._wanted
+        if known is None:
+            known = self._wanted = Wanted(reason, [])
+        known.requests += [request] if request is not None else []
+        known.is_final |= is_final
+        known.hurries |= hurries
+
+    def finish(self, request: Request, message: Finish) -> None:
+        """A worker's script has ended: answered when all have, and the last save is made."""
+        name = request.peer.name
+        with self._c.lock:
+            self._finishing[name] = request
+            self._c.membership.finishing.add(name)
+        self._c.meeting.release()
+        self._c.handing.answer()
+        self._c.changing.wake()
+
+    def forget(self, name: str) -> None:
+        """Under the lock: it is out, or has left."""
+        self._finishing.pop(name, None)
+        self._c.membership.finishing.discard(name)
+
+    # -- what is due --------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Under the lock: a server has said how far it is."""
+        if self._every is not None and self._every.steps and self.has_work(time.monotonic()):
+            self._c.changing.wake()
+
+    def has_work(self, now: float) -> bool:
+        """Under the lock."""
+        if not self._c.membership.formed:
+            return False
+        if self._is_taking_over or self._may_go():
+            return True
+        if self._under_way is None:
+            return self._may_begin() and self._is_due(now)
+        return not self._under_way.is_cut and self._is_expected(self._under_way, now)
+
+    def seconds_left(self, now: float) -> float:
+        """Under the lock: until it is worth another look."""
+        times = [now + LOOK_SECONDS]
+        if self._under_way is not None and not self._under_way.is_cut:
+            times.append(self._under_way.began + EXPECT_SECONDS)
+        elif self._wanted is not None:
+            times.append(self._wanted.not_before)
+        elif self._every is not None and self._every.seconds:
+            times.append(self._due_at)
+        return max(0.01, min(times) - now)
+
+    def _may_begin(self) -> bool:
+        """What is registered has its values, and there is something."""
+        registry = self._c.registry
+        return bool(registry.layout.segments) and len(registry.ready) == len(registry.layout.segments)
+
+    def _is_due(self, now: float) -> bool:
+        if not self._is_on:
+            return False
+        if self._wanted is None and self._are_all_finishing() and not self._has_ended:
+            self._want("the end of the job", is_final=True)
+        if self._wanted is not None:
+            return now >= self._wanted.not_before
+        if self._every is None:
+            self._every = every("--save-every", self._c.config.save_every or DEFAULT_EVERY)
+            self._saved_just_now(now)
+        if self._every.steps:
+            return self._c.reporting.step() >= self._due_step
+        return now >= self._due_at
+
+    def _saved_just_now(self, now: float) -> None:
+        if self._every is not None:
+            newest = self._c.membership.state.saves.newest
+            self._due_at = now + self._every.seconds
+            self._due_step = max(self._c.reporting.step(), newest.step if newest else 0) + self._every.steps
+
+    def _are_all_finishing(self) -> bool:
+        membership = self._c.membership
+        workers = membership.workers()
+        return bool(workers) and set(workers) <= self._finishing.keys() and "worker" not in membership.awaited.values()
+
+    def _may_go(self) -> bool:
+        """Whether those whose scripts have ended may leave."""
+        if not self._finishing or not self._are_all_finishing():
+            return not self._is_on and bool(self._finishing)
+        if self._under_way is not None or self._wanted is not None:
+            return False
+        return self._has_ended or not self._is_on or not self._c.registry.layout.segments
+
+    # -- in the thread of the changes ---------------------------------------------------------------------
+
+    def step(self, asking: Asking) -> None:
+        """Nothing is urgent: begins what is due, cuts what is expected."""
+        now = time.monotonic()
+        if self._is_taking_over:
+            self._take_over()
+        with self._c.lock:
+            begins = self._under_way is None and self._may_begin() and self._is_due(now)
+            under_way = self._begin(now) if begins else self._under_way
+        if begins and under_way is not None:
+            self._expect(under_way)
+        with self._c.lock:
+            is_ready = under_way is not None and not under_way.is_cut and self._is_expected(under_way, now)
+        if is_ready and under_way is not None:
+            faults.reach("save.expected")
+            self._cut(under_way, asking)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._c.lock:
+            requests = list(self._finishing.values()) if self._may_go() else []
+            if requests:
+                self._finishing = {}
+        for request in requests:
+            request.reply(Done())
+
+    def _take_over(self) -> None:
+        """An earlier coordinator died within a save: that one is over; what it has written whole exists."""
+        saves = self._c.membership.state.saves
+        self._tell_all(EndSave(saves.open))
+        found = adopt(saves.open_folder)
+        with self._c.lock:
+            if found is not None:
+                saves.last, saves.num_saved = found, saves.num_saved + 1
+                self._c.event(f"the coordinator was away; {found.name} was whole already")
+            elif self._is_on:
+                self._want("the coordinator was away in the middle of one")
+            saves.open, saves.open_folder = 0, ""
+            self._is_taking_over = False
+            self._c.try_keep()
+
+    def _begin(self, now: float) -> UnderWay | None:
+        """Under the lock. Its number is kept: whoever comes after this coordinator ends it."""
+        saves = self._c.membership.state.saves
+        wanted = self._wanted or Wanted("it is time", [])
+        saves.num_begun += 1
+        saves.open = saves.num_begun
+        self._c.keep()
+        self._wanted = None
+        self._under_way = UnderWay(saves.open, wanted, now, self._c.membership.chief)
+        return self._under_way
+
+    def _expect(self, under_way: UnderWay) -> None:
+        with self._c.lock:
+            names = self._c.membership.workers()
+            endpoints = {name: self._c.endpoints[name] for name in names if name in self._c.endpoints}
+        for name, endpoint in endpoints.items():
+            with contextlib.suppress(ConnectionLost):
+                under_way.expects[name] = endpoint.call(Expect(under_way.number))
+        for call in list(under_way.expects.values()):
+            call.when_done(self._c.changing.wake)
+
+    def _is_expected(self, under_way: UnderWay, now: float) -> bool:
+        """The chief is at a boundary, and whoever came to one soon. Who is gone is waited for no more."""
+        config = self._c.config
+        patience = min(config.wait_seconds, config.save_seconds / 2) if under_way.wanted.hurries else config.wait_seconds
+        waiting = [name for name, call in under_way.expects.items() if not call.is_done]
+        late = now - under_way.began >= min(EXPECT_SECONDS, patience)
+        return not waiting or (late and under_way.chief not in waiting) or now - under_way.began >= patience
+
+    # -- the cut ------------------------------------------------------------------------------------------
+
+    def _cut(self, under_way: UnderWay, asking: Asking) -> None:
+        with self._c.lock:
+            primaries = {seat.primary for seat in self._c.membership.state.seats.values()}
+            if not self._may_begin() or not primaries <= set(self._c.membership.servers()):
+                return
+            self.is_cutting = True
+        cut = Cut(under_way.number, primaries, time.monotonic() + CUT_SECONDS)
+        try:
+            taken = self._level(cut, asking)
+        except SynclineError as error:
+            self._try_again(under_way, primaries, str(error))
+            return
+        finally:
+            with self._c.lock:
+                self.is_cutting = False
+            self._c.registering.try_again()
+        if taken is None:
+            self._try_again(under_way, primaries, "", is_urgent=True)
+            return
+        under_way.is_cut = True
+        if under_way.wanted.is_final and self._is_saved(taken):
+            self._is_done(under_way, None)
+            return
+        threading.Thread(target=self._write, args=(under_way, taken), name="save", daemon=True).start()
+
+    def _level(self, cut: Cut, asking: Asking) -> Taken | None:
+        """Gates are closed, in turns, until the job is level; then it is marked. None: something was urgent."""
+        verdict = "further"
+        while verdict == "further":
+            answers = asking.ask_servers(dict.fromkeys(cut.servers, cut.close()), gives_way=True, until=cut.until)
+            if not answers and time.monotonic() < cut.until:
+                return None
+            closed = {name: answer for name, answer in answers.items() if isinstance(answer, GateClosed)}
+            if closed.keys() != set(cut.servers):
+                raise WaitTimeout(f"not all commits that had begun came to their end within {CUT_SECONDS:g} s")
+            verdict = cut.decide(closed, time.monotonic())
+        if verdict == "late":
+            raise WaitTimeout(f"steps of {', '.join(cut.behind())} came to some servers only within {CUT_SECONDS:g} s")
+        with self._c.lock:
+            state = self._c.membership.state
+            segments = tuple(self._c.registry.layout.segments)
+            taken = Taken(
+                number=cut.number,
+                servers=cut.servers,
+                clocks=dict(cut.clocks),
+                workers={name: state.members[name].incarnation for name in self._c.membership.workers()},
+                segments=segments,
+                leases=ledger_at(state.leases, cut.uses, cut.late),
+                num_updates=cut.num_updates,
+                seconds=state.saves.seconds + self._c.reporting.seconds(),
+            )
+        faults.reach("gate.closed")
+        if not asking.ask_servers(dict.fromkeys(cut.servers, Mark(cut.number)), gives_way=False, until=cut.until + 1.0):
+            raise WaitTimeout("the servers did not mark their slices in time")
+        faults.reach("save.marked")
+        return taken
+
+    def _is_saved(self, taken: Taken) -> bool:
+        """Whether nothing has happened since the last one."""
+        newest = self._c.membership.state.saves.newest
+        return newest is not None and newest.num_updates == taken.num_updates and newest.root == self.recording.root
+
+    def _try_again(
+        self, under_way: UnderWay, servers: Sequence[str] | set[str], reason: str, *, is_urgent: bool = False
+    ) -> None:
+        """This try is over, and commits go on; the next one has another number."""
+        self._tell_all(OpenGate(under_way.number), servers)
+        self._tell_all(EndSave(under_way.number))
+        wanted = under_way.wanted
+        wanted.num_tries += not is_urgent
+        if wanted.num_tries >= MOST_TRIES:
+            self._is_done(under_way, StoreError(f"after {MOST_TRIES} tries: {reason}"))
+            return
+        if reason:
+            self._c.log_line(f"a save is tried again: {reason}")
+        with self._c.lock:
+            wanted.not_before = time.monotonic() + (0.1 if is_urgent else AGAIN_SECONDS)
+            self._under_way = None
+            later, self._wanted = self._wanted, wanted
+            wanted.requests += later.requests if later is not None else []
+
+    # -- in the thread of the save ------------------------------------------------------------------------
+
+    def _write(self, under_way: UnderWay, taken: Taken) -> None:
+        asked = [name for name, call in under_way.expects.items() if isinstance(call.answer, Done)]
+        try:
+            made = self.recording.write(taken, asked, under_way.chief)
+        except ConnectionLost as error:
+            self._try_again(under_way, taken.servers, str(error))
+        except SynclineError as error:
+            self._is_done(under_way, error)
+        except Exception as error:  # a bug of ours costs the save, not the job
+            self._is_done(under_way, StoreError(f"{type(error).__name__}: {error}"))
+            raise
+        else:
+            self.recording.tidy(made, waits=under_way.wanted.is_final)
+            self._is_done(under_way, None, made)
+
+    def _is_done(self, under_way: UnderWay, error: SynclineError | None, made: Checkpoint | None = None) -> None:
+        """The save is made, or given up. Said, counted, and answered to whoever asked for it."""
+        self._tell_all(EndSave(under_way.number))
+        wanted = under_way.wanted
+        with self._c.lock:
+            saves = self._c.membership.state.saves
+            if error is not None:
+                saves.num_failed, saves.failure = saves.num_failed + 1, str(error)
+                self._c.event(f"a save was given up ({wanted.reason}): {error}; the job goes on")
+            elif made is not None:
+                saves.last, saves.num_saved = made, saves.num_saved + 1
+                self._c.event(f"saved {made.folder} ({wanted.reason})")
+            saves.open, saves.open_folder = 0, ""
+            self._c.try_keep()
+            self._has_ended |= wanted.is_final
+            self._under_way = None
+            self._saved_just_now(time.monotonic())
+            newest = saves.newest
+        for request in wanted.requests:
+            if error is not None or newest is None:
+                request.refuse(error or StoreError("nothing was saved"))
+            else:
+                request.reply(Saved(newest.name, newest.step))
+        self._c.changing.wake()
+
+    def _tell_all(self, message: Message, names: Sequence[str] | set[str] | None = None) -> None:
+        with self._c.lock:
+            known = self._c.endpoints
+            endpoints = [known[name] for name in (known if names is None else names) if name in known]
+        for endpoint in endpoints:
+            endpoint.mention(message)
+
+    def close(self) -> None:
+        self.recording.close()

@@ -1,0 +1,134 @@
+"""A server's part in saves: what is marked goes to a file, in the background, while updates go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from syncline.config import num_cores
+from syncline.core.message import Message
+from syncline.core.saving import CloseGate, EndSave, Mark, OpenGate, WriteMarked, WrittenMarked
+from syncline.errors import StoreError, SynclineError
+from syncline.net.rpc import Request
+from syncline.roles.server.gate import CommitGate
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.marks import Marks, Planned, Writer
+from syncline.roles.server.work import in_thread
+from syncline.store.folders import open_folder
+from syncline.store.tensors import TensorWriter
+
+OpenWriter = Callable[[str, str, Sequence[Planned]], Writer]
+#: One reads and checks while the other writes.
+NUM_WRITERS = 2
+_END_SECONDS = 30.0
+
+
+def open_writer(folder: str, file: str, plan: Sequence[Planned]) -> Writer:
+    """A new file with these tensors."""
+    return TensorWriter(open_folder(folder), file, plan)
+
+
+def saving_handlers(
+    gate: Callable[[], CommitGate], saving: Saving
+) -> dict[type[Message], Callable[[Request, Any], None]]:
+    """Answers the coordinator about saves."""
+    return {
+        CloseGate: lambda request, message: gate().close(request, message),
+        Mark: lambda request, message: gate().mark(request, message),
+        OpenGate: lambda request, message: gate().open(message),
+        WriteMarked: saving.write,
+        EndSave: lambda request, message: saving.end(message),
+    }
+
+
+class Saving:
+    """The save that is under way here, if any."""
+
+    def __init__(self, log: Callable[[str], None], open_writer: OpenWriter = open_writer) -> None:
+        self._log, self._open_writer = log, open_writer
+        self.most_bytes = 0  # that a save may copy at a time; 0: as many as there are
+        self._changed = threading.Condition()
+        self._marks: Marks | None = None
+        self._writing: Marks | None = None
+        self._num_writing = 0
+
+    def mark(self, number: int, slots: list[HostedSlice]) -> None:
+        """Under `order`, while nothing is on its way through the slices. A save that was under way is over."""
+        before = self._marks
+        if before is not None:
+            before.end()
+            before.release()
+        self._marks = Marks(number, slots, self.most_bytes, self._log)
+
+    def end(self, message: EndSave) -> None:
+        marks = self._marks
+        if marks is not None and marks.number <= message.number:
+            marks.end()
+            marks.release()
+            self._marks = None
+
+    def close(self) -> None:
+        """The server ends; its memory is about to go."""
+        if self._marks is not None:
+            self._marks.end()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_writing, _END_SECONDS)
+
+    # -- the file -----------------------------------------------------------------------------------------
+
+    def write(self, request: Request, message: WriteMarked) -> None:
+        in_thread("save", request, lambda: request.reply(self._write(message)))
+
+    def _write(self, message: WriteMarked) -> WrittenMarked:
+        with self._changed:
+            marks = self._marks
+            if marks is None or marks.number != message.number:
+                raise StoreError(f"nothing is marked for save {message.number}")
+            if marks is self._writing:
+                raise StoreError(f"save {message.number} is being written already")
+            self._writing = marks
+            self._num_writing += 1
+        try:
+            return self._write_marked(marks, message)
+        finally:
+            marks.end()
+            marks.release()
+            with self._changed:
+                self._marks = None if self._marks is marks else self._marks
+                self._num_writing -= 1
+                self._changed.notify_all()
+
+    def _write_marked(self, marks: Marks, message: WriteMarked) -> WrittenMarked:
+        slices = list(marks.slices)
+        writer = self._open_writer(message.folder, message.file, [t for marked in slices for t in marked.plan()])
+        try:
+            marks.begin(writer)
+            self._write_all(marks, writer)
+            marks.check()
+            file = writer.finish()
+        except BaseException:
+            marks.end()
+            marks.release()  # after this nobody else writes
+            writer.abandon()
+            raise
+        return WrittenMarked(file, [m.saved(message.file) for m in slices], marks.num_copied, marks.num_waited)
+
+    def _write_all(self, marks: Marks, writer: Writer) -> None:
+        threads = [threading.Thread(target=_write_some, args=(marks, writer), name=f"save-{k}", daemon=True)
+                   for k in range(1, min(NUM_WRITERS, num_cores()))]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        _write_some(marks, writer)
+        for thread in threads:
+            thread.join()
+
+
+def _write_some(marks: Marks, writer: Writer) -> None:
+    try:
+        while not marks.is_over and (marked := marks.next()) is not None:
+            marked.write(writer)
+    except SynclineError as error:
+        marks.fail(str(error))
+    except Exception as error:  # whoever waits must hear of it, whatever it is
+        marks.fail(f"{type(error).__name__}: {error}")
