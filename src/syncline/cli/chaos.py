@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from syncline.core.durations import duration
 from syncline.cli.killing import SIGNALS, Killing, Rate
 from syncline.cli.reckoning import Figures, Times, reckon
 from syncline.cli.run import prepare
 from syncline.cli.screen import TerminalScreen
 from syncline.cli.witness import Step, read_steps
 from syncline.config import JobConfig
+from syncline.core.durations import duration
 from syncline.core.words import counted
 from syncline.errors import ConfigError
 from syncline.launch.hosts import assign

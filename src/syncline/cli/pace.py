@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from syncline.core.durations import duration
 from syncline.cli.status import JobArgument, RunsOption, find
+from syncline.core.durations import duration
 from syncline.core.message import Done
 from syncline.core.pacing import Pace, told_seconds
 from syncline.errors import ConfigError
