@@ -15,10 +15,14 @@ from syncline.errors import ConfigError
 
 #: Every point that code of ours passes, by the role that passes it.
 POINTS = {
-    "coordinator": ("change.kept", "change.prepared", "change.installed", "seed.done", "register.kept"),
+    "coordinator": (
+        "change.kept", "change.prepared", "change.installed", "seed.done", "register.kept",
+        "manifest.written", "manifest.renamed", "save.pruned",
+    ),
     "server": (
         "commit.staged", "commit.decided", "replicate.sent", "replicate.got", "replicate.acknowledged",
         "slice.applied", "commit.answered", "prepare.held", "install.begun", "install.done", "seed.sent", "seed.got",
+        "save.written", "save.renamed",
     ),
     "worker": ("commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked"),
 }  # fmt: skip

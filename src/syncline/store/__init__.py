@@ -1,1 +1,1 @@
-"""What outlives a process: the coordinator's journal."""
+"""What outlives a process: the coordinator's journal, and checkpoints."""

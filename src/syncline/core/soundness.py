@@ -1,0 +1,189 @@
+"""Whether a manifest can be true: every reference, size and count in it, before any of it is used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from syncline.core.layout import ALIGN, ITEM_BYTES, MAX_SEGMENT_BYTES, Segment, Slice, aligned, check_parameters
+from syncline.core.manifest import FORMAT, Manifest, SavedFile, SavedSlice, SavedTensor
+from syncline.core.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, MAX_TENSORS, check_entries
+from syncline.errors import LayoutError, RuleError, StoreError
+
+KINDS = ("whole", "weights")
+_NAME = re.compile(r"(\d{6,18})-step-(\d{1,18})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOST = 1 << 62
+
+
+def checkpoint_name(number: int, step: int) -> str:
+    """The folder of a checkpoint, within its own."""
+    return f"{number:06d}-step-{step}"
+
+
+def number_in(name: str) -> int | None:
+    """The number of a checkpoint by its folder's name; None: it is not one's."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def slice_tensor(number: int) -> str:
+    """The name of a slice's tensor."""
+    return f"slice-{number}"
+
+
+def state_tensor(number: int, piece: int, key: str) -> str:
+    """The name of a tensor of a rule's state."""
+    return f"slice-{number}/{piece}/{key}"
+
+
+class _Writer(msgspec.Struct):
+    """What a manifest of any format says of whoever wrote it."""
+
+    format: int = 0
+    syncline: str = ""
+
+
+def decode_manifest(text: bytes, where: str) -> Manifest:
+    """The manifest in this text, sound; else StoreError, which says what is wrong with it."""
+    try:
+        writer = msgspec.json.decode(text, type=_Writer)
+        if writer.format > FORMAT:
+            raise StoreError(
+                f"{where} was written by syncline {writer.syncline or '(unknown)'} in format {writer.format}; this "
+                f"one reads formats up to {FORMAT}: update syncline (pip install -U syncline)"
+            )
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise StoreError(f"{where} is damaged: it is no manifest ({error})") from error
+    check_manifest(manifest, where)
+    return manifest
+
+
+def check_manifest(manifest: Manifest, where: str) -> None:
+    """Raises StoreError at the first thing that cannot be."""
+    try:
+        _check_head(manifest)
+        files = _check_files(manifest)
+        _check_segments(manifest.segments)
+        _check_slices(manifest, files)
+    except (StoreError, LayoutError, RuleError) as error:
+        raise StoreError(f"{where} is damaged: {error}") from error
+
+
+def _require(holds: bool, words: str) -> None:
+    if not holds:
+        raise StoreError(words)
+
+
+def _check_head(manifest: Manifest) -> None:
+    _require(manifest.format >= 1, f"its format is {manifest.format}")
+    _require(manifest.kind in KINDS, f"its kind is {manifest.kind!r}; there are {', '.join(KINDS)}")
+    _require(1 <= manifest.number <= _MOST and 0 <= manifest.step <= _MOST, "its number or its step cannot be")
+    _require(manifest.name == checkpoint_name(manifest.number, manifest.step), f"its name is {manifest.name!r}")
+    _require(bool(manifest.lineage), "it has no lineage")
+    _require(bool(manifest.segments), "it has no parameters")
+
+
+def _check_files(manifest: Manifest) -> dict[str, dict[str, SavedTensor]]:
+    """The tensors of the servers' files, by file and name."""
+    found: dict[str, dict[str, SavedTensor]] = {}
+    for file in [*manifest.files, *(script.file for script in manifest.scripts)]:
+        _require(file.name not in found, f"two files are named {file.name!r}")
+        found[file.name] = _check_file(file)
+    workers = [script.worker for script in manifest.scripts]
+    _require(len(set(workers)) == len(workers), "two scripts are of one worker")
+    _require(all(0 <= script.clock <= _MOST for script in manifest.scripts), "a script's clock cannot be")
+    return {file.name: found[file.name] for file in manifest.files}
+
+
+def _check_file(file: SavedFile) -> dict[str, SavedTensor]:
+    _require(_FILE_NAME.fullmatch(file.name) is not None, f"a file cannot be named {file.name!r}")
+    _require(len(file.tensors) <= MAX_TENSORS, f"{file.name} has {len(file.tensors)} tensors; at most {MAX_TENSORS}")
+    digests = [file.header_digest, *(tensor.digest for tensor in file.tensors)]
+    _require(all(_DIGEST.fullmatch(digest) for digest in digests), f"{file.name}: a digest is none")
+    header = file.num_bytes - check_entries(file.tensors, file.name)
+    _require(
+        LENGTH_BYTES < header <= LENGTH_BYTES + MAX_HEADER_BYTES, f"{file.name} cannot have {file.num_bytes} bytes"
+    )
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    _require(len(tensors) == len(file.tensors), f"{file.name}: two tensors have the same name")
+    return tensors
+
+
+def _check_segments(segments: tuple[Segment, ...]) -> None:
+    names: set[str] = set()
+    first = 0
+    for index, segment in enumerate(segments):
+        what = f"segment {index}"
+        _require(segment.index == index and segment.first_parameter == first, f"{what} is out of place")
+        first += len(segment.parameters)
+        check_parameters(segment.parameters, [spec.rule() for spec in segment.rules], segment.reduce)
+        for parameter in segment.parameters:
+            _require(parameter.name not in names, f"two parameters are named {parameter.name!r}")
+            names.add(parameter.name)
+        _check_offsets(segment, what)
+        _check_cut(segment, what)
+
+
+def _check_offsets(segment: Segment, what: str) -> None:
+    _require(len(segment.offsets) == len(segment.parameters), f"{what} has other offsets than parameters")
+    end = 0
+    for parameter, offset in zip(segment.parameters, segment.offsets, strict=True):
+        _require(offset == end, f"{parameter.name!r} is not where it must be")
+        end += aligned(parameter.num_bytes)
+        _require(end <= MAX_SEGMENT_BYTES, f"{what} has more than {MAX_SEGMENT_BYTES} bytes")
+    _require(segment.num_bytes == end, f"{what} has {segment.num_bytes} bytes, its parameters {end}")
+
+
+def _check_cut(segment: Segment, what: str) -> None:
+    """Its slices are all of it: no overlap, no gap, each of one dtype."""
+    end = 0
+    for part in sorted(segment.slices, key=lambda part: part.offset):
+        _require(part.segment == segment.index and part.num_bytes > 0, f"slice {part.id} is out of place")
+        _require(part.offset == end and end % ALIGN == 0, f"slice {part.id} overlaps another, or leaves a gap")
+        end += part.num_bytes
+        _require(
+            part.dtype in ITEM_BYTES and not part.num_bytes % ITEM_BYTES[part.dtype], f"slice {part.id} is cut badly"
+        )
+        dtypes = {segment.parameters[piece.parameter].dtype for piece in segment.pieces(part)}
+        _require(dtypes <= {part.dtype}, f"slice {part.id} is {part.dtype}, what is in it is not")
+    _require(end == segment.num_bytes, f"{what} has {segment.num_bytes} bytes, its slices {end}")
+
+
+def _check_slices(manifest: Manifest, files: Mapping[str, Mapping[str, SavedTensor]]) -> None:
+    """Every slice of every segment is there once, as what it was."""
+    parts: dict[int, tuple[Segment, Slice]] = {}
+    for segment in manifest.segments:
+        for part in segment.slices:
+            _require(part.id not in parts, f"two slices are number {part.id}")
+            parts[part.id] = (segment, part)
+    saved = [one.id for one in manifest.slices]
+    _require(len(set(saved)) == len(saved), "a slice is there twice")
+    missing = parts.keys() - set(saved)
+    _require(not missing, f"{len(missing)} slices are missing, {min(missing, default=0)} first")
+    for one in manifest.slices:
+        _require(one.id in parts, f"slice {one.id} is of no segment")
+        _require(one.file in files, f"slice {one.id} is in {one.file!r}, which is none of its files")
+        _check_slice(one, *parts[one.id], files[one.file])
+
+
+def _check_slice(one: SavedSlice, segment: Segment, part: Slice, tensors: Mapping[str, SavedTensor]) -> None:
+    what = f"slice {one.id}"
+    _require(one.tensor == slice_tensor(one.id) and one.tensor in tensors, f"{what}: its tensor is missing")
+    tensor = tensors[one.tensor]
+    _require(tensor.dtype == part.dtype, f"{what} is {part.dtype}, its tensor {tensor.dtype}")
+    _require(tensor.shape == (part.num_bytes // ITEM_BYTES[part.dtype],), f"{what} has another size than its tensor")
+    _require(0 <= one.version <= _MOST, f"{what} cannot have version {one.version}")
+    _require(all(0 <= clock <= _MOST for _, _, clock in one.clocks), f"{what}: a clock cannot be")
+    num_pieces = len(segment.pieces(part)) if one.states else 0
+    seen = set()
+    for state in one.states:
+        _require(0 <= state.piece < num_pieces, f"{what} has no piece {state.piece}")
+        named = state.tensor == state_tensor(one.id, state.piece, state.key) and state.tensor in tensors
+        _require(named, f"{what}: the tensor of {state.key!r} of piece {state.piece} is missing")
+        seen.add(state.tensor)
+    _require(len(seen) == len(one.states), f"{what}: a state is there twice")

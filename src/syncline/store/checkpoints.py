@@ -1,0 +1,226 @@
+"""Checkpoints of a folder: found, read, verified, written, pointed at, pruned."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import msgspec
+
+from syncline import faults
+from syncline.core.manifest import Manifest, SavedFile
+from syncline.core.retention import Standing, outdated
+from syncline.core.soundness import check_manifest, checkpoint_name, decode_manifest, number_in
+from syncline.errors import StoreError
+from syncline.store.disk import MANIFEST
+from syncline.store.folders import Folder
+from syncline.store.tensors import TensorReader, in_threads
+from syncline.store.trouble import MissingError
+
+BEGUN = "begun.json"
+POINTERS = ("best", "last")
+_MOST_MANIFEST_BYTES = 1 << 29
+_MOST_POINTER_BYTES = 1 << 16
+_END = re.compile(rb"\n([0-9a-f]{64})\n\Z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A folder that is a checkpoint's by its name."""
+
+    name: str
+    number: int
+    manifest: Manifest | None = None  #: where it verifies
+    digest: str = ""
+    reason: str = ""  #: why there is none
+    is_unfinished: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The checkpoint to take up."""
+
+    folder: Folder
+    manifest: Manifest
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+
+def find(folder: Folder) -> list[Found]:
+    """All that are in it, newest first."""
+    numbers = {name: number for name in folder.list() if (number := number_in(name)) is not None}
+    return [_look(folder, name, numbers[name]) for name in sorted(numbers, key=lambda n: (-numbers[n], n))]
+
+
+def _look(folder: Folder, name: str, number: int) -> Found:
+    try:
+        manifest, digest = read_manifest(folder.join(name))
+    except MissingError:
+        return Found(name, number, reason="has no manifest: it was not finished", is_unfinished=True)
+    except StoreError as error:
+        return Found(name, number, reason=str(error))
+    if manifest.name != name:
+        return Found(name, number, reason=f"its manifest is that of {manifest.name}")
+    return Found(name, number, manifest, digest)
+
+
+def read_manifest(folder: Folder, digest: str = "") -> tuple[Manifest, str]:
+    """The manifest in a checkpoint's own folder, sound, and its digest; `digest`: it must be this one."""
+    where = f"{folder.url}/{MANIFEST}"
+    size = folder.size(MANIFEST)
+    if size > _MOST_MANIFEST_BYTES:
+        raise StoreError(f"{where} is damaged: it has {size} bytes, at most {_MOST_MANIFEST_BYTES} are read")
+    content = folder.read(MANIFEST)
+    end = _END.search(content[-66:])
+    text = content[:-65]
+    found = hashlib.sha256(text).hexdigest()
+    if end is None or end[1].decode() != found:
+        raise StoreError(f"{where} is damaged: its last line is not the sha256 of the rest")
+    if digest and digest != found:
+        raise StoreError(f"{where} is not the one that was meant: its digest is {found[:12]}…, not {digest[:12]}…")
+    return decode_manifest(text, where), found
+
+
+def files_of(manifest: Manifest) -> list[SavedFile]:
+    """All files that a checkpoint consists of, but its manifest."""
+    return [*manifest.files, *(script.file for script in manifest.scripts)]
+
+
+def check_files(folder: Folder, manifest: Manifest) -> None:
+    """Every file is there, has its size and its header; the tensors themselves are not read."""
+    for file in files_of(manifest):
+        with TensorReader(folder, file) as reader:
+            reader.check()
+
+
+def verify(folder: Folder, manifest: Manifest) -> None:
+    """Reads every tensor of every file, in threads; StoreError names the first that is not what was saved."""
+    readers = [TensorReader(folder, file) for file in files_of(manifest)]
+    try:
+        for reader in readers:
+            reader.check()
+        every = [
+            (reader, tensor.name)
+            for reader, file in zip(readers, files_of(manifest), strict=True)
+            for tensor in file.tensors
+        ]
+        in_threads(lambda item: item[0].verify(item[1]), every)
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def candidates(folder: Folder, say: Callable[[str], None] = lambda words: None) -> Iterator[Chosen]:
+    """What a path may mean: a checkpoint's own folder, a pointer, or a folder of checkpoints, newest first.
+
+    Their manifests are sound, their tensors not read; `say` is told of those that are passed over.
+    """
+    if folder.exists(MANIFEST):
+        yield Chosen(folder, *read_manifest(folder))
+        return
+    if folder.name in POINTERS and (fact := pointed(folder.parent(), folder.name)) is not None:
+        target = folder.parent().join(fact["checkpoint"])
+        try:
+            yield Chosen(target, *read_manifest(target))
+        except MissingError as error:
+            raise StoreError(f"{folder.url} points at {target.url}, which is not there; name another") from error
+        return
+    for found in find(folder):
+        if found.manifest is not None:
+            yield Chosen(folder.join(found.name), found.manifest, found.digest)
+        elif not found.is_unfinished:
+            say(f"{folder.url}/{found.name} is passed over: {found.reason}")
+
+
+def choose(folder: Folder, say: Callable[[str], None], kind: str = "whole") -> Chosen | None:
+    """The newest that verifies wholly, of this kind; None: there is none. Says which it passed over, and why."""
+    for chosen in candidates(folder, say):
+        if chosen.manifest.kind != kind:
+            continue
+        try:
+            verify(chosen.folder, chosen.manifest)
+            return chosen
+        except StoreError as error:
+            say(f"{chosen.folder.url} is passed over: {error}")
+    return None
+
+
+def next_number(folder: Folder) -> int:
+    """Higher than that of any checkpoint here, finished or not."""
+    return 1 + max((number for name in folder.list() if (number := number_in(name)) is not None), default=0)
+
+
+def begin(folder: Folder, number: int, step: int, lineage: str) -> Folder:
+    """The folder of a checkpoint that is to be; whose it is stands in it, should it come to no end."""
+    made = folder.join(checkpoint_name(number, step))
+    made.make()
+    made.write(BEGUN, msgspec.json.encode({"lineage": lineage}))
+    return made
+
+
+def write_manifest(folder: Folder, manifest: Manifest) -> str:
+    """Makes it a checkpoint; the manifest's digest. Call it when all files are there."""
+    finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}  # JSON has no others
+    manifest = msgspec.structs.replace(manifest, metrics=finite)
+    where = f"{folder.url}/{MANIFEST}"
+    check_manifest(manifest, where)
+    text = msgspec.json.encode(manifest) + b"\n"
+    decode_manifest(text, where)  # what cannot be read must not be written
+    digest = hashlib.sha256(text).hexdigest()
+    folder.write(MANIFEST, b"%s%s\n" % (text, digest.encode()), "manifest")
+    return digest
+
+
+def point(folder: Folder, name: str, checkpoint: str, **facts: Any) -> None:
+    """Has `best` or `last` say which checkpoint it is."""
+    assert name in POINTERS
+    folder.write(name, msgspec.json.encode({"checkpoint": checkpoint, **facts}) + b"\n")
+
+
+def pointed(folder: Folder, name: str) -> dict[str, Any] | None:
+    """What `best` or `last` says; None: nothing that can be used."""
+    try:
+        if folder.size(name) > _MOST_POINTER_BYTES:
+            return None
+        found = msgspec.json.decode(folder.read(name), type=dict[str, Any])
+    except (MissingError, msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return found if number_in(str(found.get("checkpoint"))) is not None else None
+
+
+def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = ()) -> list[str]:
+    """Removes what retention lets go of this lineage; their names, oldest first. What `best` points at stays too."""
+    fact = pointed(folder, "best")
+    kept = {*best, *([fact["checkpoint"]] if fact else [])}
+    gone = outdated([_standing(folder, found) for found in find(folder)], keep, lineage, kept)
+    for name in gone:
+        folder.join(name).remove_all()
+        if faults.armed is not None:
+            faults.reach("save.pruned")
+    return gone
+
+
+def _standing(folder: Folder, found: Found) -> Standing:
+    if found.manifest is None:
+        lineage = _begun_by(folder.join(found.name)) if found.is_unfinished else ""
+        return Standing(found.name, found.number, lineage, is_sound=False, is_unfinished=found.is_unfinished)
+    try:
+        check_files(folder.join(found.name), found.manifest)
+        is_sound = True
+    except StoreError:
+        is_sound = False
+    return Standing(found.name, found.number, found.manifest.lineage, is_sound)
+
+
+def _begun_by(folder: Folder) -> str:
+    try:
+        return str(msgspec.json.decode(folder.read(BEGUN), type=dict[str, Any]).get("lineage", ""))
+    except (StoreError, msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
