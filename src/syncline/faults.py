@@ -24,7 +24,10 @@ POINTS = {
         "slice.applied", "commit.answered", "prepare.held", "install.begun", "install.done", "seed.sent", "seed.got",
         "save.written", "save.renamed",
     ),
-    "worker": ("commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked"),
+    "worker": (
+        "commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked",
+        "save.noted", "script.written",
+    ),
 }  # fmt: skip
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

@@ -1,4 +1,4 @@
-"""A worker's boundaries: the moments at which all that its script has read is in commits, and nothing more is read."""
+"""A worker's boundaries: the moments at which all that its script has read is in commits."""
 
 from __future__ import annotations
 

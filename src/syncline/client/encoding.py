@@ -77,7 +77,9 @@ class Encoder:
             if value.dtype.kind not in _NUMPY_KINDS or value.dtype.fields is not None:
                 raise _refused(path, f"an array of {value.dtype}", "make it one of numbers or texts")
             array, what = np.asarray(value), "scalar" if isinstance(value, np.generic) else "array"
-            number = self._keep(array.dtype.name if array.dtype.isnative else "", array.shape, lambda: _bytes_of(array))
+            number = self._keep(
+                array.dtype.name if array.dtype.isnative else "", array.shape, lambda: _bytes_of(array)
+            )
             return {what: [number, array.dtype.str, list(array.shape)]}
         if _is_torch(value, "Tensor"):
             return self._encode_tensor(value, path)
@@ -210,9 +212,11 @@ def _unknown(value: Any, path: str) -> ConfigError:
         return _refused(path, what, "save what it needs to be made again, and make it in the script")
     article = "an" if name[:1].lower() in "aeiou" else "a"
     return _refused(
-        path, f"{article} {name}", "give it state_dict() and load_state_dict() and a name of its own in job.state, or "
-        "save what it is made of: numbers, texts, bytes, lists, tuples, sets, dicts, arrays, tensors",
-    )  # fmt: skip
+        path,
+        f"{article} {name}",
+        "give it state_dict() and load_state_dict() and a name of its own in job.state, or save what it is made of: "
+        "numbers, texts, bytes, lists, tuples, sets, dicts, arrays, tensors",
+    )
 
 
 def _refused(path: str, what: str, remedy: str) -> ConfigError:

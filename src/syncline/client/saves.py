@@ -78,9 +78,8 @@ class Saves:
             if message.number != self._number:
                 raise StoreError(f"{self._name} was told nothing of save {message.number}")
             found = next((note for note in self._notes if note.covers(message.clock)), None)
-            if found is None and (not self._notes or message.clock <= self._notes[-1].clock):
-                if self._notes or message.clock < self._boundary.clock():
-                    raise StoreError(f"{self._name} has noted nothing at step {message.clock}: it was told too late")
+            if found is None and self._notes and message.clock <= self._notes[-1].clock:
+                raise StoreError(f"{self._name} was behind step {message.clock} when it noted its state first")
             self._wanted = (request, message)
         if found is not None:
             self._write(found)
@@ -156,9 +155,9 @@ class Saves:
             wanted, self._wanted = self._wanted, None
             if wanted is None:
                 return
-            self._boundary.unwatch(self)
             self._notes = [note]
             self._change.notify_all()
+        self._boundary.unwatch(self)
         request, message = wanted
         try:
             script = write_script(self._name, note, message)
@@ -179,10 +178,13 @@ class Saves:
         with self._change:
             if number == self._number:
                 self._let_go(f"save {number} is over")
-        self._boundary_is_left()
+                threading.Thread(target=self._look_away, name="save", daemon=True).start()
 
-    def _boundary_is_left(self) -> None:
-        if not self._number:
+    def _look_away(self) -> None:
+        """Not in the thread that hears: the script may be noting just now."""
+        with self._change:
+            is_over = not self._number
+        if is_over:
             self._boundary.unwatch(self)
 
     def _let_go(self, reason: str) -> None:

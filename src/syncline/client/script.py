@@ -1,4 +1,4 @@
-"""`job.state`: what a script wants to have again when its job is taken up, and what the job keeps of a script itself."""
+"""`job.state`: what a script wants to have again when its job is taken up; and what else is saved of it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class SavedState:
     def __post_init__(self) -> None:
         if not isinstance(self.tree, dict) or any(type(self.tree.get(key)) is not dict for key in ("state", "parts")):
             raise StoreError(f"{self.name}: a script's state cannot be read: it has no state in it")
-
-    @property
-    def position(self) -> Position:
-        kind, name, number = self.tree.get("position", ("", "", 0))
-        return str(kind), str(name), int(number)
+        try:
+            kind, name, number = self.tree["position"]
+            self.position: Position = (str(kind), str(name), int(number))
+            self.own_step = int(self.tree["facts"]["own_step"])
+        except (KeyError, TypeError, ValueError):
+            raise StoreError(f"{self.name}: a script's state cannot be read: it does not say where it was") from None
 
 
 class Part:
@@ -61,11 +62,14 @@ class ScriptState(MutableMapping[str, Any]):
     """By name: objects with `state_dict` and `load_state_dict`, or plain data (numbers, texts, lists, dicts, arrays,
     tensors). In a job that was taken up, what is assigned gets what was saved under its name, at once."""
 
-    def __init__(self, saved: Callable[[], SavedState | None], device: Callable[[], Any]) -> None:
-        """`saved`: what is to be put back, as long as it is."""
+    def __init__(
+        self, saved: Callable[[], SavedState | None], is_over: Callable[[], bool], device: Callable[[], Any]
+    ) -> None:
+        """`saved`: what is to be put back. `is_over`: from then on only to what comes for the first time."""
         self._held: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
-        self._saved, self._device = saved, device
+        self._claimed: set[str] = set()
+        self._saved, self._is_over, self._device = saved, is_over, device
 
     # -- as the script sees it ----------------------------------------------------------------------------
 
@@ -74,14 +78,17 @@ class ScriptState(MutableMapping[str, Any]):
             raise ConfigError(f"job.state[{name!r}]: a name is a text")
         Encoder(copies=False).encode(_state_of(name, value), _path(name))
         self._held[name] = value
+        is_first = name not in self._claimed
+        self._claimed.add(name)
         saved = self._saved()
-        if saved is not None and name in saved.tree["state"]:
+        if saved is not None and name in saved.tree["state"] and (is_first or not self._is_over()):
             self._load(saved, name)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._held and name in self._unclaimed():
             saved = self._saved()
             assert saved is not None
+            self._claimed.add(name)
             self._held[name] = self._value(saved, saved.tree["state"][name])
         return self._held[name]
 
@@ -89,7 +96,7 @@ class ScriptState(MutableMapping[str, Any]):
         """Plain data that was saved, and that this script has not assigned so far."""
         saved = self._saved()
         found = saved.tree["state"] if saved is not None else {}
-        return [name for name, state in found.items() if "value" in state and name not in self._held]
+        return [name for name, state in found.items() if "value" in state and name not in self._claimed]
 
     def __delitem__(self, name: str) -> None:
         del self._held[name]
@@ -111,6 +118,10 @@ class ScriptState(MutableMapping[str, Any]):
         saved = self._saved()
         if saved is not None and name in saved.tree["parts"]:
             part.put_back(self._value(saved, saved.tree["parts"][name]))
+
+    def wants(self, saved: SavedState) -> bool:
+        """Whether there is anything in it that nobody has asked for so far."""
+        return not saved.tree["state"].keys() <= self._claimed or not saved.tree["parts"].keys() <= self._parts.keys()
 
     def take(self, position: Position, after: int, clock: int, facts: dict[str, Any]) -> Note:
         """All of it as it is now, as copies."""
@@ -158,8 +169,8 @@ class ScriptState(MutableMapping[str, Any]):
             held.load_state_dict(found)
         except Exception as error:
             raise StoreError(
-                f"{_path(name)}: what {saved.name} has of it does not fit this {type(held).__name__}: {error}; give it "
-                "another name to begin it anew, or start over with --fresh"
+                f"{_path(name)}: what {saved.name} has of it does not fit this {type(held).__name__}: {error}; give "
+                "it another name to begin it anew, or start over with --fresh"
             ) from error
 
 

@@ -188,6 +188,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 for batch in self._new_iterator(alone):
                     loop.hand_out()
                     yield batch
+                    loop.comes_back()
 
     def _mind_the_order(self, job: TakesSamples, epoch: int) -> None:
         """A loader made anew for every epoch begins with the order of epoch 0 every time: told once."""
