@@ -113,11 +113,9 @@ class ScriptState(MutableMapping[str, Any]):
     # -- taking and putting back --------------------------------------------------------------------------
 
     def add_part(self, name: str, part: Part) -> None:
-        """Something of the job's own; it gets what was saved of it, at once."""
+        """Something of the job's own. It gets what was saved of it with the rest: what the script makes of it until
+        then begins from what the script says."""
         self._parts[name] = part
-        saved = self._saved()
-        if saved is not None and name in saved.tree["parts"]:
-            part.put_back(self._value(saved, saved.tree["parts"][name]))
 
     def wants(self, saved: SavedState) -> bool:
         """Whether there is anything in it that nobody has asked for so far."""
@@ -142,13 +140,13 @@ class ScriptState(MutableMapping[str, Any]):
         }
         return Note(after, clock, to_json(tree), encoder.tensors)
 
-    def put_back(self, saved: SavedState) -> None:
+    def put_back(self, saved: SavedState, *, random: bool = True) -> None:
         """All that was saved of what is here; the random states last, since loading may draw."""
         for name in self._held.keys() & saved.tree["state"].keys():
             self._load(saved, name)
         for name in self._parts.keys() & saved.tree["parts"].keys():
             self._parts[name].put_back(self._value(saved, saved.tree["parts"][name]))
-        if saved.is_own and "random" in saved.tree:
+        if random and saved.is_own and "random" in saved.tree:
             chance.put_back(self._value(saved, saved.tree["random"]), _gpu(self._device()))
 
     def _value(self, saved: SavedState, state: Any) -> Any:

@@ -69,6 +69,14 @@ class TakenUp:
             assert self._state is not None
             self._state.put_back(saved)
 
+    def begins_step(self) -> None:
+        """An optimizer's step begins, in a script without a loop over our loaders: but for the random states, which
+        it has drawn from for this step, everything is as it was saved."""
+        saved = None if self.is_over else self.saved()
+        if saved is not None and saved.position[0] == "step" and not self._boundary.is_in_loop():
+            assert self._state is not None
+            self._state.put_back(saved, random=False)
+
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
         if waits:  # also another thread's; where the script stands again where it stood
             is_place = self._saved is not None and self._saved.position == position and not self._reached
