@@ -12,7 +12,8 @@ bench/                     the rows of `syncline bench`
 cli/                       the command line
 """
 
-from syncline.client.job import Job, current_job
+from syncline.client.current import current_job
+from syncline.client.job import Job
 from syncline.core.rule import Rule
 from syncline.errors import (
     ConfigError,

@@ -277,4 +277,4 @@ def beat_for(jobs: Any, stop: threading.Event) -> None:
         coordinator = jobs._process.coordinator
         for job in jobs:
             with coordinator.lock:
-                coordinator.handing.beat(job.name, job._beat())
+                coordinator.handing.beat(job.name, job.reporting.beat())

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from syncline.client.current import forget
 from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
+from syncline.client.memory import Memory
+from syncline.client.reporting import Reporting
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
-from syncline.client.stating import job_stats
 from syncline.config import JobConfig
 from syncline.core.control import (
-    AskStats,
     AskWhy,
     Barrier,
-    Beat,
-    GivenStats,
     GivenWhy,
     Joined,
     Leave,
     Passed,
     Register,
-    Report,
     Roster,
     Uploaded,
 )
@@ -39,31 +36,17 @@ from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
-from syncline.errors import ConfigError, ConnectionLost, FencedError, SynclineError, WaitTimeout
+from syncline.core.saving import Save
+from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats
 
-REPORT_SECONDS = 0.5
 #: How long a broken connection waits for the coordinator's word on why.
 VERDICT_SECONDS = 4.0
-_WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch"}
+_WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch", Save: "a save"}
 #: What may wait for other workers: who is to leave waits no longer.
 _FOR_OTHERS = (Barrier, Register, Uploaded, AskLease)
-_current: Job | None = None
-_of_thread = threading.local()  # several workers in one process: each thread has its own
-
-
-def current_job() -> Job:
-    """The job that `syncline.init()` joined or started in this process."""
-    job: Job | None = getattr(_of_thread, "job", None) or _current
-    if job is None:
-        raise ConfigError("there is no job yet; call syncline.init() first")
-    return job
-
-
-def has_current_job() -> bool:
-    return getattr(_of_thread, "job", None) is not None or _current is not None
 
 
 class Job:
@@ -100,12 +83,16 @@ class Job:
             self.config, hearing, link, dial, stamp, name=me.name, is_late=joined.late, say=say, finite=finite
         )
         hearing.on_failure = self.exchange.break_off
-        hearing.copies, hearing.beat = self.exchange, self._beat
-        self.kv = KeyValue(self.exchange, self._ask, self.name, self.stepped, self.leave_if_asked)
+        self.reporting = Reporting(self, link)
+        hearing.copies, hearing.beat = self.exchange, self.reporting.beat
+        self.kv = KeyValue(self.exchange, self.ask, self.name, self.stepped, self.leave_if_asked)
         self.own_step = 0  #: steps that this worker has made
         self._turns: dict[str, int] = {}
-        asks = CoordinatorAsks(self._ask, link)
+        asks = CoordinatorAsks(self.ask, link)
         self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
+        self._memory = Memory(self, link, hearing, say)
+        self.boundary = self._memory.boundary
+        self.state = self._memory.state  #: what the script wants to have again when the job is taken up
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
@@ -114,7 +101,7 @@ class Job:
         self._noticed: set[str] = set()
         self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
         if not embedded:
-            threading.Thread(target=self._report_regularly, name="report", daemon=True).start()
+            self.reporting.begin(self._closed)
 
     # -- who I am -----------------------------------------------------------------------------------------
 
@@ -157,6 +144,16 @@ class Job:
         return torch.device(self._device) if torch is not None else self._device
 
     @property
+    def known_device(self) -> str:
+        """The same, if anybody has asked for it so far; else `cpu`."""
+        return self._device or "cpu"
+
+    @property
+    def memory(self) -> Memory:
+        """What is saved of the script, for adapters that add to it."""
+        return self._memory
+
+    @property
     def in_rounds(self) -> bool:
         """Whether the policy has all workers step together."""
         return policy_of(self.config).in_rounds
@@ -173,6 +170,7 @@ class Job:
         """A step was made: by a push, or locally between two of them."""
         self.own_step += 1
         self.exchange.uses.stepped()
+        self.boundary.stepped()
         self._hearing.pacing.slow_down(self._leave_if_retiring)
 
     @property
@@ -183,7 +181,9 @@ class Job:
         workers. A worker that joins later, or starts again, goes on where the job is. What counts is the parameter
         that was updated most often. With `sync_every`, where most steps are made locally: this worker's own.
         """
-        return self.own_step if self.config.sync_every > 1 else self.exchange.num_updates
+        if self.config.sync_every > 1:
+            return self._memory.taken_up.own_step + self.own_step
+        return self.exchange.num_updates
 
     @property
     def samples_taken(self) -> int:
@@ -207,12 +207,19 @@ class Job:
         """Something to be done before all open pushes are waited for: at a barrier, a rest, the end."""
         self._before_settle.append(action)
 
+    def settle(self) -> None:
+        """Returns when everything that was pushed is answered."""
+        for action in self._before_settle:
+            action()
+        self.exchange.settle()
+
     def retire(self) -> None:
         """This worker is to leave when its step is done, or where it waits for others; from any thread or signal."""
         self._hearing.is_retiring = True
 
     def leave_if_asked(self) -> None:
         """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
+        self.boundary.stepped()
         self._leave_if_retiring()
         self._hearing.pacing.hold(self._leave_if_retiring, self.exchange.times)
 
@@ -239,7 +246,7 @@ class Job:
         for action in (*self._before_rest, *self._before_settle):
             action()
         self.exchange.rest(is_pause=is_pause)
-        self._report()
+        self.reporting.report()
 
     # -- the others ---------------------------------------------------------------------------------------
 
@@ -249,16 +256,38 @@ class Job:
         for action in self._before_settle:
             action()
         turn = self._turns[name] = self._turns.get(name, 0) + 1
-        answer = self._ask(Barrier(name, turn, self.exchange.step_aside()))
+        stretch = self.exchange.step_aside()
+        with self.boundary.waiting(("barrier", name, turn)):
+            answer = self.ask(Barrier(name, turn, stretch))
         assert isinstance(answer, Passed)
         self.exchange.pass_barrier(answer)
 
-    def _ask(self, message: Message) -> Message:
+    def save(self) -> str:
+        """Saves the job as it is now; the name of the checkpoint. In `sync`, workers that call it at the same step
+        get the same one.
+
+        Its script's state is that of this call: inside of a loop it is best called last. Where a batch was read and
+        is in no step yet, or in local steps, it is made when it is, not waited for, and the name is empty.
+        """
+        return self._memory.save()
+
+    def put_back(self) -> None:
+        """In a job that was taken up: `job.state` and the random states as they were saved, now.
+
+        Loops over our loaders see to it themselves; this is for a loop of your own, to be called before it.
+        """
+        self._memory.taken_up.put_back()
+
+    def ask(self, message: Message) -> Message:
+        """The coordinator's answer; what is waited for too long is told in words."""
         what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
             with self.exchange.waits.of(what):
                 look = self._while_resting if isinstance(message, Barrier | AskLease) else self._leave_if_retiring
                 waits = isinstance(message, _FOR_OTHERS)
+                if isinstance(message, AskLease) and message.waits:
+                    with self.boundary.waiting():
+                        return self._link.call(message, self.config.wait_seconds, look)
                 return self._link.call(message, self.config.wait_seconds, look if waits else None)
         except WaitTimeout:
             seconds, why = self.config.wait_seconds, self._why()
@@ -282,38 +311,9 @@ class Job:
             return str(error)
         return answer.reason if isinstance(answer, GivenWhy) else ""
 
-    def _beat(self) -> Beat:
-        step, waits, finite = self.exchange.num_landed, self.exchange.waits.told(), self.exchange.finite
-        samples, seconds = self.exchange.times.measured
-        return Beat(
-            step=step,
-            waits=waits,
-            num_refused=finite.num_refused,
-            is_quarantined=finite.is_quarantined,
-            samples=samples,
-            work_seconds=seconds,
-        )
-
     def stats(self) -> JobStats:
         """The job's numbers and this worker's own."""
-        self._report()
-        answer = self._ask(AskStats())
-        assert isinstance(answer, GivenStats)
-        return job_stats(self, answer, self._link.stats())
-
-    def _report(self) -> None:
-        epoch, step, steps = self.samples.progress
-        with contextlib.suppress(SynclineError):
-            times, taken, seconds = self.exchange.times.times(), self.samples.taken, self.samples.seconds
-            self._link.tell(Report(self.own_step, taken, seconds, epoch, step, steps, times))
-
-    def _report_regularly(self) -> None:
-        last = -1
-        while not self._closed.wait(REPORT_SECONDS):
-            self.exchange.waits.look()
-            if self.own_step != last and self._link.is_open:
-                last = self.own_step
-                self._report()
+        return self.reporting.stats()
 
     # -- how it ends --------------------------------------------------------------------------------------
 
@@ -339,9 +339,11 @@ class Job:
             for action in (*self._before_rest, *self._before_settle):
                 action()
             self.exchange.settle()
-            self._report()
+            self.reporting.report()
             self._tell_staleness()
             self.exchange.leave()
+            if self.config.checkpoint and not self._hearing.has_retired:
+                self._memory.finish()
             self._say_leave()
         finally:
             self.abandon()
@@ -362,11 +364,9 @@ class Job:
 
     def abandon(self) -> None:
         """Lets go of everything without a word: the job will take it for a death."""
-        global _current
         self._closed.set()
         self.samples.is_over = True
-        if _current is self:
-            _current = None
+        forget(self)
         self._link.close()
         self.exchange.close()
         self._on_close()
@@ -381,20 +381,3 @@ class Job:
             self.close()
         else:
             self.abandon()
-
-
-def make_current(job: Job) -> Job:
-    """From now on, this is the process's job."""
-    global _current
-    _current = job
-    return job
-
-
-@contextlib.contextmanager
-def current_in_thread(job: Job) -> Iterator[None]:
-    """This is the job of the calling thread, while it lasts."""
-    _of_thread.job = job
-    try:
-        yield
-    finally:
-        _of_thread.job = None

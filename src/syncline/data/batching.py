@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from syncline.client.job import current_job, has_current_job
+from syncline.client.current import current_job, has_current_job
 from syncline.client.passes import Passes
 from syncline.core.order import ChunkedOrder, Order
 from syncline.data.leased import leased_numbers, leased_shards

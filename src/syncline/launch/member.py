@@ -13,7 +13,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline import faults
-from syncline.client.job import current_job, has_current_job
+from syncline.client.current import current_job, has_current_job
 from syncline.core.cores import own_cores, why_shared
 from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
 from syncline.launch.membership import say

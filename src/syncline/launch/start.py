@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from syncline import config as configuration
-from syncline.client.job import Job, current_job, has_current_job, make_current
+from syncline.client.current import current_job, has_current_job, make_current
+from syncline.client.job import Job
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch.jobfile import JobFile
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from syncline import config as configuration
-from syncline.client.job import Job, current_in_thread
+from syncline.client.current import current_in_thread
+from syncline.client.job import Job
 from syncline.core.control import Joined
 from syncline.core.policy import policy_of
 from syncline.errors import JobFailed, SynclineError
