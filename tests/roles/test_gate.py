@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from syncline.core.control import Leave
+from syncline.core.layout import Layout
 from syncline.core.rolls import Roll
 from syncline.core.saving import CloseGate, GateClosed, Mark, OpenGate
 from syncline.core.traffic import AskClip, Committed, GiveClip, Rest
@@ -337,7 +338,7 @@ def test_the_cut_is_consistent_while_workers_push_all_the_time(
 ) -> None:
     """A one-hot ledger on three servers: what is saved is, for every worker, its first commits and no others; as many
     as the cut says; the same on every server."""
-    pushes, servers = 60, [f"server-{k}" for k in range(3)]
+    pushes, servers = 150, [f"server-{k}" for k in range(3)]
     with local_job(workers=3, servers=3, policy=policy, slice_bytes=64, **settings) as jobs:
         cuts: list[Any] = []
         begun, failed = threading.Event(), []
@@ -361,7 +362,7 @@ def test_the_cut_is_consistent_while_workers_push_all_the_time(
         def cut() -> None:
             try:
                 assert begun.wait(WAIT)
-                layout = jobs._process.coordinator._registry.layout
+                layout = Layout(jobs._process._servers["server-0"]._hosting.segments.values())
                 tell = tell_of(jobs)
                 cuts.extend(save(tell, servers, layout, tmp_path, number) for number in range(1, 6))
             except BaseException as error:
