@@ -25,7 +25,10 @@ POINTS = {
         "slice.applied", "commit.answered", "prepare.held", "install.begun", "install.done", "seed.sent", "seed.got",
         "save.written", "save.renamed", "save.closed", "save.marked",
     ),
-    "worker": ("commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked"),
+    "worker": (
+        "commit.staged", "commit.told", "commit.landed", "refresh.done", "enter.asked",
+        "save.noted", "script.written",
+    ),
 }  # fmt: skip
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

@@ -19,12 +19,12 @@ from syncline.errors import ProtocolError
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.client import job, servers
+    from syncline.client import reporting, servers
 
     monkeypatch.setattr(waits, "LOUD_SECONDS", 0.1)
     monkeypatch.setattr(servers, "LOUD_SECONDS", 0.1)
     monkeypatch.setattr(waits, "AGAIN_SECONDS", 0.25)
-    monkeypatch.setattr(job, "REPORT_SECONDS", 0.03)
+    monkeypatch.setattr(reporting, "REPORT_SECONDS", 0.03)
 
 
 def slow(twin: Any, name: str, kinds: tuple[type, ...], seconds: float) -> None:

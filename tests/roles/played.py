@@ -25,10 +25,22 @@ from syncline.core.control import (
     Uploaded,
 )
 from syncline.core.handing import AskUses, GaveBack, Recall, Uses
-from syncline.core.layout import Parameter
+from syncline.core.layout import Parameter, Slice
+from syncline.core.manifest import SavedScript, SavedSlice
 from syncline.core.membership import JobState
 from syncline.core.message import Done, Message
 from syncline.core.rule import Rule
+from syncline.core.saving import (
+    CloseGate,
+    Expect,
+    GateClosed,
+    Mark,
+    TakeUp,
+    WriteMarked,
+    WriteScript,
+    WrittenMarked,
+    WrittenScript,
+)
 from syncline.core.slices import Copy
 from syncline.core.standings import Standing
 from syncline.errors import ProtocolError, StoreError
@@ -36,6 +48,8 @@ from syncline.net.memory import pair
 from syncline.net.rpc import Call, Endpoint, Request, Stamp
 from syncline.net.transport import Buffer, Peer
 from syncline.roles.coordinator.coordinator import Coordinator
+from syncline.store.folders import open_folder
+from syncline.store.tensors import TensorWriter
 
 SECONDS = 10.0
 
@@ -87,6 +101,7 @@ class Played:
         self.reach: list[tuple[str, int, int, str]] = []
         self.copies: list[Copy] = []
         self.uses: list[tuple[int, int, int]] = []
+        self.num_updates = 0
         self.gives_back: list[tuple[int, int]] = []
         self.process = f"process of {name} {id(self)}"
         self.incarnation = 0
@@ -119,8 +134,46 @@ class Played:
             request.reply(Uses(list(self.uses)))
         elif isinstance(message, Recall):
             request.reply(GaveBack(list(self.gives_back)))
-        elif isinstance(message, Install | Host | SeedTo | GiveCopies):
+        elif isinstance(message, Install | Host | SeedTo | GiveCopies | Expect | Mark | TakeUp):
             request.reply(Done())
+        elif isinstance(message, CloseGate):
+            request.reply(self.close_gate(message))
+        elif isinstance(message, WriteMarked):
+            request.reply(self.write_marked(message))
+        elif isinstance(message, WriteScript):
+            request.reply(self.write_script(message))
+
+    # -- saves --------------------------------------------------------------------------------------------
+
+    def close_gate(self, message: CloseGate) -> GateClosed:
+        """What it has; what it is told that others have comes in."""
+        known = {clock[:2]: clock for clock in self.clocks}
+        for clock in message.through:
+            known[clock[:2]] = max(clock, known.get(clock[:2], clock))
+        self.clocks = list(known.values())
+        uses = self.uses if 0 in self.slices() else []
+        return GateClosed(self.clocks, uses, num_updates=self.num_updates)
+
+    def slices(self) -> dict[int, Slice]:
+        """Of which it is the primary."""
+        coordinator = self.job.coordinator
+        seats = coordinator.membership.state.seats
+        return {p.id: p for p in coordinator.registry.layout.slices() if seats[p.id].primary == self.name}
+
+    def write_marked(self, message: WriteMarked) -> WrittenMarked:
+        slices = self.slices()
+        plan = [(f"slice-{n}", "float32", (part.num_bytes // 4,)) for n, part in slices.items()]
+        writer = TensorWriter(open_folder(message.folder), message.file, plan)
+        for number, part in slices.items():
+            writer.write(f"slice-{number}", bytes(part.num_bytes))
+        file = writer.finish()
+        saved = [SavedSlice(n, message.file, f"slice-{n}", self.num_updates, tuple(self.clocks)) for n in slices]
+        return WrittenMarked(file, saved)
+
+    def write_script(self, message: WriteScript) -> WrittenScript:
+        writer = TensorWriter(open_folder(message.folder), message.file, [("random", "uint8", (4,))])
+        writer.write("random", b"abcd")
+        return WrittenScript(SavedScript(self.name, message.clock, writer.finish()))
 
     def all(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]

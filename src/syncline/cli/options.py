@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from syncline.launch.saving import parse_bytes
+
 
 def _options(
     servers: Annotated[int | None, typer.Option("-s", "--servers", help="Number of servers. [default: 1]")] = None,
@@ -44,6 +46,32 @@ def _options(
     name: Annotated[str | None, typer.Option(help="Name of the job and of its folder under runs/.")] = None,
     bind: Annotated[
         str | None, typer.Option(metavar="ADDRESS[:PORT]", help="Where the coordinator listens. [default: loopback]")
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Save there as it goes (any fsspec path), and take up the newest that it holds."
+        ),
+    ] = None,
+    save_every: Annotated[
+        str | None, typer.Option(metavar="10m|500steps", help="How often to save. [default: 10m]")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="K", help="Checkpoints to keep, the newest. [default: 3]")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, beside what --checkpoint holds.")] = False,
+    resume: Annotated[
+        str | None, typer.Option(metavar="OTHER", help="Start from another checkpoint, or the newest in a folder.")
+    ] = None,
+    checkpoint_mirror: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A verified second copy of every checkpoint, e.g. s3://….")
+    ] = None,
+    save_memory: Annotated[
+        str | None,
+        typer.Option(metavar="256MiB", help="Most that a server copies for a save. [default: as its slices have]"),
+    ] = None,
+    save_seconds: Annotated[
+        float | None, typer.Option(help="For the save when SIGTERM ends the job. [default: 30]")
     ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="At the end, show where the time of the steps went.")
@@ -119,4 +147,6 @@ def settings_of(said: Mapping[str, Any]) -> dict[str, Any]:
     settings = {key: value for key, value in said.items() if value is not None and value is not False}
     if settings.pop("no_check_finite", False):
         settings["check_finite"] = False
+    if "save_memory" in settings:
+        settings["save_memory"] = parse_bytes("--save-memory", settings["save_memory"])
     return settings

@@ -15,6 +15,7 @@ from syncline.core.members import Member
 from syncline.core.message import Done, Message
 from syncline.core.metrics import Steer
 from syncline.core.pacing import Pace
+from syncline.core.saving import EndSave, Expect, WriteScript
 from syncline.core.slices import Copy
 from syncline.errors import FencedError, JobFailed, ProtocolError, SynclineError
 from syncline.net.link import SILENT, Link
@@ -48,6 +49,13 @@ class ReadsSamples(Protocol):
         """Whether that was all, once these two are asked for after this."""
 
 
+class Saves(Protocol):
+    """What sees to this worker's part in saves."""
+
+    def hear(self, request: Request) -> None:
+        """Expect, WriteScript or EndSave."""
+
+
 class FromCoordinator:
     """A worker's ear. Whatever takes long is done in a thread of its own, never in the one that reads."""
 
@@ -63,6 +71,7 @@ class FromCoordinator:
         self.beat: Callable[[], Beat] = Beat
         self.copies: GivesCopies | None = None
         self.samples: ReadsSamples | None = None
+        self.saves: Saves | None = None
         self._has_begun = False
         self._life = ("", 0)
 
@@ -115,6 +124,8 @@ class FromCoordinator:
             request.reply(self._uses(self.samples) if self.samples is not None else Uses([]))
         elif isinstance(message, AskCopies | GiveCopies):
             threading.Thread(target=self._see_to_copies, args=(request, message), name="copies", daemon=True).start()
+        elif isinstance(message, Expect | WriteScript | EndSave) and self.saves is not None:
+            self.saves.hear(request)
         else:
             raise ProtocolError(f"a worker does not answer {type(message).__name__}")
 

@@ -15,6 +15,7 @@ from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
 from syncline.client.measures import Measures
+from syncline.client.memory import Memory
 from syncline.client.reporting import Reporting
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
@@ -36,6 +37,7 @@ from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
+from syncline.core.saving import Save
 from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
@@ -43,7 +45,7 @@ from syncline.stats import JobStats
 
 #: How long a broken connection waits for the coordinator's word on why.
 VERDICT_SECONDS = 4.0
-_WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch"}
+_WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch", Save: "a save"}
 #: What may wait for other workers: who is to leave waits no longer.
 _FOR_OTHERS = (Barrier, Register, Uploaded, AskLease)
 
@@ -92,6 +94,9 @@ class Job:
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self.ask, link)
         self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
+        self._memory = Memory(self, link, hearing, say)
+        self.boundary = self._memory.boundary
+        self.state = self._memory.state  #: what the script wants to have again when the job is taken up
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
@@ -143,6 +148,16 @@ class Job:
         return torch.device(self._device) if torch is not None else self._device
 
     @property
+    def known_device(self) -> str:
+        """The same, if anybody has asked for it so far; else `cpu`."""
+        return self._device or "cpu"
+
+    @property
+    def memory(self) -> Memory:
+        """What is saved of the script, for adapters that add to it."""
+        return self._memory
+
+    @property
     def in_rounds(self) -> bool:
         """Whether the policy has all workers step together."""
         return policy_of(self.config).in_rounds
@@ -159,6 +174,7 @@ class Job:
         """A step was made: by a push, or locally between two of them."""
         self.own_step += 1
         self.exchange.uses.stepped()
+        self.boundary.stepped()
         self._hearing.pacing.slow_down(self._leave_if_retiring)
 
     @property
@@ -169,7 +185,9 @@ class Job:
         workers. A worker that joins later, or starts again, goes on where the job is. What counts is the parameter
         that was updated most often. With `sync_every`, where most steps are made locally: this worker's own.
         """
-        return self.own_step if self.config.sync_every > 1 else self.exchange.num_updates
+        if self.config.sync_every > 1:
+            return self._memory.taken_up.own_step + self.own_step
+        return self.exchange.num_updates
 
     @property
     def should_stop(self) -> bool:
@@ -213,12 +231,19 @@ class Job:
         """Something to be done before all open pushes are waited for: at a barrier, a rest, the end."""
         self._before_settle.append(action)
 
+    def settle(self) -> None:
+        """Returns when everything that was pushed is answered."""
+        for action in self._before_settle:
+            action()
+        self.exchange.settle()
+
     def retire(self) -> None:
         """This worker is to leave when its step is done, or where it waits for others; from any thread or signal."""
         self._hearing.is_retiring = True
 
     def leave_if_asked(self) -> None:
         """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
+        self.boundary.stepped()
         self._leave_if_retiring()
         self._hearing.pacing.hold(self._leave_if_retiring, self.exchange.times)
 
@@ -255,9 +280,27 @@ class Job:
         for action in self._before_settle:
             action()
         turn = self._turns[name] = self._turns.get(name, 0) + 1
-        answer = self.ask(Barrier(name, turn, self.exchange.step_aside()))
+        stretch = self.exchange.step_aside()
+        with self.boundary.waiting(("barrier", name, turn)):
+            answer = self.ask(Barrier(name, turn, stretch))
         assert isinstance(answer, Passed)
         self.exchange.pass_barrier(answer)
+
+    def save(self) -> str:
+        """Saves the job as it is now; the name of the checkpoint. In `sync`, workers that call it at the same step
+        get the same one.
+
+        Its script's state is that of this call: inside of a loop it is best called last. Where a batch was read and
+        is in no step yet, or in local steps, it is made when it is, not waited for, and the name is empty.
+        """
+        return self._memory.save()
+
+    def put_back(self) -> None:
+        """In a job that was taken up: `job.state` and the random states as they were saved, now.
+
+        Loops over our loaders see to it themselves; this is for a loop of your own, to be called before it.
+        """
+        self._memory.taken_up.put_back()
 
     def ask(self, message: Message) -> Message:
         """The coordinator's answer; what is waited for too long is told in words."""
@@ -266,6 +309,9 @@ class Job:
             with self.exchange.waits.of(what):
                 look = self._while_resting if isinstance(message, Barrier | AskLease) else self._leave_if_retiring
                 waits = isinstance(message, _FOR_OTHERS)
+                if isinstance(message, AskLease) and message.waits:
+                    with self.boundary.waiting():
+                        return self._link.call(message, self.config.wait_seconds, look)
                 return self._link.call(message, self.config.wait_seconds, look if waits else None)
         except WaitTimeout:
             seconds, why = self.config.wait_seconds, self._why()
@@ -321,6 +367,8 @@ class Job:
             self.reporting.report()
             self._tell_staleness()
             self.exchange.leave()
+            if self.config.checkpoint and not self._hearing.has_retired:
+                self._memory.finish()
             self._say_leave()
         finally:
             self.abandon()

@@ -7,6 +7,7 @@ import contextlib
 from types import TracebackType
 from typing import Protocol
 
+from syncline.client.boundary import Position
 from syncline.client.leases import Reading
 from syncline.client.portion import Piece
 from syncline.client.samples import Samples
@@ -46,6 +47,7 @@ class Loop:
         self.reading: Reading = job.samples.open(loader, epoch, data)
         self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
         self._taken, self._first_step = 0, job.own_step
+        self._position: Position = ("loop", loader, epoch)
 
     def next(self) -> Piece | None:
         """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
@@ -70,9 +72,15 @@ class Loop:
         """The script gets the oldest of what was read."""
         piece = self._cut.popleft()
         self._taken += len(piece)
+        self._job.samples.boundary.hands_out()
         self._job.samples.read(piece)
 
+    def comes_back(self) -> None:
+        """The script comes for its next batch, nothing of which is read for it yet: a boundary."""
+        self._job.samples.boundary.passed(self._position)
+
     def __enter__(self) -> Loop:
+        self.comes_back()
         return self
 
     def __exit__(

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from syncline.client.boundary import Boundary
 from syncline.client.leases import Asks, Pauses, Reading, Uses
 from syncline.client.passes import Passes
 from syncline.client.portion import Piece
@@ -41,6 +42,7 @@ class Samples:
         self._left: list[Reading] = []  # loops that are over, which the coordinator has not heard yet
         self._names: set[str] = set()
         self._begun: set[object] = set()
+        self.boundary = Boundary()  #: where its script stands between two batches
         self.passes = Passes()  #: over sources that are read by themselves, without a loader
 
     def name_loader(self, name: str) -> str:

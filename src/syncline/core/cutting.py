@@ -2,7 +2,7 @@
 
 Every server with slices closes its gate, lets what has begun come to its end, and says of every worker how far its
 slices are. When all say the same the job is *level* there: no step is on some slices only. Else each is told the
-highest that any of them has, and lets that in; a rest that is let in with it may take others further, and so it goes on.
+highest that any of them has, and lets that in; a rest that comes in with it may take others further.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ def taken_up(leases: LeaseState) -> LeaseState:
                 copied.finished[name] = without(copied.finished.get(name, []), (number, number + 1))
     Leasing(copied, in_rounds=False).forget_finished()
     copied.unheard = {}
+    # Of an epoch in the middle nothing may be another; the next one may have batches of another size.
+    copied.loaders = {name: loader for name, loader in copied.loaders.items() if copied.epochs.get(name)}
     return copied
 
 

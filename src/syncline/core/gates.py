@@ -1,4 +1,4 @@
-"""The gate: while a cut is made, what of the things that workers ask may begin to count at a server, and what waits."""
+"""The gate: while a cut is made, what of all that workers ask may begin to count at a server, and what waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Gate:
     through: Mapping[Identity, int] = dataclasses.field(default_factory=dict)
 
     def lacking(self, applied: Mapping[Identity, int], there: Collection[Identity]) -> dict[Identity, int]:
-        """What of `through` is not in, by the clocks that are applied here. Who is not `there` brings nothing more."""
+        """What of `through` is not in, by the clocks applied here. Who is not `there` brings nothing more."""
         return {
             worker: clock
             for worker, clock in self.through.items()
@@ -51,8 +51,8 @@ def gate_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> 
 def clocks_to_tell(
     gate: Gate, applied: Mapping[Identity, int], there: Collection[Identity]
 ) -> list[tuple[str, int, int]]:
-    """The clocks of those who take part; and of those that others have named, who may have left here already: all that
-    they have ever committed is in."""
+    """The clocks of those who take part; and of those that others have named and who have left here already: all
+    that they have ever committed is in."""
     found = {worker: clock for worker, clock in applied.items() if worker in there and clock}
     for worker, clock in gate.through.items():
         if worker not in there:

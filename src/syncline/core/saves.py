@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from syncline.config import JobConfig
+from syncline.core.frequency import every
+from syncline.errors import ConfigError
+
 
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     """One that exists."""
@@ -14,7 +18,7 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     digest: str  # of its manifest
     step: int
     num_updates: int = 0  # of the slice that has had the most
-    saved_at: float = 0.0  # by the clock of the wall
+    seconds: float = 0.0  # that its lineage had trained
 
 
 class SaveState(msgspec.Struct):
@@ -34,3 +38,15 @@ class SaveState(msgspec.Struct):
     @property
     def newest(self) -> Checkpoint | None:
         return self.last or self.taken_up
+
+
+def check_words(config: JobConfig) -> None:
+    """What excludes each other, or does not parse."""
+    if config.save_every:
+        every("--save-every", config.save_every)
+    if config.fresh and config.resume:
+        raise ConfigError("--fresh and --resume exclude each other: one starts over, the other from a checkpoint")
+    for name in ("save_every", "fresh", "checkpoint_mirror"):
+        if getattr(config, name) and not config.checkpoint:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} needs to know where to save: say --checkpoint DIR too")

@@ -36,6 +36,7 @@ def _read(loop: Loop, source: Source, numbers: LeasedNumbers) -> Iterator[Batch]
             batch = source.read(samples)
             loop.hand_out()
             yield batch
+            loop.comes_back()
 
 
 def leased_shards(
@@ -53,3 +54,4 @@ def _read_shards(loop: Loop, shards: LeasedShards[Sample]) -> Iterator[Batch]:
             batch = stacked(samples)
             loop.hand_out()
             yield batch
+            loop.comes_back()

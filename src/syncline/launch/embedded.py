@@ -15,9 +15,11 @@ from syncline.client.hearing import FromCoordinator
 from syncline.client.job import Job
 from syncline.core.control import Join, Joined, Over
 from syncline.core.members import Member
+from syncline.core.saves import check_words
 from syncline.errors import ConnectionLost, FencedError
 from syncline.launch import jobfile
 from syncline.launch.membership import join, myself, reach, say, waiter_reads
+from syncline.launch.saving import settle_saving
 from syncline.net import memory, tcp
 from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
@@ -173,6 +175,8 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
     given.update(workers=1, servers=1)
     name = str(given.get("name") or f"{_script_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
     given["name"] = name
+    given = settle_saving(given)
+    check_words(configuration.resolve(given, defaults))
     folder = pathlib.Path(str(given.get("runs", "runs"))) / name
     if "torch" not in sys.modules:
         return _with_child_server(given, folder, defaults)

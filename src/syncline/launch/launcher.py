@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from syncline.core.control import Died, Standings
+from syncline.core.saving import Saved
+from syncline.errors import SynclineError
 from syncline.launch.folder import JOURNAL
 from syncline.launch.lives import Life, Lives, Screen
 from syncline.launch.processes import (
@@ -64,9 +66,11 @@ class Launcher:
         remote: str = "",
         start: Callable[[Plan, str, Standby], MemberProcess] = start_member,
         standby: Standby | None = None,
+        save: Callable[[str], Saved] | None = None,
     ) -> None:
+        """`save`: has the job saved, where it knows where to."""
         self._plans, self._screen, self._watching, self._folder = plans, screen, watching, folder
-        self._grow = grow
+        self._grow, self._save = grow, save
         self._standby = Standby(start_standby) if standby is None else standby
         self._may_restart = max_restarts > 0
         self._lives = Lives(screen, folder, lambda plan: start(plan, remote, self._standby), self._unread)
@@ -85,6 +89,7 @@ class Launcher:
         self._num_scalings = 0
         self._wanted = {role: sum(plan.role == role for plan in plans) for role in ("worker", "server")}
         self._signal: int | None = None
+        self._num_signals = 0
         self._failure: tuple[str, str, int] | None = None  # member, reason, exit code
 
     def run(self) -> int:
@@ -333,6 +338,7 @@ class Launcher:
         """Ctrl-C and SIGTERM end the job in order; a second one ends it at once."""
 
         def handler(number: int, frame: object) -> None:
+            self._num_signals += 1
             if self._signal is not None:
                 self._lives.kill_all()
             self._signal = number
@@ -350,8 +356,27 @@ class Launcher:
     def _unread(self) -> None:
         self._signal = self._signal or signal.SIGPIPE  # nobody reads us any more
 
+    def _save_first(self, save: Callable[[str], Saved]) -> None:
+        """Whoever ends a whole job wants to take it up again. A second signal ends this too."""
+        self._say("SIGTERM: the job is saved, then it ends")
+        told: list[str] = []
+
+        def ask() -> None:
+            try:
+                told.append(f"saved {save('SIGTERM').name}")
+            except (SynclineError, OSError) as error:
+                told.append(f"the job is not saved: {error}")
+
+        asking = threading.Thread(target=ask, name="save", daemon=True)
+        asking.start()
+        while asking.is_alive() and self._num_signals < 2:
+            asking.join(POLL_SECONDS)
+        self._say(told[0] if told else "the job is not saved: a second signal ends it at once")
+
     def _stop_all(self) -> None:
         went_well = self._signal is None and self._failure is None and not self._due
+        if self._signal == signal.SIGTERM and self._save is not None and not self._has_ended:
+            self._save_first(self._save)
         self._watching.stop()
         self._standby.close()
         seconds = CLOSE_SECONDS if went_well else STOP_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import socket
@@ -22,8 +23,9 @@ from syncline.launch.folder import found_by_others, hold
 from syncline.launch.hosts import assign, parse_hosts, quietest, settle_workers
 from syncline.launch.launcher import Launcher, Screen
 from syncline.launch.processes import LOCAL_HOSTS, MemberProcess, Plan, start_member
+from syncline.launch.saving import settle_saving
 from syncline.launch.standby import Standby
-from syncline.launch.watching import Watching
+from syncline.launch.watching import Watching, ask_to_save
 from syncline.net import tcp
 
 
@@ -44,7 +46,7 @@ def settle_here(launch: Mapping[str, Any], script: Script) -> tuple[dict[str, An
     config = configuration.resolve(given)
     policy_of(config)
     rules_of(config)
-    given = settle_replicas(given, config, server_hosts(config))
+    given = settle_saving(settle_replicas(given, config, server_hosts(config)))
     config = configuration.resolve(given)
     if config.transport == "shm" and len(set(assign(config).values())) > 1:
         raise ConfigError("--transport shm and several hosts (-H) exclude each other; use auto or tcp")
@@ -108,6 +110,7 @@ def run_job(
             max_restarts=config.max_restarts,
             remote=config.remote,
             start=start,
+            save=functools.partial(ask_to_save, file, config.save_seconds) if config.checkpoint else None,
         )
         with found_by_others(folder, file):
             return launcher.run()

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from syncline.core.control import Died, Standings, Watch
 from syncline.core.message import Message
+from syncline.core.saving import Save, Saved
 from syncline.errors import ConnectionLost, ProtocolError, SynclineError, TokenError, WaitTimeout
 from syncline.launch.jobfile import JobFile
 from syncline.net import tcp
@@ -54,6 +55,11 @@ def ask(file: JobFile, message: Message, kind: type[T], seconds: float = ASK_SEC
                     "job ended?"
                 ) from None
         time.sleep(AGAIN_SECONDS)
+
+
+def ask_to_save(file: JobFile, seconds: float, reason: str) -> Saved:
+    """Has the job saved, before it is ended; as long as it takes, or for so long at most."""
+    return ask(file, Save(reason), Saved, seconds)
 
 
 class Watching:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.utils.data
 
@@ -89,6 +90,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._named_in: weakref.ref[TakesSamples] | None = None
         self._next_epoch = self._num_evaluations = 0
         self._aim = Aim()
+        self._own_chance = torch.Generator()  # for torch's iterators, which draw a seed: nothing of the script's
         self._reader: weakref.ref[Generator[_T_co]] | None = None  # who reads from the persistent workers
         is_rows = isinstance(self._data.dataset, Rows)  # which come as arrays of a whole batch
         super().__init__(
@@ -100,7 +102,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
-            generator=generator,
+            generator=generator if generator is not None else self._own_chance,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
@@ -140,6 +142,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if not torch.is_grad_enabled():
             mine, number = self._by_rank(job, self._data.num_samples or 0), self._num_evaluations
             self._num_evaluations += 1
+            self._draw_from(job, number)
             self._aim.at(self._data.by_rank(mine, self._seed, number, self._shuffle))
             batches = self._new_iterator(alone)
             return self._read_by(alone, (batch for batch in batches))
@@ -150,12 +153,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             )
         name = self._name_in(job)
         epoch = self._next_epoch
+        self._draw_from(job, epoch)
         self._next_epoch += 1
         assert self.batch_size is not None
         loop = Loop(job, name, epoch, self._data.loader(self.batch_size, self.drop_last, self._is_auto))
         self._mind_the_order(job, epoch)
         job.samples.begin_epoch(epoch, self._by_rank(job, self._data.num_samples or 0).num_batches)
         return self._read_by(alone, self._train(loop, epoch, alone))
+
+    def _draw_from(self, job: TakesSamples, number: int) -> None:
+        """The seed of data processes depends on the loader's and the script's seed, the epoch and the worker."""
+        parts = (self._seed, torch.initial_seed(), number, job.rank)
+        seed = np.random.SeedSequence([part % (1 << 64) for part in parts]).generate_state(1, np.uint64)[0]
+        self._own_chance.manual_seed(int(seed) >> 1)
 
     def _new_iterator(self, alone: bool) -> Iterator[_T_co]:
         return super().__iter__() if alone else self._get_iterator()
@@ -190,6 +200,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                         return
                     loop.hand_out()
                     yield batch
+                    loop.comes_back()
 
     def _mind_the_order(self, job: TakesSamples, epoch: int) -> None:
         """A loader made anew for every epoch begins with the order of epoch 0 every time: told once."""

@@ -13,6 +13,7 @@ import torch
 from syncline.client.current import current_job
 from syncline.client.exchange import Push
 from syncline.client.job import Job
+from syncline.client.script import Part
 from syncline.client.steering import with_factor
 from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
@@ -26,6 +27,7 @@ from syncline.torch.landing import HostLanding, Landing
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
 from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
+from syncline.torch.remembered import Remembered
 from syncline.torch.rules import ChangedOptions, group_rule, rule_name
 from syncline.torch.state import load_state, read_state
 from syncline.torch.streams import Side, open_side
@@ -42,6 +44,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    is_saved_by_job = True  #: so it is no part of `job.state`
 
     def __init__(
         self,
@@ -79,6 +82,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._local is None:  # else what it has is its own until the next average
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
+        self._remember()
+
+    def _remember(self) -> None:
+        """Its groups' numbers are saved with the script's state, and with local steps all that the optimizer has."""
+        self._remembered = Remembered(self._opt, self._job.notice, with_state=self._local is not None)
+        alive = weakref.ref(self)
+        take = lambda: own._remembered.take() if (own := alive()) is not None else None  # noqa: E731
+
+        def put_back(saved: Any) -> None:
+            if (own := alive()) is not None:
+                own._remembered.put_back(saved)
+                own._share_state()
+
+        self._job.state.add_part(f"optimizer {self._prefix or 'model1.'}", Part(take, put_back))
 
     @staticmethod
     def _check(opt: torch.optim.Optimizer, clip_norm: float | None, buffers: str) -> None:
@@ -173,6 +190,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._register_groups(first)
         self._landing.close()
         self._landing = self._make_landing()
+        self._remembered.look()
 
     # -- stepping -----------------------------------------------------------------------------------------
 
@@ -184,6 +202,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `weight` is this worker's share in the round's mean: by default the samples that our DataLoader has handed
         out since the last step, else 1.
         """
+        if not self._job.memory.taken_up.is_over:
+            self._job.memory.taken_up.begins_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -9,6 +9,7 @@ from syncline import config as configuration
 from syncline.core.control import AskRoster, Join, Joined, Rejoin, Roster
 from syncline.core.message import Done
 from syncline.core.policy import policy_of
+from syncline.core.saves import check_words
 from syncline.core.stopping import rules_of
 from syncline.errors import ConfigError, JobFailed, ProtocolError
 from syncline.net.rpc import Request
@@ -124,6 +125,7 @@ class Joining:
         config = configuration.resolve(self._c.given, known)
         policy_of(config)
         rules_of(config)
+        check_words(config)
         self._c.membership.state.config = config
 
     def rejoin(self, request: Request, message: Rejoin) -> None:

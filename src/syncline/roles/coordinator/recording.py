@@ -80,7 +80,7 @@ class Recording:
         except BaseException:
             _remove(folder)
             raise
-        return Checkpoint(root.url, folder.url, folder.name, digest, step, taken.num_updates, manifest.saved_at)
+        return Checkpoint(root.url, folder.url, folder.name, digest, step, taken.num_updates, taken.seconds)
 
     def _gather(
         self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, number: int, step: int
@@ -120,9 +120,7 @@ class Recording:
 
     # -- asking -------------------------------------------------------------------------------------------
 
-    def _ask(
-        self, taken: Taken, folder: Folder, workers: Collection[str]
-    ) -> tuple[dict[str, Call], dict[str, Call]]:
+    def _ask(self, taken: Taken, folder: Folder, workers: Collection[str]) -> tuple[dict[str, Call], dict[str, Call]]:
         marked: dict[str, Call] = {}
         scripts: dict[str, Call] = {}
         for name in taken.servers:
@@ -214,9 +212,7 @@ def adopt(url: str) -> Checkpoint | None:
         _remove(folder)
         return None
     updates = max((part.version for part in manifest.slices), default=0)
-    return Checkpoint(
-        folder.parent().url, folder.url, folder.name, digest, manifest.step, updates, manifest.saved_at
-    )
+    return Checkpoint(folder.parent().url, folder.url, folder.name, digest, manifest.step, updates, manifest.seconds)
 
 
 def _remove(folder: Folder) -> None:

@@ -80,7 +80,7 @@ class Resuming:
         updates = max((part.version for part in manifest.slices), default=0)
         root = found.folder.parent().url
         state.saves.taken_up = Checkpoint(
-            root, found.folder.url, found.name, found.digest, manifest.step, updates, manifest.saved_at
+            root, found.folder.url, found.name, found.digest, manifest.step, updates, manifest.seconds
         )
         state.saves.lineage, state.saves.seconds = manifest.lineage, manifest.seconds
         state.leases = taken_up(manifest.leases)
@@ -102,7 +102,9 @@ class Resuming:
         manifest = self.manifest()
         if manifest is None:
             return
-        saved = {parameter.name: (segment, parameter) for segment in manifest.segments for parameter in segment.parameters}
+        saved = {
+            parameter.name: (segment, parameter) for segment in manifest.segments for parameter in segment.parameters
+        }
         given = {parameter.name for parameter in message.parameters}
         for parameter in message.parameters:
             if parameter.name not in saved:
@@ -113,8 +115,8 @@ class Resuming:
             known = saved[parameter.name][1]
             if (known.dtype, known.shape) != (parameter.dtype, parameter.shape):
                 raise LayoutError(
-                    f"{who} registered {parameter.name!r} as {parameter.describe()}, the checkpoint {manifest.name} has "
-                    f"{known.describe()}: it is of another model; {_REMEDY}"
+                    f"{who} registered {parameter.name!r} as {parameter.describe()}, the checkpoint {manifest.name} "
+                    f"has {known.describe()}: it is of another model; {_REMEDY}"
                 )
         segment = saved[message.parameters[0].name][0]
         missing = [parameter.name for parameter in segment.parameters if parameter.name not in given]
@@ -161,4 +163,3 @@ def describe(manifest: Manifest, now: float) -> str:
     with contextlib.suppress(TypeError):
         words.append(f"saved {told} ago by {counted(servers, 'server')} and {counted(workers, 'worker')}")
     return ", ".join(words)
-

@@ -10,17 +10,18 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from syncline import faults
-from syncline.core.cutting import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut, ledger_at
+from syncline.core.cutting import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut
 from syncline.core.frequency import Every, every
 from syncline.core.message import Done, Message
 from syncline.core.saves import Checkpoint
-from syncline.core.saving import EndSave, Expect, Finish, GateClosed, Mark, OpenGate, Save, Saved
-from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError, WaitTimeout
+from syncline.core.saving import EndSave, Expect, Finish, OpenGate, Save, Saved
+from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
+from syncline.roles.coordinator.gating import Asking, find_level
 from syncline.roles.coordinator.recording import Recording, Taken, adopt
 
 if TYPE_CHECKING:
@@ -32,15 +33,6 @@ EXPECT_SECONDS = 10.0
 DEFAULT_EVERY = "10m"
 #: Between two looks for the next save.
 LOOK_SECONDS = 1.0
-
-
-class Asking(Protocol):
-    """Who asks servers and waits for their answers."""
-
-    def ask_servers(
-        self, messages: Mapping[str, Message], *, gives_way: bool = False, until: float | None = None
-    ) -> dict[str, Message]:
-        """The answers of all; none where something urgent came up, or the time is over."""
 
 
 @dataclasses.dataclass
@@ -79,7 +71,10 @@ class Saving:
         self._every: Every | None = None
         self._due_at, self._due_step = 0.0, 0
         self._has_ended = False  # the last save is made, or was given up
-        self._is_taking_over = bool(coordinator.membership.state.saves.open)
+        saves = coordinator.membership.state.saves
+        self._is_taking_over = bool(saves.open)
+        if saves.last is not None:
+            saves.seconds = max(saves.seconds, saves.last.seconds)  # before this coordinator began
         self.recording = Recording(coordinator)
 
     @property
@@ -181,7 +176,9 @@ class Saving:
     def _are_all_finishing(self) -> bool:
         membership = self._c.membership
         workers = membership.workers()
-        return bool(workers) and set(workers) <= self._finishing.keys() and "worker" not in membership.awaited.values()
+        return (
+            bool(workers) and set(workers) <= self._finishing.keys() and "worker" not in membership.awaited.values()
+        )
 
     def _may_go(self) -> bool:
         """Whether those whose scripts have ended may leave."""
@@ -257,7 +254,9 @@ class Saving:
     def _is_expected(self, under_way: UnderWay, now: float) -> bool:
         """The chief is at a boundary, and whoever came to one soon. Who is gone is waited for no more."""
         config = self._c.config
-        patience = min(config.wait_seconds, config.save_seconds / 2) if under_way.wanted.hurries else config.wait_seconds
+        patience = (
+            min(config.wait_seconds, config.save_seconds / 2) if under_way.wanted.hurries else config.wait_seconds
+        )
         waiting = [name for name, call in under_way.expects.items() if not call.is_done]
         late = now - under_way.began >= min(EXPECT_SECONDS, patience)
         return not waiting or (late and under_way.chief not in waiting) or now - under_way.began >= patience
@@ -272,7 +271,7 @@ class Saving:
             self.is_cutting = True
         cut = Cut(under_way.number, primaries, time.monotonic() + CUT_SECONDS)
         try:
-            taken = self._level(cut, asking)
+            taken = find_level(self._c, cut, asking)
         except SynclineError as error:
             self._try_again(under_way, primaries, str(error))
             return
@@ -288,38 +287,6 @@ class Saving:
             self._is_done(under_way, None)
             return
         threading.Thread(target=self._write, args=(under_way, taken), name="save", daemon=True).start()
-
-    def _level(self, cut: Cut, asking: Asking) -> Taken | None:
-        """Gates are closed, in turns, until the job is level; then it is marked. None: something was urgent."""
-        verdict = "further"
-        while verdict == "further":
-            answers = asking.ask_servers(dict.fromkeys(cut.servers, cut.close()), gives_way=True, until=cut.until)
-            if not answers and time.monotonic() < cut.until:
-                return None
-            closed = {name: answer for name, answer in answers.items() if isinstance(answer, GateClosed)}
-            if closed.keys() != set(cut.servers):
-                raise WaitTimeout(f"not all commits that had begun came to their end within {CUT_SECONDS:g} s")
-            verdict = cut.decide(closed, time.monotonic())
-        if verdict == "late":
-            raise WaitTimeout(f"steps of {', '.join(cut.behind())} came to some servers only within {CUT_SECONDS:g} s")
-        with self._c.lock:
-            state = self._c.membership.state
-            segments = tuple(self._c.registry.layout.segments)
-            taken = Taken(
-                number=cut.number,
-                servers=cut.servers,
-                clocks=dict(cut.clocks),
-                workers={name: state.members[name].incarnation for name in self._c.membership.workers()},
-                segments=segments,
-                leases=ledger_at(state.leases, cut.uses, cut.late),
-                num_updates=cut.num_updates,
-                seconds=state.saves.seconds + self._c.reporting.seconds(),
-            )
-        faults.reach("gate.closed")
-        if not asking.ask_servers(dict.fromkeys(cut.servers, Mark(cut.number)), gives_way=False, until=cut.until + 1.0):
-            raise WaitTimeout("the servers did not mark their slices in time")
-        faults.reach("save.marked")
-        return taken
 
     def _is_saved(self, taken: Taken) -> bool:
         """Whether nothing has happened since the last one."""

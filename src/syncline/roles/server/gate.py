@@ -1,4 +1,4 @@
-"""The commit gate of a server: closed while a cut through the job is made, then marked, or opened as if nothing was."""
+"""The commit gate of a server: closed while a cut is made; then the slices are marked, or it just opens again."""
 
 from __future__ import annotations
 

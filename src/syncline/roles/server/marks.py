@@ -132,7 +132,7 @@ class Marks:
     def __init__(
         self, number: int, slots: Sequence[HostedSlice], most_bytes: int, log: Callable[[str], None]
     ) -> None:
-        """Under `order`, while nothing is on its way through these slices. `most_bytes`: to copy at a time; 0: all."""
+        """Under `order`, while nothing is on its way through these slices. `most_bytes`: to copy at once; 0: all."""
         self.number, self._most_bytes, self._log = number, most_bytes, log
         self.num_copied = self.num_waited = 0
         self._used = 0

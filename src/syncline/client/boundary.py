@@ -1,0 +1,91 @@
+"""A worker's boundaries: the moments at which all that its script has read is in commits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+#: Where in its script a worker is: the loop over an epoch of a loader, a barrier and its turn, a step, the end.
+Position = tuple[str, str, int]
+STEP: Position = ("step", "", 0)
+END: Position = ("end", "", 0)
+
+
+class Watcher(Protocol):
+    """Who looks at a script's boundaries."""
+
+    def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
+        """The script is at a boundary, the first one behind the clock `after`; `waits`: it waits there for others,
+        and this may be another thread than its own."""
+
+    def handed_out(self) -> None:
+        """The script has got a batch."""
+
+
+class Boundary:
+    """Passed by the script's thread at every batch; costs a look at a flag while nobody watches."""
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], int] = lambda: 0  #: commits begun so far
+        self.is_clean: Callable[[], bool] = lambda: True  #: whether all that was read is in them
+        self.is_in_loop: Callable[[], bool] = lambda: False
+        self._lock = threading.RLock()
+        self._watchers: tuple[Watcher, ...] = ()
+        self._last = -1  # the clock at the boundary before
+        self._position = STEP
+        self._waits_at: Position | None = None
+
+    def watch(self, watcher: Watcher) -> None:
+        with self._lock:
+            if watcher not in self._watchers:
+                self._watchers += (watcher,)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        with self._lock:
+            self._watchers = tuple(known for known in self._watchers if known is not watcher)
+
+    def passed(self, position: Position) -> None:
+        """The script comes for its next batch, or begins its next step; before anything of it is read."""
+        clock = self.clock()
+        after, self._last, self._position = self._last, clock, position
+        if self._watchers:
+            self._look(position, min(after, clock - 1), clock, waits=False)
+
+    def stepped(self) -> None:
+        """A step was made, or may begin: in a script without a loop over one of our loaders that is a boundary, once
+        for every clock."""
+        if self.clock() != self._last and not self.is_in_loop():
+            self.passed(STEP)
+
+    def hands_out(self) -> None:
+        """The script gets a batch."""
+        for watcher in self._watchers:
+            watcher.handed_out()
+
+    @contextlib.contextmanager
+    def waiting(self, position: Position | None = None) -> Iterator[None]:
+        """While this lasts the script stands still at the boundary where it is: another thread may look at it."""
+        with self._lock:
+            before, self._waits_at = self._waits_at, position or self._position
+        try:
+            self.look_where_it_waits()
+            yield
+        finally:
+            with self._lock:  # not while somebody looks
+                self._waits_at = before
+
+    def look_where_it_waits(self) -> None:
+        """From any thread: if the script waits at a boundary, watchers are told."""
+        with self._lock:
+            if self._watchers and self._waits_at is not None:
+                clock = self.clock()
+                after, self._last = min(self._last, clock - 1), clock
+                self._look(self._waits_at, after, clock, waits=True)
+
+    def _look(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
+        with self._lock:
+            if self.is_clean():
+                for watcher in self._watchers:
+                    watcher.at(position, after, clock, waits=waits)

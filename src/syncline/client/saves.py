@@ -1,0 +1,213 @@
+"""Saves, in a worker: its script's state is noted at boundaries while one is expected, and written for the cut."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from syncline import faults
+from syncline.client.boundary import Boundary, Position
+from syncline.client.encoding import TREE
+from syncline.client.script import Note, ScriptState
+from syncline.core.manifest import SavedScript
+from syncline.core.message import Done
+from syncline.core.saving import EndSave, Expect, WriteScript, WrittenScript
+from syncline.errors import StoreError, SynclineError
+from syncline.net.rpc import Request
+from syncline.store.folders import open_folder
+from syncline.store.tensors import TensorWriter
+
+#: With more than this in notes the script waits at its boundary for the cut, for so long at most.
+MOST_NOTED_BYTES, HELD_SECONDS = 256 << 20, 5.0
+
+
+class Saves:
+    """Notes are kept from `Expect` on, until it is known which of them is the cut's."""
+
+    def __init__(
+        self, name: str, boundary: Boundary, state: ScriptState,
+        num_landed: Callable[[], int], facts: Callable[[], dict[str, Any]], say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`num_landed`: of this worker's commits, as many have been answered: no cut lies before them."""
+        self._name, self._boundary, self._state = name, boundary, state
+        self._num_landed, self._facts, self._say = num_landed, facts, say
+        self._change = threading.Condition()
+        self._number = 0
+        self._notes: list[Note] = []
+        self._expecting: Request | None = None
+        self._wanted: tuple[Request, WriteScript] | None = None
+        self._told = ""
+
+    def hear(self, request: Request) -> None:
+        """In the thread that hears the coordinator: what takes long goes to another."""
+        message = request.message
+        if isinstance(message, EndSave):
+            self._end(message.number)
+        else:
+            threading.Thread(target=self._see_to, args=(request,), name="save", daemon=True).start()
+
+    def _see_to(self, request: Request) -> None:
+        message = request.message
+        try:
+            if isinstance(message, Expect):
+                self._expect(request, message.number)
+            elif isinstance(message, WriteScript):
+                self._want(request, message)
+        except SynclineError as error:
+            request.refuse(error)
+
+    def _expect(self, request: Request, number: int) -> None:
+        with self._change:
+            if number < self._number:
+                raise StoreError(f"save {number} is over: {self._number} has begun")
+            if number > self._number:
+                self._let_go(f"save {number} has begun")
+            self._number, self._expecting = number, request
+            is_ready = self._is_ready
+        if is_ready:
+            self._answer_expect()
+        self._boundary.watch(self)
+        self._boundary.look_where_it_waits()
+
+    def _want(self, request: Request, message: WriteScript) -> None:
+        with self._change:
+            if message.number != self._number:
+                raise StoreError(f"{self._name} was told nothing of save {message.number}")
+            found = next((note for note in self._notes if note.covers(message.clock)), None)
+            if found is None and self._notes and message.clock <= self._notes[-1].clock:
+                raise StoreError(f"{self._name} was behind step {message.clock} when it noted its state first")
+            self._wanted = (request, message)
+        if found is not None:
+            self._write(found)
+        else:
+            self._boundary.look_where_it_waits()
+
+    # -- at a boundary ------------------------------------------------------------------------------------
+
+    def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
+        with self._change:
+            if not self._number or (self._notes and self._notes[-1].clock >= clock):
+                is_new = False
+            else:
+                is_new = self._note(position, after, clock)
+        if self._is_ready:
+            self._answer_expect()
+        wanted = self._wanted
+        if wanted is not None:
+            found = next((note for note in self._notes if note.covers(wanted[1].clock)), None)
+            if found is not None:
+                threading.Thread(target=self._write, args=(found,), name="script", daemon=True).start()
+            elif clock > wanted[1].clock:
+                self._refuse_wanted(f"{self._name} was behind step {wanted[1].clock} when it noted its state first")
+        if is_new and not waits:
+            self._hold()
+
+    def handed_out(self) -> None:
+        """Notes are taken before."""
+
+    def _note(self, position: Position, after: int, clock: int) -> bool:
+        try:
+            self._notes.append(self._state.take(position, after, clock, self._facts()))
+        except Exception as error:  # of an object of the script's
+            text = f"the script's state cannot be saved: {error}"
+            if text != self._told:
+                self._told = text
+                self._say(text)
+            expecting, self._expecting = self._expecting, None
+            if expecting is not None:
+                expecting.refuse(StoreError(f"{self._name}: {text}"))
+            return False
+        if faults.armed is not None:
+            faults.reach("save.noted")
+        return True
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether the cut can only be at, or behind, what was noted first."""
+        return bool(self._notes) and self._num_landed() > self._notes[0].after
+
+    def _answer_expect(self) -> None:
+        with self._change:
+            expecting, self._expecting = self._expecting, None
+        if expecting is not None:
+            expecting.reply(Done())
+
+    def _hold(self) -> None:
+        """What is noted must not grow without end: the script waits, all of its commits are on their way."""
+        until = time.monotonic() + HELD_SECONDS
+        with self._change:
+            while len(self._notes) > 1 and self._num_noted_bytes > MOST_NOTED_BYTES:
+                if not self._is_ready or not self._change.wait(until - time.monotonic()):
+                    return
+
+    @property
+    def _num_noted_bytes(self) -> int:
+        return sum(note.num_bytes for note in self._notes)
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def _write(self, note: Note) -> None:
+        with self._change:
+            wanted, self._wanted = self._wanted, None
+            if wanted is None:
+                return
+            self._notes = [note]
+            self._change.notify_all()
+        self._boundary.unwatch(self)
+        request, message = wanted
+        try:
+            script = write_script(self._name, note, message)
+        except (SynclineError, OSError) as error:
+            request.refuse(error if isinstance(error, SynclineError) else StoreError(f"{self._name}: {error}"))
+            return
+        if faults.armed is not None:
+            faults.reach("script.written")
+        request.reply(WrittenScript(script))
+
+    def _refuse_wanted(self, reason: str) -> None:
+        with self._change:
+            wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            wanted[0].refuse(StoreError(reason))
+
+    def _end(self, number: int) -> None:
+        with self._change:
+            if number == self._number:
+                self._let_go(f"save {number} is over")
+                threading.Thread(target=self._look_away, name="save", daemon=True).start()
+
+    def _look_away(self) -> None:
+        """Not in the thread that hears: the script may be noting just now."""
+        with self._change:
+            is_over = not self._number
+        if is_over:
+            self._boundary.unwatch(self)
+
+    def _let_go(self, reason: str) -> None:
+        expecting, self._expecting = self._expecting, None
+        wanted, self._wanted = self._wanted, None
+        self._number, self._notes = 0, []
+        self._change.notify_all()
+        for request in (expecting, wanted[0] if wanted is not None else None):
+            if request is not None:
+                request.refuse(StoreError(reason))
+
+
+def write_script(name: str, note: Note, message: WriteScript) -> SavedScript:
+    """The state of a worker's script in a file of its own."""
+    tree = np.frombuffer(note.tree, np.uint8)
+    plan: list[tuple[str, str, tuple[int, ...]]] = [(TREE, "uint8", (tree.size,))]
+    plan += [(f"tensor-{n}", dtype, shape) for n, (dtype, shape, _) in enumerate(note.tensors)]
+    writer = TensorWriter(open_folder(message.folder), message.file, plan)
+    try:
+        writer.write(TREE, tree)
+        for number, (_, _, data) in enumerate(note.tensors):
+            writer.write(f"tensor-{number}", data)
+    except BaseException:
+        writer.abandon()
+        raise
+    return SavedScript(name, message.clock, writer.finish())

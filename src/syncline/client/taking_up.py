@@ -1,0 +1,137 @@
+"""In a job that took up a checkpoint: what its scripts saved is put back, until they go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from syncline.client.arrays import Bytes
+from syncline.client.boundary import Boundary, Position
+from syncline.client.encoding import TREE, from_json
+from syncline.client.script import SavedState, ScriptState
+from syncline.core.manifest import SavedScript
+from syncline.core.message import Message
+from syncline.core.saving import AskTakenUp, GivenTakenUp
+from syncline.errors import ProtocolError, StoreError
+from syncline.store.checkpoints import read_manifest
+from syncline.store.folders import open_folder
+from syncline.store.tensors import TensorReader
+
+#: Where a script may stand, besides its loops, when it comes to the place again.
+PLACES = ("barrier", "save")
+
+
+class TakenUp:
+    """Puts the script's state back at every boundary up to the place where it was noted, or the first batch.
+
+    So what the script does on its way there, a scheduler stepped in loops over epochs that are finished, is undone.
+    """
+
+    def __init__(
+        self, name: str, boundary: Boundary, ask: Callable[[Message], Message], *, may_be: bool
+    ) -> None:  # fmt: skip
+        """`may_be`: there are checkpoints in this job at all."""
+        self._name, self._boundary, self._ask = name, boundary, ask
+        self._state: ScriptState | None = None
+        self._saved: SavedState | None = None
+        self._is_known = not may_be
+        self._reached = False
+        self.own_step = 0  #: steps that this worker had made before
+        self.is_over = not may_be  #: the script goes on by itself
+
+    def begin(self, state: ScriptState) -> None:
+        self._state = state
+        if not self.is_over:
+            self._boundary.watch(self)
+
+    def saved(self) -> SavedState | None:
+        """What this worker's script saved, or the chief's where it saved nothing. In the script's thread."""
+        if not self._is_known:
+            self._is_known = True
+            answer = self._ask(AskTakenUp())
+            if not isinstance(answer, GivenTakenUp):
+                raise ProtocolError(f"{type(answer).__name__} is no answer about what was taken up")
+            self._saved = read_script(self._name, answer.folder, answer.digest) if answer.folder else None
+            if self._saved is None:
+                self._end()
+            else:
+                self.own_step = self._saved.own_step
+        return self._saved
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint, while it is being put back."""
+        saved = None if self.is_over else self.saved()
+        return saved.name if saved is not None else ""
+
+    def put_back(self) -> None:
+        """Now, if it is not over."""
+        if not self.is_over and (saved := self.saved()) is not None:
+            assert self._state is not None
+            self._state.put_back(saved)
+
+    def begins_step(self) -> None:
+        """An optimizer's step begins, in a script without a loop over our loaders: but for the random states, which
+        it has drawn from for this step, everything is as it was saved."""
+        saved = None if self.is_over else self.saved()
+        if saved is not None and saved.position[0] == "step" and not self._boundary.is_in_loop():
+            assert self._state is not None
+            self._state.put_back(saved, random=False)
+
+    def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
+        if waits:  # also another thread's; where the script stands again where it stood
+            is_place = self._saved is not None and self._saved.position == position and not self._reached
+            if position[0] in PLACES and is_place:
+                self._reached = True
+                self.put_back()
+            return
+        if position[0] == "step":
+            if clock:
+                self._end()
+            return
+        saved = self.saved()
+        if saved is None or (self._reached and position != saved.position):
+            self._end()
+            return
+        self._reached = self._reached or position == saved.position
+        self.put_back()
+
+    def handed_out(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._boundary.unwatch(self)
+        if self._saved is not None and self._state is not None and not self._state.wants(self._saved):
+            self._saved = None
+
+
+def read_script(name: str, url: str, digest: str) -> SavedState | None:
+    """What a checkpoint has of this worker's script, read and checked; None: no script was saved with it."""
+    folder = open_folder(url)
+    manifest, _ = read_manifest(folder, digest)
+    script = _script_of(name, manifest.scripts)
+    if script is None:
+        return None
+    with TensorReader(folder, script.file) as reader:
+        found = {tensor.name: reader.read(tensor.name) for tensor in script.file.tensors}
+    if TREE not in found:
+        raise StoreError(f"{manifest.name}: {script.file.name} has no {TREE!r}: it is no script's state")
+    tree = from_json(found.pop(TREE).tobytes())
+
+    def read(number: int) -> Bytes:
+        try:
+            return found[f"tensor-{number}"]
+        except KeyError:
+            raise StoreError(f"{manifest.name}: {script.file.name} has no tensor {str(number)[:40]}") from None
+
+    return SavedState(manifest.name, tree, read, is_own=script.worker == name)
+
+
+def _script_of(name: str, scripts: Sequence[SavedScript]) -> SavedScript | None:
+    """Its own, else that of the first worker."""
+
+    def number(script: SavedScript) -> tuple[bool, int, str]:
+        digits = script.worker.rpartition("-")[2]
+        return script.worker != name, int(digits) if digits.isdecimal() else 1 << 60, script.worker
+
+    return min(scripts, key=number, default=None)

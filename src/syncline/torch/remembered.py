@@ -1,0 +1,75 @@
+"""What is saved of an optimizer with a script's state: the numbers of its groups, and what local steps keep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from syncline.client.encoding import Encoder
+from syncline.errors import ConfigError, StoreError
+
+
+class Remembered:
+    """Of one torch optimizer. What the script was given other numbers for since, stays the script's."""
+
+    def __init__(self, opt: torch.optim.Optimizer, notice: Callable[[str], None], *, with_state: bool) -> None:
+        """`with_state`: it steps here, not on the servers."""
+        self._opt, self._notice, self._with_state = opt, notice, with_state
+        self._given: list[dict[str, Any]] = []
+        self.look()
+
+    def look(self) -> None:
+        """The groups that are new: the script says their numbers now."""
+        self._given += copy.deepcopy(_options(self._opt)[len(self._given) :])
+
+    def take(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"given": self._given, "options": _options(self._opt)}
+        if self._with_state:
+            found["state"] = self._opt.state_dict()["state"]
+        return found
+
+    def put_back(self, saved: Any) -> None:
+        try:
+            given, options = saved["given"], saved["options"]
+            if self._with_state and "state" in saved:
+                groups = self._opt.state_dict()["param_groups"]
+                self._opt.load_state_dict({"state": saved["state"], "param_groups": groups})
+            for group, own, before, after in zip(self._opt.param_groups, self._given, given, options, strict=True):
+                self._put_back(group, own, before, after)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(
+                f"what was saved of the optimizer does not fit this one: {error}; use --fresh"
+            ) from error
+
+    def _put_back(self, group: dict[str, Any], own: dict[str, Any], before: dict[str, Any], after: Any) -> None:
+        for key, value in after.items():
+            if key == "params":
+                continue
+            if key in own and not _same(own[key], before.get(key)):
+                self._notice(f"{key} = {own[key]} is what the script says now; it was {before.get(key)} when saved")
+            elif isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def _options(opt: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, all that can be saved."""
+    return [{k: v for k, v in group.items() if k != "params" and _can_be_saved(v)} for group in opt.param_groups]
+
+
+def _can_be_saved(value: Any) -> bool:
+    try:
+        Encoder(copies=False).encode(value, "")
+    except ConfigError:
+        return False
+    return True
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu()))
+    return bool(one == other)

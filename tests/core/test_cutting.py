@@ -1,0 +1,91 @@
+"""The cut by itself: when servers are level, and what of the samples is done there."""
+
+from __future__ import annotations
+
+from syncline.core.cutting import CUT_SECONDS, Cut, ledger_at, taken_up
+from syncline.core.leasing import LeaseState, Leasing
+from syncline.core.loader import Loader
+from syncline.core.saving import GateClosed
+from syncline.core.spans import Span, count
+
+A, B = ("worker-0", 1), ("worker-1", 2)
+
+
+def closed(*clocks: tuple[str, int, int], **rest: object) -> GateClosed:
+    return GateClosed(list(clocks), **rest)  # type: ignore[arg-type]
+
+
+def test_equal_clocks_are_level_and_a_worker_that_is_missing_has_none() -> None:
+    cut = Cut(3, ["server-1", "server-0"], until=CUT_SECONDS)
+    assert cut.close().through == []
+    answers = {"server-0": closed((*A, 4), (*B, 0)), "server-1": closed((*A, 4))}
+    assert cut.decide(answers, 0.0) == "level"
+    assert cut.clocks == {A: 4}
+
+
+def test_what_any_server_has_all_are_told_to_let_in() -> None:
+    cut = Cut(3, ["server-0", "server-1"], until=CUT_SECONDS)
+    answers = {"server-0": closed((*A, 4), (*B, 5)), "server-1": closed((*A, 5), (*B, 5))}
+    assert cut.decide(answers, 0.0) == "further"
+    assert (cut.close().turn, cut.close().through) == (1, [(*A, 5), (*B, 5)])
+    assert cut.behind() == ["worker-0"]
+    assert cut.decide(answers, CUT_SECONDS) == "late", "commits have waited enough"
+    level = {"server-0": closed((*A, 5), (*B, 5)), "server-1": closed((*A, 5), (*B, 5))}
+    assert cut.decide(level, CUT_SECONDS) == "level", "it is level after all: that is all that was wanted"
+
+
+def test_a_server_without_slices_has_no_say() -> None:
+    cut = Cut(1, ["server-0", "server-1"], until=CUT_SECONDS)
+    answers = {"server-0": closed((*A, 2), num_updates=2, uses=[(1, 0, 4)]), "server-1": closed(has_slices=False)}
+    assert cut.decide(answers, 0.0) == "level"
+    assert (cut.num_updates, cut.uses) == (2, [(1, 0, 4)])
+
+
+def leases(num_samples: int = 24, batch: int = 4) -> tuple[LeaseState, Leasing]:
+    state = LeaseState()
+    leasing = Leasing(state, in_rounds=True)
+    for owner in (A, B):
+        leasing.open(owner, "train", 0, Loader(num_samples, batch), 2)
+    for owner in (A, B):
+        assert leasing.ask(owner, "train", 0, [A, B]).lease is not None
+    return state, leasing
+
+
+def test_what_servers_said_at_the_cut_is_done_in_the_copy_only() -> None:
+    state, _ = leases()
+    saved = ledger_at(state, [(1, 0, 4), (2, 0, 4)], [])
+    assert saved.epochs["train"][0].num_done == 8
+    assert state.epochs["train"][0].num_done == 0, "the job's own ledger hears of it in its own time"
+
+
+def test_what_was_leased_is_to_do_and_global_batches_are_the_same() -> None:
+    """The first round is in: whoever takes this up deals out from the second on, in one piece."""
+    state, _ = leases()
+    found = taken_up(ledger_at(state, [(1, 0, 4), (2, 0, 4)], []))
+    epoch = found.epochs["train"][0]
+    assert not epoch.leases and epoch.todo == [Span(8, 24)]
+    assert found.next_lease == state.next_lease > 2, "numbers of leases go on: old uses mean old leases"
+
+
+def test_what_was_late_is_to_do() -> None:
+    state, _ = leases()
+    epoch = taken_up(ledger_at(state, [(1, 0, 4)], [(2, 0, 4)])).epochs["train"][0]
+    assert count(epoch.todo) == 20 and epoch.num_done == 4
+
+
+def test_an_epoch_that_ended_but_for_what_was_held_is_read_on() -> None:
+    """It was read and in no commit yet, and the others have gone on: of a checkpoint it is lost, so it is to do."""
+    state, leasing = leases(num_samples=8)
+    leasing.used([(1, 0, 4)])
+    answer = leasing.ask(A, "train", 0, [A, B], newest=1)
+    assert not answer.is_finished
+    assert leasing.ask(B, "train", 0, [A, B], held=[(2, 0, 4)], newest=2).is_finished
+    assert state.finished["train"] == [(0, 1)]
+    found = taken_up(ledger_at(state, [], []))
+    assert found.finished["train"] == [] and found.epochs["train"][0].todo == [Span(4, 8)]
+
+
+def test_an_epoch_of_which_all_is_done_is_finished() -> None:
+    state, _ = leases(num_samples=8)
+    found = taken_up(ledger_at(state, [(1, 0, 4), (2, 0, 4)], []))
+    assert found.finished == {"train": [(0, 1)]} and not found.epochs["train"]

@@ -1,0 +1,50 @@
+"""What a closed gate lets pass."""
+
+from __future__ import annotations
+
+from syncline.core.gates import Gate, clocks_to_tell, gate_of
+
+A, B = ("worker-0", 1), ("worker-1", 2)
+
+
+def test_nothing_passes_in_the_first_turn() -> None:
+    gate = Gate(1)
+    assert not gate.lets_pass("commit", A, 1, is_whole=True)
+    assert not gate.lets_pass("clip", A, 1, is_whole=True)
+    assert not gate.lets_pass("rest", A, 0, is_whole=True)
+    assert not gate.lets_pass("leave", A, 0, is_whole=True)
+
+
+def test_commits_pass_up_to_what_others_have_and_of_that_life_only() -> None:
+    gate = gate_of(1, 1, [(*A, 5)])
+    for kind in ("commit", "clip"):
+        assert gate.lets_pass(kind, A, 5, is_whole=False) and gate.lets_pass(kind, A, 4, is_whole=False)
+        assert not gate.lets_pass(kind, A, 6, is_whole=False)
+        assert not gate.lets_pass(kind, B, 1, is_whole=False)
+        assert not gate.lets_pass(kind, ("worker-0", 2), 1, is_whole=False)
+
+
+def test_rests_and_leaves_pass_while_anything_is_lacking() -> None:
+    gate = gate_of(1, 1, [(*A, 5)])
+    assert gate.lets_pass("rest", B, 0, is_whole=False) and gate.lets_pass("leave", B, 0, is_whole=False)
+    assert not gate.lets_pass("rest", B, 0, is_whole=True) and not gate.lets_pass("leave", B, 0, is_whole=True)
+
+
+def test_what_is_lacking_of_through() -> None:
+    gate = gate_of(1, 1, [(*A, 5), (*B, 3)])
+    assert gate.lacking({A: 4}, {A, B}) == {A: 5, B: 3}
+    assert gate.lacking({A: 5, B: 2}, {A, B}) == {B: 3}
+    assert gate.lacking({A: 5, B: 2}, {A}) == {}, "who has left brings nothing more"
+    assert gate.lacking({A: 6, B: 3}, {A, B}) == {}
+
+
+def test_only_what_is_newer_takes_its_place() -> None:
+    gate = Gate(2, 1)
+    assert gate.is_replaced_by(2, 2) and gate.is_replaced_by(3, 0)
+    assert not gate.is_replaced_by(2, 1) and not gate.is_replaced_by(2, 0) and not gate.is_replaced_by(1, 7)
+
+
+def test_who_has_left_here_and_not_elsewhere_is_told_as_it_was_named() -> None:
+    assert clocks_to_tell(Gate(1), {A: 4, B: 3}, {A}) == [(*A, 4)]
+    assert clocks_to_tell(gate_of(1, 1, [(*B, 3)]), {A: 4, B: 3}, {A}) == [(*A, 4), (*B, 3)]
+    assert clocks_to_tell(gate_of(1, 1, [(*B, 3)]), {A: 4}, {A}) == [(*A, 4), (*B, 3)], "its slices came later"

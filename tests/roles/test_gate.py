@@ -1,0 +1,420 @@
+"""The commit gate: a cut lies between commits on all servers alike, and nobody is stopped by it for good.
+
+Integer gradients with learning rate 1: what a slice has come to says which commits are in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline.core.control import Leave
+from syncline.core.layout import Layout
+from syncline.core.rolls import Roll
+from syncline.core.saving import CloseGate, GateClosed, Mark, OpenGate
+from syncline.core.traffic import AskClip, Committed, GiveClip, Rest
+from syncline.errors import ProtocolError
+from syncline.net.rpc import Endpoint, Stamp
+from syncline.net.transport import Peer
+from syncline.testing import local_job
+
+from .conftest import WAIT, House, eventually
+from .cuts import close_gates, mark, save, saved_values
+
+MakeHouse = Callable[..., House]
+
+
+def x(value: float = 1.0) -> dict[str, Any]:
+    return {"x": np.full(48, value, np.float32)}
+
+
+def three(make_house: MakeHouse, workers: int = 2, **settings: Any) -> House:
+    """A slice on each of three servers."""
+    house = make_house(3, workers, **settings)
+    house.register(x(0.0))
+    return house
+
+
+def closed(house: House, server: str, number: int = 1, turn: int = 0, through: Any = ()) -> GateClosed:
+    answer = house.tell(server, CloseGate(number, turn, list(through))).wait(WAIT)
+    assert isinstance(answer, GateClosed)
+    return answer
+
+
+def sums(house: House) -> list[float]:
+    return [float(value) for value in np.unique(house.value("x"))]
+
+
+def through_of(house: House, **clocks: int) -> list[tuple[str, int, int]]:
+    return [
+        (n, house.workers[n].incarnation, clock) for n, clock in ((k.replace("_", "-"), c) for k, c in clocks.items())
+    ]
+
+
+# -- one server -------------------------------------------------------------------------------------------
+
+
+def test_a_closed_gate_holds_everything_until_the_mark(make_house: MakeHouse) -> None:
+    house = make_house(1, 1, policy="async")
+    house.register(x(0.0))
+    worker = house.workers["worker-0"]
+    worker.commit("server-0", 1, x()).wait(WAIT)
+    assert closed(house, "server-0").clocks == [("worker-0", worker.incarnation, 1)]
+    calls = [
+        worker.commit("server-0", 2, x()),
+        worker.ask("server-0", Rest(0, False)),
+        worker.commit("server-0", 3, x()),
+    ]
+    worker.stretch = 1
+    assert not any(call.arrives(0.05) for call in calls) and sums(house) == [-1.0]
+    house.tell("server-0", Mark(1)).wait(WAIT)
+    calls[0].wait(WAIT)
+    calls[1].wait(WAIT)
+    with pytest.raises(ProtocolError, match="rested"):  # in the order in which they came
+        calls[2].wait(WAIT)
+    assert sums(house) == [-2.0]
+
+
+def test_what_has_begun_is_waited_for(make_house: MakeHouse) -> None:
+    """A round that is whole and waits for a pinned slice: the gate is closed when it is applied."""
+    house = make_house(1, 1, policy="async")
+    house.register(x(0.0))
+    slot = house.slot("server-0", 2)
+    slot.pin()
+    call = house.workers["worker-0"].commit("server-0", 1, x())
+    gate = house.tell("server-0", CloseGate(1))
+    assert not gate.arrives(0.05)
+    slot.unpin()
+    house.servers["server-0"]._drain(slot)
+    answer = gate.wait(WAIT)
+    assert isinstance(answer, GateClosed) and [clock for *_, clock in answer.clocks] == [1]
+    call.wait(WAIT)
+    assert answer.num_updates == 1
+
+
+def test_a_server_without_slices_says_so_and_stands_in_nobodys_way(make_house: MakeHouse) -> None:
+    house = make_house(2, 1, policy="async")
+    house.register({"x": np.zeros(4, np.float32)})
+    (empty,) = set(house.servers) - set(house.primaries())
+    assert not closed(house, empty).has_slices
+    assert not house.servers[empty].commits.holding.is_on
+
+
+def test_a_gate_opens_by_itself_and_a_mark_after_that_is_refused(make_house: MakeHouse) -> None:
+    house = make_house(1, 1, policy="async")
+    house.register(x(0.0))
+    house.servers["server-0"]._cut()._gate_seconds = 0.05
+    closed(house, "server-0")
+    house.workers["worker-0"].commit("server-0", 1, x()).wait(WAIT)
+    assert any("opens by itself" in line for line in house.lines)
+    with pytest.raises(ProtocolError, match="not closed any more"):
+        house.tell("server-0", Mark(1)).wait(WAIT)
+
+
+def test_a_gate_that_cannot_close_is_given_up(make_house: MakeHouse) -> None:
+    house = make_house(1, 1, policy="async")
+    house.register(x(0.0))
+    house.servers["server-0"]._cut()._gate_seconds = 0.05
+    slot = house.slot("server-0", 0)
+    slot.pin()
+    worker = house.workers["worker-0"]
+    calls = [worker.commit("server-0", 1, x())]
+    with pytest.raises(ProtocolError, match="open again"):
+        closed(house, "server-0")
+    slot.unpin()
+    house.servers["server-0"]._drain(slot)
+    calls.append(worker.commit("server-0", 2, x()))
+    for call in calls:
+        call.wait(WAIT)
+
+
+def test_open_gate_lets_all_go_on(make_house: MakeHouse) -> None:
+    house = make_house(1, 1, policy="async")
+    house.register(x(0.0))
+    closed(house, "server-0", number=4)
+    call = house.workers["worker-0"].commit("server-0", 1, x())
+    assert not call.arrives(0.05)
+    house.tell("server-0", OpenGate(3))
+    assert not call.arrives(0.05), "that was another one"
+    house.tell("server-0", OpenGate(4))
+    call.wait(WAIT)
+    with pytest.raises(ProtocolError, match="not closed any more"):
+        house.tell("server-0", Mark(4)).wait(WAIT)
+
+
+def test_a_generation_that_is_prepared_opens_the_gate(make_house: MakeHouse) -> None:
+    """A new coordinator knows of no cut; and while a generation changes there is none."""
+    house = make_house(1, 1, policy="async")
+    house.register(x(0.0))
+    closed(house, "server-0")
+    call = house.workers["worker-0"].commit("server-0", 1, x())
+    change = house.change()
+    house.prepare(change)
+    assert not call.arrives(0.05)
+    for message in (Mark(1), CloseGate(2)):
+        with pytest.raises(ProtocolError):
+            house.tell("server-0", message).wait(WAIT)
+    house.install(change)
+    call.wait(WAIT)
+    closed(house, "server-0", number=2)
+    house.tell("server-0", Mark(2)).wait(WAIT)
+
+
+def test_a_higher_number_or_turn_takes_its_place_and_a_lower_is_refused(make_house: MakeHouse) -> None:
+    house = make_house(1, 1, policy="async")
+    house.register(x(0.0))
+    closed(house, "server-0", 2, 1)
+    for number, turn in ((2, 1), (2, 0), (1, 5)):
+        with pytest.raises(ProtocolError, match="is closed for"):
+            closed(house, "server-0", number, turn)
+    closed(house, "server-0", 2, 2)
+    closed(house, "server-0", 3, 0)
+    with pytest.raises(ProtocolError, match="not closed any more"):
+        house.tell("server-0", Mark(2)).wait(WAIT)
+
+
+# -- several servers --------------------------------------------------------------------------------------
+
+
+def test_a_commit_that_one_server_has_and_the_others_do_not_yet(make_house: MakeHouse) -> None:
+    house = three(make_house, 1, policy="async")
+    worker = house.workers["worker-0"]
+    worker.commit("server-0", 1, x()).wait(WAIT)
+    for server in house.servers:
+        closed(house, server)
+    through = through_of(house, worker_0=1)
+    calls = [house.tell(server, CloseGate(1, 1, through)) for server in house.servers]
+    assert calls[0].wait(WAIT).clocks == through  # type: ignore[attr-defined]
+    assert not calls[1].arrives(0.05), "it waits for what is to come"
+    for server in ("server-1", "server-2"):
+        worker.commit(server, 1, x()).wait(WAIT)
+    assert all(call.wait(WAIT).clocks == through for call in calls)  # type: ignore[attr-defined]
+    later = worker.commit_all(2, x())
+    assert not any(call.arrives(0.02) for call in later) and sums(house) == [-1.0]
+    mark(house.tell, list(house.servers))
+    for call in later:
+        call.wait(WAIT)
+    assert sums(house) == [-2.0]
+
+
+def test_a_held_commit_passes_when_others_turn_out_to_have_it(make_house: MakeHouse) -> None:
+    house = three(make_house, 1, policy="async")
+    worker = house.workers["worker-0"]
+    closed(house, "server-1")
+    calls = worker.commit_all(1, x())
+    calls[0].wait(WAIT)
+    assert not calls[1].arrives(0.05)
+    assert close_gates(house.tell, list(house.servers), 2) == {("worker-0", worker.incarnation): 1}
+    assert sums(house) == [-1.0]
+    mark(house.tell, list(house.servers), 2)
+
+
+def test_a_round_that_a_rest_makes_whole_at_one_server_only(make_house: MakeHouse) -> None:
+    """worker-1 has rested at server-0, which applied worker-0's round; elsewhere the rest comes to a closed gate."""
+    house = three(make_house, 2)
+    one, two = house.workers.values()
+    calls = [one.commit("server-0", 1, x()), two.ask("server-0", Rest(0, False))]
+    for call in calls:
+        call.wait(WAIT)
+    for server in ("server-1", "server-2"):
+        calls.append(one.commit(server, 1, x()))
+        closed(house, server)
+        calls.append(two.ask(server, Rest(0, False)))
+    assert not any(call.arrives(0.02) for call in calls[2:])
+    clocks = close_gates(house.tell, list(house.servers), 2)
+    assert clocks == {("worker-0", one.incarnation): 1} and sums(house) == [-1.0]
+    mark(house.tell, list(house.servers), 2)
+    for call in calls:
+        call.wait(WAIT)
+
+
+def test_a_worker_that_has_left_one_server_only(make_house: MakeHouse) -> None:
+    house = three(make_house, 2, policy="async")
+    one, two = house.workers.values()
+    for call in [*one.commit_all(1, x()), *two.commit_all(1, x())]:
+        call.wait(WAIT)
+    two.ask("server-0", Leave(False)).wait(WAIT)
+    clocks = close_gates(house.tell, list(house.servers))
+    assert clocks == {("worker-0", one.incarnation): 1, ("worker-1", two.incarnation): 1}
+    mark(house.tell, list(house.servers))
+
+
+def test_rounds_that_wait_for_their_norm_are_cut_before_or_after_as_a_whole(make_house: MakeHouse) -> None:
+    """The norm has come to one server: there the round is in, so it is everywhere, by the norms that are let pass."""
+    house = three(make_house, 2)
+    one, two = house.workers.values()
+    asked = []
+    for worker in (one, two):
+        asked += worker.commit_all(1, x(), clip_norm=1e9)
+    for call in asked:
+        assert isinstance(call.wait(WAIT), AskClip)
+    clips = [one.ask("server-0", GiveClip(1, 1.0, []))]
+    clips[0].wait(WAIT)
+    for server in ("server-1", "server-2"):
+        assert closed(house, server).clocks == []
+        clips += [worker.ask(server, GiveClip(1, 1.0, [])) for worker in (one, two)]
+    clips.append(two.ask("server-0", GiveClip(1, 1.0, [])))
+    assert not any(call.arrives(0.02) for call in clips[1:-1])
+    assert set(close_gates(house.tell, list(house.servers), 2).values()) == {1} and sums(house) == [-2.0]
+    mark(house.tell, list(house.servers), 2)
+    for call in clips:
+        assert isinstance(call.wait(WAIT), Committed)
+
+
+def test_a_norm_for_a_round_that_nobody_has_waits_for_the_mark(make_house: MakeHouse) -> None:
+    house = three(make_house, 1)
+    (one,) = house.workers.values()
+    for call in one.commit_all(1, x(), clip_norm=1e9):
+        call.wait(WAIT)
+    assert close_gates(house.tell, list(house.servers)) == {}
+    clips = [one.ask(server, GiveClip(1, 1.0, [])) for server in house.servers]
+    assert not any(call.arrives(0.02) for call in clips) and sums(house) == [0.0]
+    mark(house.tell, list(house.servers))
+    for call in clips:
+        call.wait(WAIT)
+    assert sums(house) == [-1.0]
+
+
+def test_with_spare_workers_who_follows_comes_level_with_who_decides(make_house: MakeHouse) -> None:
+    house = three(make_house, 3, policy="sync:spare=1")
+    decider = house.seats[0].primary
+    others = [server for server in house.servers if server != decider]
+    one, two, three_ = house.workers.values()
+    for worker in (one, two, three_):
+        for server in others:
+            worker.stage(server, 1, x()).wait(WAIT)
+    answers = [worker.commit(decider, 1, x()) for worker in (one, two, three_)]
+    rolls = []
+    for call in answers:
+        answer = call.wait(WAIT)
+        assert isinstance(answer, Committed) and isinstance(answer.roll, Roll)
+        rolls.append(answer.roll)
+    assert rolls[2].late, "the third was late"
+    for server in house.servers:
+        closed(house, server)
+    told = [w.commit_staged(s, 1, r) for s in others for w, r in zip((one, two, three_), rolls, strict=True)]
+    assert not any(call.arrives(0.02) for call in told)
+    assert set(close_gates(house.tell, list(house.servers), 2).values()) == {1} and sums(house) == [-2.0]
+    mark(house.tell, list(house.servers), 2)
+    for call in told:
+        call.wait(WAIT)
+
+
+# -- a whole job ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tell_of() -> Iterator[Callable[[Any], Callable[[str, Any], Any]]]:
+    made: list[Endpoint] = []
+
+    def tell_in(jobs: Any) -> Callable[[str, Any], Any]:
+        process, ways = jobs._process, {}
+
+        def tell(server: str, message: Any) -> Any:
+            if server not in ways:
+                me, there = Peer("coordinator", "coordinator", 0), Peer("server", server, 0)
+                ways[server] = Endpoint(process._pair(me, there, process._servers[server]), Stamp("in-process"))
+                made.append(ways[server])
+            return ways[server].call(message)
+
+        return tell
+
+    yield tell_in
+    for endpoint in made:
+        endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [("sync", {}), ("bounded:1", {}), ("async", {}), ("async", {"window": 2}), ("sync:spare=1", {})],
+    ids=["sync", "bounded", "async", "window", "spare"],
+)
+def test_the_cut_is_consistent_while_workers_push_all_the_time(
+    policy: str, settings: dict[str, Any], tmp_path: Any, tell_of: Any
+) -> None:
+    """A one-hot ledger on three servers: what is saved is, for every worker, its first commits and no others; as many
+    as the cut says; the same on every server."""
+    pushes, servers = 150, [f"server-{k}" for k in range(3)]
+    with local_job(workers=3, servers=3, policy=policy, slice_bytes=64, **settings) as jobs:
+        cuts: list[Any] = []
+        begun, failed = threading.Event(), []
+
+        def work(job: Any) -> None:
+            zeros = np.zeros((3, pushes), np.float32)
+            job.kv.register({"ledger": zeros, "count": np.zeros(96, np.float32)}, _add(), reduce="sum")
+            tickets = []
+            for number in range(pushes):
+                cell = zeros.copy()
+                cell[job.rank, number] = 1.0
+                count = np.zeros(96, np.float32)
+                count[job.rank :: 3] = 1.0
+                tickets.append(job.kv.push({"ledger": cell, "count": count}))
+                if number == 3:
+                    begun.set()
+            for ticket in tickets:
+                ticket.wait()
+            job.barrier("all in")
+
+        def cut() -> None:
+            try:
+                assert begun.wait(WAIT)
+                layout = Layout(jobs._process._servers["server-0"]._hosting.segments.values())
+                tell = tell_of(jobs)
+                cuts.extend(save(tell, servers, layout, tmp_path, number) for number in range(1, 6))
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        jobs.run(work)
+        thread.join(60)
+        assert not failed, failed
+    is_late = "spare" in policy
+    for folder, manifest, _, clocks in cuts:
+        found = saved_values(folder, manifest)
+        by_rank = {int(name.rpartition("-")[2]): clock for (name, _), clock in clocks.items()}
+        for rank in range(3):
+            clock, count = by_rank.get(rank, 0), found["count"][rank::3]
+            assert (count == count[0]).all(), "the same on every server"
+            if not is_late:  # there, some of them are void
+                assert (found["ledger"][rank] == (np.arange(pushes) < clock)).all()
+                assert count[0] == clock
+            else:
+                assert found["ledger"][rank].sum() == count[0] <= clock
+    assert len({tuple(sorted(clocks.items())) for *_, clocks in cuts}) > 1, "they were made while it ran"
+
+
+def _add() -> Any:
+    from syncline import Rule
+
+    return Rule("Add")
+
+
+def test_a_gate_that_is_closed_for_a_while_stops_nobody_for_good(make_house: MakeHouse) -> None:
+    """Many cuts, one after the other, beside a worker that commits without a pause."""
+    house = make_house(2, 1, policy="async")
+    house.register(x(0.0))
+    (worker,) = house.workers.values()
+    done = threading.Event()
+
+    def push() -> None:
+        for clock in range(1, 101):
+            for call in worker.commit_all(clock, x()):
+                call.wait(WAIT)
+        done.set()
+
+    thread = threading.Thread(target=push, daemon=True)
+    thread.start()
+    number = 0
+    while not done.is_set() and number < 1000:
+        number += 1
+        close_gates(house.tell, list(house.servers), number)
+        assert len(sums(house)) == 1, "level"
+        mark(house.tell, list(house.servers), number)
+    thread.join(WAIT)
+    assert done.is_set() and sums(house) == [-100.0]
+    eventually(lambda: not any(server.commits.holding.is_on for server in house.servers.values()))

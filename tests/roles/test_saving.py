@@ -1,0 +1,365 @@
+"""Saves at the coordinator: when, the cut, what is written, what is given up; servers and workers are played."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from tests.roles.played import SECONDS, Disk, ask, jobs, until
+
+from syncline.core.control import Beat, Install, Leave, Register, Registered
+from syncline.core.handing import AskLease, OpenEpoch
+from syncline.core.layout import Parameter
+from syncline.core.loader import Loader
+from syncline.core.message import Done
+from syncline.core.rule import Rule
+from syncline.core.saving import (
+    AskTakenUp,
+    CloseGate,
+    EndSave,
+    Expect,
+    Finish,
+    GivenTakenUp,
+    Mark,
+    OpenGate,
+    Save,
+    Saved,
+    TakeUp,
+    WriteMarked,
+    WriteScript,
+)
+from syncline.errors import ConfigError, LayoutError, StoreError
+from syncline.store.checkpoints import choose, pointed
+from syncline.store.folders import open_folder
+
+__all__ = ["jobs"]
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "saves"
+
+
+def begun(jobs: Any, folder: pathlib.Path, **settings: Any) -> Any:
+    settings = {"checkpoint": str(folder), "save_every": "1h", "slice_bytes": 4096, **settings}
+    job = jobs(**settings).begin()
+    job.register()
+    for member in job.members.values():
+        member.num_updates = 7
+        member.clocks = [(f"worker-{k}", job[f"worker-{k}"].incarnation, 7) for k in range(2)]
+    return job
+
+
+def manifest(folder: pathlib.Path) -> Any:
+    found = choose(open_folder(str(folder)), print)
+    assert found is not None
+    return found.manifest
+
+
+def test_a_save_is_expected_then_cut_then_written_then_over(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    saved = job["worker-0"].ask(Save())
+    assert saved == Saved("000001-step-7", 7)
+    kinds = [type(message) for message in job["server-0"].heard]
+    assert [k for k in kinds if k in (CloseGate, Mark, WriteMarked, EndSave)] == [
+        CloseGate, Mark, WriteMarked, EndSave,
+    ]  # fmt: skip
+    kinds = [type(message) for message in job["worker-1"].heard]
+    assert [k for k in kinds if k in (Expect, WriteScript, EndSave)] == [Expect, WriteScript, EndSave]
+    assert job["worker-1"].all(WriteScript)[0].clock == 7
+    made = manifest(folder)
+    assert [script.worker for script in made.scripts] == ["worker-0", "worker-1"]
+    assert len(made.slices) == 4 and {part.version for part in made.slices} == {7}
+    assert pointed(open_folder(str(folder)), "last") == {"checkpoint": "000001-step-7", "step": 7}
+    assert job.disk.last.saves.last.name == "000001-step-7" and not job.disk.last.saves.open
+
+
+def test_servers_that_are_apart_are_told_what_to_let_in(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    ahead = ("worker-0", job["worker-0"].incarnation, 8)
+    job["server-1"].clocks = [ahead, job["server-1"].clocks[1]]
+    job["worker-0"].ask(Save())
+    turns = job["server-0"].all(CloseGate)
+    assert [turn.turn for turn in turns] == [0, 1] and ahead in turns[1].through
+    assert job["worker-0"].all(WriteScript)[0].clock == 8
+
+
+def test_what_was_used_at_the_cut_and_not_confirmed_is_done(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["worker-0"].ask(OpenEpoch("train", 0, Loader(40, 4)))
+    lease = job["worker-0"].ask(AskLease("train", 0, []))
+    for name in ("server-0", "server-1"):
+        job[name].uses = [(lease.lease, 0, 4)]
+    job["worker-0"].ask(Save())
+    assert manifest(folder).leases.epochs["train"][0].num_done == 4
+
+
+def test_a_worker_that_is_slow_to_its_boundary_holds_up_nobody(
+    jobs: Any, folder: pathlib.Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("syncline.roles.coordinator.saving.EXPECT_SECONDS", 0.05)
+    job = begun(jobs, folder)
+    job["worker-1"].holds.add(Expect)
+    job["worker-0"].ask(Save())
+    assert [script.worker for script in manifest(folder).scripts] == ["worker-0"]
+
+
+def test_the_chief_is_waited_for(jobs: Any, folder: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("syncline.roles.coordinator.saving.EXPECT_SECONDS", 0.05)
+    job = begun(jobs, folder)
+    job["worker-0"].holds.add(Expect)
+    call = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["worker-0"].held), "it is asked")
+    assert not call.arrives(0.3) and not job["server-0"].all(CloseGate)
+    job["worker-0"].held[0].reply(Done())
+    assert isinstance(call.wait(SECONDS), Saved)
+
+
+def test_a_full_disk_costs_the_save_and_the_job_goes_on(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["server-1"].holds.add(WriteMarked)
+    call = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "it is asked")
+    job["server-1"].held[0].refuse(StoreError("no space left"))
+    with pytest.raises(StoreError, match="no space left"):
+        call.wait(SECONDS)
+    assert any("a save was given up" in line and "no space left" in line for line in job.log)
+    assert [entry.name for entry in folder.iterdir() if entry.is_dir()] == [], "nothing is left behind"
+    assert job.disk.last.saves.num_failed == 1 and job["server-0"].all(EndSave)
+    job["server-1"].holds.clear()
+    assert isinstance(job["worker-0"].ask(Save()), Saved)
+
+
+def test_a_server_that_is_lost_while_it_writes_has_the_save_made_again(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder, replicas=2)
+    until(lambda: all(backup for _, backup in job.seats().values()), "backups")
+    job["server-1"].holds.add(WriteMarked)
+    call = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "it is asked")
+    job.kill("server-1")
+    assert isinstance(call.wait(SECONDS), Saved)
+    assert {part.file for part in manifest(folder).slices} == {"server-0.safetensors"}
+
+
+def test_a_cut_that_does_not_come_to_be_level_is_given_up_after_three_tries(
+    jobs: Any, folder: pathlib.Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("syncline.roles.coordinator.saving.CUT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.roles.coordinator.saving.AGAIN_SECONDS", 0.01)
+    job = begun(jobs, folder)
+    job["server-1"].holds.add(CloseGate)
+    with pytest.raises(StoreError, match="after 3 tries"):
+        job["worker-0"].ask(Save())
+    numbers = [message.number for message in job["server-1"].all(CloseGate)]
+    assert numbers == sorted(set(numbers)) and len(numbers) == 3
+    assert [m.number for m in job["server-1"].all(OpenGate)] == numbers, "commits go on each time"
+
+
+def test_a_death_in_the_middle_of_a_cut_comes_first(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["server-1"].holds.add(CloseGate)
+    call = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "the gates are being closed")
+    job["server-1"].holds.clear()
+    for name in ("server-0", "server-1"):
+        job[name].clocks = job[name].clocks[:1]
+    job.kill("worker-1")
+    assert isinstance(call.wait(SECONDS), Saved)
+    heard = [type(m) for m in job["server-1"].heard if isinstance(m, CloseGate | OpenGate | Install | Mark)]
+    assert heard == [CloseGate, OpenGate, Install, CloseGate, Mark]
+
+
+def test_saves_come_by_steps(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder, save_every="5steps")
+    until(lambda: job.coordinator.saving._due_step == 5, "it has begun to count")
+    job["server-0"].ask(Beat(num_updates=4))
+    assert not job["worker-0"].all(Expect)
+    job["server-0"].ask(Beat(num_updates=5))
+    until(lambda: bool(job.disk.last.saves.last), "it is time")
+    assert job.coordinator.saving._due_step == 12, "from what was saved on"
+
+
+def test_saves_come_by_time(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder, save_every="50ms", keep=2)
+    until(lambda: job.disk.last.saves.num_saved >= 3, "they come by themselves")
+    assert len([entry for entry in folder.iterdir() if entry.is_dir()]) <= 3, "old ones go"
+
+
+def test_without_a_folder_a_save_is_an_error_that_says_so(jobs: Any) -> None:
+    job = jobs().begin()
+    with pytest.raises(ConfigError, match="--checkpoint DIR"):
+        job["worker-0"].ask(Save())
+
+
+def test_scripts_that_have_ended_wait_for_the_last_save(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    first = job["worker-0"].endpoint.call(Finish())
+    assert not first.arrives(0.2)
+    assert not job["worker-0"].all(Expect)
+    second = job["worker-1"].endpoint.call(Finish())
+    assert first.wait(SECONDS) == second.wait(SECONDS) == Done()
+    assert manifest(folder).name == "000001-step-7"
+    for name in ("worker-0", "worker-1"):
+        job[name].ask(Leave())
+    until(lambda: job.coordinator.membership.outcome is not None, "the job is over")
+    assert not job.coordinator.membership.outcome.failed
+
+
+def test_nothing_new_is_not_saved_again_at_the_end(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["worker-0"].ask(Save())
+    calls = [job[name].endpoint.call(Finish()) for name in ("worker-0", "worker-1")]
+    assert [call.wait(SECONDS) for call in calls] == [Done(), Done()]
+    assert job.disk.last.saves.num_saved == 1
+
+
+def test_a_worker_that_dies_is_not_waited_for_at_the_end(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    call = job["worker-0"].endpoint.call(Finish())
+    assert not call.arrives(0.1)
+    job.kill("worker-1")
+    for name in ("server-0", "server-1"):
+        job[name].clocks = job[name].clocks[:1]
+    assert call.wait(SECONDS) == Done()
+
+
+# -- a coordinator that dies ------------------------------------------------------------------------------
+
+
+def test_the_next_coordinator_ends_the_save_and_makes_another(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["server-1"].holds.add(WriteMarked)
+    job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "it is being written")
+    left = job.disk.last.saves
+    assert left.open == 1 and left.open_folder
+    job.coordinator.close()
+    job.coordinator.over.set()
+    until(lambda: not pathlib.Path(left.open_folder).exists() or job.coordinator.saving is not None, "it ends")
+    again = _next(jobs, job)
+    until(lambda: any(m.number == 1 for m in again["server-0"].all(EndSave)), "what was marked is let go")
+    until(lambda: again.disk.last.saves.num_saved == 1, "a new save is made soon")
+    assert again.disk.last.saves.open == 0
+
+
+def _next(jobs: Any, job: Any) -> Any:
+    """The coordinator of the next term, and the same members."""
+    from syncline.core.control import Rejoin
+
+    disk = Disk()
+    disk.states, disk.segments = list(job.disk.states), dict(job.disk.segments)
+    again = jobs(disk=disk, workers=2, servers=2)
+    for name, member in job.members.items():
+        played = again.play(member.role, name)
+        played.incarnation = played.stamp.incarnation = member.incarnation
+        played.clocks, played.num_updates = member.clocks, member.num_updates
+        played.ask(Rejoin(name, member.incarnation))
+    return again
+
+
+# -- taking up --------------------------------------------------------------------------------------------
+
+
+def saved_before(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["worker-0"].ask(OpenEpoch("train", 0, Loader(40, 4)))
+    lease = job["worker-0"].ask(AskLease("train", 0, []))
+    for name in ("server-0", "server-1"):
+        job[name].uses = [(lease.lease, 0, 4)]
+    job["worker-0"].ask(Save())
+    job.coordinator.close()
+
+
+def register(job: Any, name: str = "w", num_items: int = 4096, rule: str = "Add") -> Any:
+    options = {"lr": 1.0} if rule == "SGD" else {}
+    message = Register(0, [Parameter(name, "float32", (num_items,))], [Rule(rule, **options).spec], "mean")
+    return job["worker-0"].ask(message)
+
+
+def test_a_job_goes_on_from_the_newest_that_its_folder_holds(jobs: Any, folder: pathlib.Path) -> None:
+    saved_before(jobs, folder)
+    job = jobs(checkpoint=str(folder), save_every="1h", slice_bytes=4096, servers=3).begin()
+    answer = register(job)
+    assert isinstance(answer, Registered) and answer.upload is None, "the chief is not asked for its values"
+    told = [message for k in range(3) for message in job[f"server-{k}"].all(TakeUp)]
+    assert sorted(number for message in told for number in message.slices) == [0, 1, 2, 3]
+    assert {message.folder for message in told} == {str(folder / "000001-step-7")}
+    assert not any(message.clocks or message.fresh for message in told)
+    assert any("takes up" in line and "step 7, epoch 1, saved" in line for line in job.log), job.log
+    state = job.disk.last
+    assert state.leases.epochs["train"][0].num_done == 4 and not state.leases.epochs["train"][0].leases
+    assert state.saves.lineage == manifest(folder).lineage
+    assert job["worker-1"].ask(AskTakenUp()) == GivenTakenUp(str(folder / "000001-step-7"), told[0].digest)
+
+
+def test_fresh_begins_beside_it(jobs: Any, folder: pathlib.Path) -> None:
+    saved_before(jobs, folder)
+    job = jobs(checkpoint=str(folder), fresh=True, slice_bytes=4096).begin()
+    job.register()
+    assert job["worker-0"].ask(AskTakenUp()) == GivenTakenUp()
+    assert job.disk.last.saves.lineage != manifest(folder).lineage
+    for name in ("server-0", "server-1"):
+        job[name].num_updates = 1
+    assert job["worker-0"].ask(Save()).name == "000002-step-1"
+
+
+def test_another_model_is_an_error_that_names_the_remedy(jobs: Any, folder: pathlib.Path) -> None:
+    saved_before(jobs, folder)
+    job = jobs(checkpoint=str(folder)).begin()
+    with pytest.raises(LayoutError, match=r"'w' as float32\[8\].* has float32\[4096\].*--fresh"):
+        register(job, num_items=8)
+    with pytest.raises(LayoutError, match="'v'.*none of that name.*--fresh"):
+        register(job, name="v")
+
+
+def test_another_rule_starts_afresh_and_says_so(jobs: Any, folder: pathlib.Path) -> None:
+    saved_before(jobs, folder)
+    job = jobs(checkpoint=str(folder), slice_bytes=4096).begin()
+    register(job, rule="SGD")
+    assert job["server-0"].all(TakeUp)[0].fresh == [(0, 0)]
+    assert any("the rule was Add in the checkpoint and is SGD now" in line for line in job.log)
+
+
+def test_a_damaged_one_falls_back_to_the_one_before_by_name(jobs: Any, folder: pathlib.Path) -> None:
+    saved_before(jobs, folder)
+    job = jobs(checkpoint=str(folder), slice_bytes=4096).begin()
+    register(job)
+    for name in ("server-0", "server-1"):
+        job[name].num_updates = 9
+    assert job["worker-0"].ask(Save()).name == "000002-step-9"
+    job.coordinator.close()
+    path = folder / "000002-step-9" / "server-0.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    job = jobs(checkpoint=str(folder), slice_bytes=4096).begin()
+    assert any("000002-step-9" in line and "passed over" in line for line in job.log), job.log
+    assert job.disk.last.saves.taken_up.name == "000001-step-7"
+
+
+def test_a_place_without_a_checkpoint_ends_a_job_that_was_to_start_from_it(jobs: Any, tmp_path: pathlib.Path) -> None:
+    job = jobs(resume=str(tmp_path / "nothing"))
+    until(lambda: job.coordinator.membership.outcome is not None, "it ends")
+    assert "there is no checkpoint" in job.coordinator.membership.outcome.reason
+
+
+def test_a_server_lost_while_it_reads_has_its_slices_read_by_another(jobs: Any, folder: pathlib.Path) -> None:
+    saved_before(jobs, folder)
+    job = jobs(checkpoint=str(folder), slice_bytes=4096).begin()
+    job["server-1"].holds.add(TakeUp)
+    message = Register(0, [Parameter("w", "float32", (4096,))], [Rule("Add").spec], "mean")
+    call = job["worker-0"].endpoint.call(message)
+    until(lambda: bool(job["server-1"].held), "it reads")
+    job.kill("server-1")
+    answer = call.wait(SECONDS)
+    assert isinstance(answer, Registered) and answer.upload is None
+    assert sorted({n for m in job["server-0"].all(TakeUp) for n in m.slices}) == [0, 1, 2, 3]
+
+
+def test_the_pointer_is_json(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    assert isinstance(ask(job, Save("SIGTERM")), Saved), "the launcher may ask too"
+    assert json.loads((folder / "last").read_text())["checkpoint"] == "000001-step-7"
+    assert any("saved" in line and "SIGTERM" in line for line in job.log)
