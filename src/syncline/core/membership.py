@@ -18,6 +18,7 @@ from syncline.core.saves import SaveState
 from syncline.core.seats import Seat, without
 from syncline.core.standings import by_name
 from syncline.core.stopping import Steering
+from syncline.core.validations import ValidationState
 from syncline.core.words import counted
 from syncline.errors import ConfigError
 
@@ -56,6 +57,7 @@ class JobState(msgspec.Struct, kw_only=True):
     leases: LeaseState = msgspec.field(default_factory=LeaseState)  # of data, and what of it is done
     metrics: MetricState = msgspec.field(default_factory=MetricState)
     steering: Steering = msgspec.field(default_factory=Steering)  # what the stop rules remember
+    validations: ValidationState = msgspec.field(default_factory=ValidationState)
     saves: SaveState = msgspec.field(default_factory=SaveState)  # checkpoints
     is_changing: bool = False  # the change to this generation may not be installed everywhere
     outcome: Outcome | None = None

@@ -110,6 +110,16 @@ from syncline.core.traffic import (
     Verified,
     Verify,
 )
+from syncline.core.validations import (
+    AskPart,
+    AskReading,
+    Begin,
+    Begun,
+    Called,
+    Come,
+    GivenPart,
+    GivenReading,
+)
 
 PROTOCOL = 5
 ROLES = ("coordinator", "server", "worker", "launcher")
@@ -124,6 +134,7 @@ MESSAGES: tuple[type[Message], ...] = (
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
     Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseGate, GateClosed, Mark, OpenGate,
     WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Metrics, Steer,
+    Come, Called, Begin, Begun, AskPart, GivenPart, AskReading, GivenReading,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -133,7 +144,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Join, Rejoin, AskRoster, Beat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
-        AskTakenUp, Finish, Metrics,
+        AskTakenUp, Finish, Metrics, Come, Begin, AskPart, AskReading,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,
@@ -141,7 +152,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
         Recall, AskUses, Confirm, Pace, Expect, WriteScript, EndSave, CloseGate, Mark, OpenGate, WriteMarked, TakeUp,
-        Steer,
+        Steer, Called,
     }),
     "launcher": frozenset({
         Watch, Died, Scale, AskStatus, AskWhy, Pace, Save,

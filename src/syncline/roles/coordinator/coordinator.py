@@ -39,9 +39,11 @@ from syncline.core.metrics import Metrics
 from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
 from syncline.core.saving import AskTakenUp, Finish, Save
+from syncline.core.validations import AskPart, AskReading, Begin, Come
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
+from syncline.roles.coordinator.bests import Bests
 from syncline.roles.coordinator.changing import Changing
 from syncline.roles.coordinator.ending import Ending
 from syncline.roles.coordinator.handing import Handing
@@ -56,6 +58,7 @@ from syncline.roles.coordinator.saving import Saving
 from syncline.roles.coordinator.scaling import Scaling
 from syncline.roles.coordinator.sizing import WorkerSizing
 from syncline.roles.coordinator.stopping import StopRules
+from syncline.roles.coordinator.validating import Validations
 from syncline.roles.coordinator.watching import Watching
 
 #: What happened lately, for `status`.
@@ -132,6 +135,7 @@ class Coordinator:
         self.pacing = Pacing(self)
         self.readings = Readings(self)
         self.stopping = StopRules(self)
+        self.validating, self.bests = Validations(self), Bests(self)
         self.scaling = Scaling(self)
         self.sizing = WorkerSizing(self)
         self.watching = Watching(self) if watches else None
@@ -224,6 +228,10 @@ class Coordinator:
             AskLease: self.handing.ask,
             LeaveEpoch: self.handing.leave,
             EndShard: self.handing.end_shard,
+            Come: self.validating.come,
+            Begin: self.validating.begin,
+            AskPart: self.validating.ask,
+            AskReading: self.validating.ask_reading,
             Save: self.saving.save,
             Finish: self.saving.finish,
             AskTakenUp: self.resuming.asked,
@@ -288,6 +296,7 @@ class Coordinator:
                 self.try_keep()  # a generation that anybody may hear of is never given again
             self.changing.member_is_out(member)
             self.readings.gone()
+            self.validating.gone((name, member.incarnation))
             self._fail_if_nobody_is_left(name, reason)
         if endpoint is not None:
             endpoint.close("evicted")
@@ -334,6 +343,7 @@ class Coordinator:
                 self.advanced.pop(name, None)
                 self.handing.forget(name)
                 self.readings.gone()
+                self.validating.gone((name, member.incarnation))
                 self.saving.forget(name)
                 self.try_keep()
         request.reply(Done())

@@ -72,6 +72,7 @@ class Joining:
         self.tell()
         self._c.pacing.tell()
         self._c.stopping.tell()
+        self._c.validating.tell()
 
     def _make_way(self, message: Join) -> None:
         """Whoever starts a process under the name of one whose connection is gone knows that it is dead."""
@@ -149,6 +150,7 @@ class Joining:
         self._c.scaling.remind_to_retire(message.name)
         self._c.pacing.tell()
         self._c.stopping.tell()
+        self._c.validating.tell()
 
     def roster(self) -> Roster:
         with self._c.lock:

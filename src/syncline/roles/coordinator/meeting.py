@@ -44,12 +44,14 @@ class Meeting:
         """Whoever is at a barrier that is whole goes on, once that is kept."""
         state = self._c.membership.state
         with self._c.lock:
-            whole = self._barriers.ready(self._workers())
+            whole = [key for key in self._barriers.ready(self._workers()) if self._c.validating.may_pass(*key)]
             if not whole:
                 return
             before = (state.stretch, dict(state.passed))
             answers = self._barriers.pass_all(whole)
             state.stretch = answers[-1]
+            for key in whole:
+                self._c.validating.passes(*key, [request.peer.name for request, _ in self._there.get(key, [])])
             try:
                 self._c.keep()
             except StoreError as error:

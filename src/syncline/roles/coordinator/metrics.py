@@ -40,7 +40,8 @@ class Readings:
                 if message.is_whole:
                     fresh = self._merging.whole({n: value for n, (value, _) in message.values.items()}, message.step)
                 else:
-                    fresh = self._merging.take(name, message.values, message.step, self._taking_part())
+                    told = {n: v for n, v in message.values.items() if not self._c.validating.is_validated(n)}
+                    fresh = self._merging.take(name, told, message.step, self._taking_part())
                 self._c.stopping.take(fresh, message.step)
             steer = self._c.membership.state.steering.steer
         request.reply(steer)

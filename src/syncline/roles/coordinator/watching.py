@@ -63,6 +63,7 @@ class Watching:
                 self._look_for_stuck(now)
                 self._c.pacing.tell()
                 self._c.stopping.tell()
+                self._c.validating.tell()
                 self._c.stopping.look(now)
                 self._look_for_deaf()
                 self._look_for_quarantine()

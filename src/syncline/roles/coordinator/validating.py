@@ -1,0 +1,217 @@
+"""Validations at the coordinator: called, begun when all are there, shared out, and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from syncline.core.message import Message
+from syncline.core.slices import Identity
+from syncline.core.validations import (
+    BARRIER,
+    WEIGHTS,
+    AskPart,
+    AskReading,
+    Begin,
+    Begun,
+    Called,
+    Come,
+    GivenReading,
+    Validating,
+    Validation,
+)
+from syncline.errors import ConfigError
+from syncline.net.rpc import Endpoint, Request
+
+if TYPE_CHECKING:
+    from syncline.roles.coordinator.coordinator import Coordinator
+
+
+class Validations:
+    """All of a job. Everything here is under the coordinator's lock; what is decided is the core's."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+        self._told: dict[str, tuple[Endpoint, int]] = {}  # which call a worker has heard, over which connection
+        self._beginning: dict[str, tuple[Request, int]] = {}  # have the parameters, and wait until all have
+        self._waiting: dict[str, tuple[Request, int]] = {}  # for readings
+        self._readings: dict[int, dict[str, float]] = {}  # of those that are over, by their turns
+        self._cut: tuple[int, bool] = (0, False)  # for which turn a save was asked for, and whether its cut is made
+
+    @property
+    def _core(self) -> Validating:
+        return Validating(self._c.membership.state.validations)
+
+    # -- calling ------------------------------------------------------------------------------------------
+
+    def come(self, request: Request, message: Come) -> None:
+        with self._c.lock:
+            before = self._core.called()
+            try:
+                called = self._core.come(message.step, message.due)
+            except ConfigError as error:
+                request.refuse(error)
+                return
+            if called.turn != before.turn:
+                self._c.try_keep()
+                self.tell()
+        request.reply(called)
+
+    def tell(self) -> None:
+        """Whoever does not know of a call hears it: also a new life of a name, or one over a new connection."""
+        with self._c.lock:
+            called = self._core.called()
+            if not called.turn or not self._c.membership.formed:
+                return
+            for name in self._c.membership.workers():
+                endpoint = self._c.endpoints.get(name)
+                if endpoint is not None and self._told.get(name) != (endpoint, called.turn):
+                    endpoint.mention(called)
+                    self._told[name] = (endpoint, called.turn)
+
+    # -- the barrier --------------------------------------------------------------------------------------
+
+    def may_pass(self, name: str, turn: int) -> bool:
+        """Under the lock: all are at this barrier. Whether they may go on: before a validation, when it is saved."""
+        if name != BARRIER or not self._c.bests.wants_save:
+            return True
+        if self._cut[0] != turn:
+            self._cut = (turn, False)
+            self._c.bests.save(turn, self._release(turn))
+        return self._cut[1]
+
+    def _release(self, turn: int) -> Callable[[], None]:
+        """The cut is made, or not to be had."""
+
+        def release() -> None:
+            with self._c.lock:
+                if self._cut[0] == turn:
+                    self._cut = (turn, True)
+            self._c.meeting.release()
+
+        return release
+
+    def passes(self, name: str, turn: int, there: list[str]) -> None:
+        """Under the lock, to be kept: these go on behind this barrier."""
+        state = self._core.state
+        if name != BARRIER:
+            return
+        members = self._c.membership.state.members
+        lives = [(worker, members[worker].incarnation) for worker in there if worker in members]
+        if turn == state.called:
+            step = max(state.step, self._c.reporting.step())
+            self._core.begin(turn, step, lives, [WEIGHTS, *self._c.bests.candidates()])
+            self._readings = {}
+        elif state.now is not None and state.now.turn == turn:  # it could not be kept before
+            state.now.inside, state.now.absent = dict(lives), sorted(dict(lives))
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request, message: Begin) -> None:
+        owner = _owner(request)
+        with self._c.lock:
+            if self._core.of(message.turn, owner) is None:
+                request.reply(Begun(message.step))
+                return
+            self._core.pulled(message.turn, owner, message.step)
+            self._beginning[owner[0]] = (request, message.turn)
+        self._go_on()
+
+    def ask(self, request: Request, message: AskPart) -> None:
+        """What is said with it counts when it is kept, and not before; nor is a part given that is not."""
+        with self._c.lock:
+            core = self._core
+            try:
+                given = core.ask(_owner(request), message)
+            except ConfigError as error:
+                request.refuse(error)
+                return
+            if given.part or message.part:
+                self._c.try_keep()
+        request.reply(given)
+        self._go_on()
+
+    def ask_reading(self, request: Request, message: AskReading) -> None:
+        owner = _owner(request)
+        with self._c.lock:
+            now = self._core.of(message.turn, owner)
+            if now is None or not message.waits:
+                if now is not None:
+                    now.out(owner)
+                    self._c.try_keep()
+                request.reply(GivenReading(True, self._readings.get(message.turn, {})))
+            else:
+                self._waiting[owner[0]] = (request, message.turn)
+        self._go_on()
+
+    def gone(self, owner: Identity) -> None:
+        """This life of a worker is over."""
+        with self._c.lock:
+            self._told.pop(owner[0], None)
+            self._beginning.pop(owner[0], None)
+            self._waiting.pop(owner[0], None)
+            now = self._core.state.now
+            if now is None or not now.out(owner):
+                return
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Whatever has changed: who is to hear of it."""
+        with self._c.lock:
+            now = self._core.state.now
+            begun = self._begun(now)
+            over = self._core.end()
+            if over is not None:
+                self._end(over)
+            elif (lost := self._core.give_up()) is not None:
+                self._give_up(lost)
+            answers: list[tuple[Request, Message]] = []
+            for name, (request, turn) in list(self._waiting.items()):
+                still = now if over is None and now is not None and now.turn == turn else None
+                if still is None or still.has_more:
+                    del self._waiting[name]
+                    answers.append((request, GivenReading(still is None, self._readings.get(turn, {}))))
+        for request, answer in [*begun, *answers]:
+            request.reply(answer)
+
+    def _begun(self, now: Validation | None) -> list[tuple[Request, Message]]:
+        """All have the parameters; or what they wait for is not to be."""
+        found: list[tuple[Request, Message]] = []
+        for name, (request, turn) in list(self._beginning.items()):
+            if now is None or now.turn != turn:
+                found.append((request, Begun(0)))
+            elif not now.absent:
+                found.append((request, Begun(now.step, now.sets, now.candidates)))
+            else:
+                continue
+            del self._beginning[name]
+        return found
+
+    def _end(self, over: Validation) -> None:
+        """Rules have seen the readings before anybody goes on."""
+        values = over.values()
+        self._readings = {over.turn: values}
+        self._c.try_keep()
+        told = ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
+        self._c.event(f"validation at step {over.step}: {told}")
+        self._c.readings.take_whole(values, over.step)
+        self._c.bests.validated(over)
+
+    def _give_up(self, lost: Validation) -> None:
+        self._readings = {}
+        self._c.event(
+            f"the validation at step {lost.step} was given up: nobody is left who has its parameters; it is made anew"
+        )
+        self._c.try_keep()
+        self.tell()
+
+    def is_validated(self, metric: str) -> bool:
+        """Under the lock: whether this metric comes from validations, and so from nobody's report."""
+        return metric in self._core.state.metrics
+
+    def called(self) -> Called:
+        return self._core.called()
+
+
+def _owner(request: Request) -> Identity:
+    return (request.peer.name, request.peer.incarnation)
