@@ -55,8 +55,13 @@ class Chosen:
 
 def find(folder: Folder) -> list[Found]:
     """All that are in it, newest first."""
+    return list(_each(folder))
+
+
+def _each(folder: Folder) -> Iterator[Found]:
     numbers = {name: number for name in folder.list() if (number := number_in(name)) is not None}
-    return [_look(folder, name, numbers[name]) for name in sorted(numbers, key=lambda n: (-numbers[n], n))]
+    for name in sorted(numbers, key=lambda name: (-numbers[name], name)):
+        yield _look(folder, name, numbers[name])
 
 
 def _look(folder: Folder, name: str, number: int) -> Found:
@@ -132,7 +137,7 @@ def candidates(folder: Folder, say: Callable[[str], None] = lambda words: None) 
         except MissingError as error:
             raise StoreError(f"{folder.url} points at {target.url}, which is not there; name another") from error
         return
-    for found in find(folder):
+    for found in _each(folder):
         if found.manifest is not None:
             yield Chosen(folder.join(found.name), found.manifest, found.digest)
         elif not found.is_unfinished:
