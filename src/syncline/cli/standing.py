@@ -25,6 +25,8 @@ def show_status(status: JobStatus) -> str:
     lines += _table(status.members)
     if status.epochs:
         lines += ["", *(f"{epoch.loader}: {_whole_epoch(epoch)}" for epoch in status.epochs)]
+    if saves := status.saves.told():
+        lines += ["", f"checkpoints: {saves}"]
     lines += ["", "waits: nobody for anybody" if not status.waits else "waits:"]
     lines += [f"  {_wait(wait)}" for wait in sorted(status.waits, key=lambda wait: -wait.seconds)]
     if status.waits and status.why:

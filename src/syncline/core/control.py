@@ -14,7 +14,7 @@ from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy
 from syncline.core.standings import Standing
-from syncline.stats import EpochProgress, JobStatus, ServerStats, StepTimes, Wait
+from syncline.stats import EpochProgress, JobStatus, SaveCounts, ServerStats, StepTimes, Wait
 
 
 class Join(Message, frozen=True):
@@ -212,6 +212,7 @@ class Standings(Message, frozen=True):
     num_scalings: int = 0  # how often `wanted` was said
     epochs: list[EpochProgress] = []
     step: int = 0  # the job's, as `job.step` is
+    saves: SaveCounts = SaveCounts()
 
 
 class Died(Message, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from syncline.core.layout import ITEM_BYTES, Piece, Segment, Slice
 from syncline.core.manifest import Manifest, SavedSlice, SavedState
-from syncline.core.slices import Identity, SliceState, least_clocks
+from syncline.core.slices import Copy, Identity, SliceState, least_clocks, life_of
 from syncline.errors import StoreError
 
 
@@ -98,3 +98,12 @@ def clocks_of(overlaps: Iterable[Overlap]) -> dict[Identity, int]:
     """What of every worker's commits is in all of it."""
     slices = {overlap.saved.id: overlap.saved for overlap in overlaps}
     return least_clocks(SliceState(clocks={(n, i): clock for n, i, clock in s.clocks}) for s in slices.values())
+
+
+def is_no_older(saved: SavedSlice, copy: Copy | None) -> bool:
+    """Whether a lost slice comes back from a checkpoint rather than from a worker's copy: it loses no update more, no
+    commit that its worker was told of, and not the rules' state."""
+    if copy is None:
+        return True
+    clocks = {life_of(name, incarnation): clock for name, incarnation, clock in saved.clocks}
+    return saved.version >= copy.version and all(clocks.get(life, 0) >= c for life, c in copy.clocks.items())

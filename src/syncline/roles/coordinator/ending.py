@@ -35,6 +35,8 @@ class Ending:
                 return
             self.ended_at = time.monotonic()
             self._c.handing.end()
+            if told := self._c.reporting.saves().told():
+                self._c.event(f"checkpoints: {told}")
             endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()
             try:
                 self._c.keep()
