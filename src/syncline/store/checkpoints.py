@@ -200,11 +200,14 @@ def pointed(folder: Folder, name: str) -> dict[str, Any] | None:
     return found if number_in(str(found.get("checkpoint"))) is not None else None
 
 
-def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = ()) -> list[str]:
-    """Removes what retention lets go of this lineage; their names, oldest first. What `best` points at stays too."""
+def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = (), *, wholly: bool = False) -> list[str]:
+    """Removes what retention lets go of this lineage; their names, oldest first. What `best` points at stays too.
+
+    `wholly`: one counts as sound only when all its tensors have been read; else when its files are as they must be.
+    """
     fact = pointed(folder, "best")
     kept = {*best, *([fact["checkpoint"]] if fact else [])}
-    gone = outdated([_standing(folder, found) for found in find(folder)], keep, lineage, kept)
+    gone = outdated([_standing(folder, found, wholly) for found in find(folder)], keep, lineage, kept)
     for name in gone:
         folder.join(name).remove_all()
         if faults.armed is not None:
@@ -212,12 +215,12 @@ def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = ()) -
     return gone
 
 
-def _standing(folder: Folder, found: Found) -> Standing:
+def _standing(folder: Folder, found: Found, wholly: bool) -> Standing:
     if found.manifest is None:
         lineage = _begun_by(folder.join(found.name)) if found.is_unfinished else ""
         return Standing(found.name, found.number, lineage, is_sound=False, is_unfinished=found.is_unfinished)
     try:
-        check_files(folder.join(found.name), found.manifest)
+        (verify if wholly else check_files)(folder.join(found.name), found.manifest)
         is_sound = True
     except StoreError:
         is_sound = False
