@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -152,8 +153,13 @@ class Loading:
         readers = {file.name: TensorReader(folder, file) for file in manifest.files}
 
         def read(key: tuple[str, str]) -> None:
-            tensor = tensors[key]
-            readers[key[0]].read_into(key[1], _views(sorted(wanted[key], key=_begin), tensor.end - tensor.begin))
+            tensor, places = tensors[key], sorted(wanted[key], key=_begin)
+            if _is_apart(places):
+                readers[key[0]].read_into(key[1], _views(places, tensor.end - tensor.begin))
+                return
+            found = buffer_of(readers[key[0]].read(key[1]))
+            for begin, end, view in places:
+                view[:] = found[begin:end]
 
         try:
             # In the order in which they lie in their files.
@@ -182,6 +188,11 @@ class Loading:
 
 def _begin(wanted: Wanted) -> int:
     return wanted[0]
+
+
+def _is_apart(wanted: Sequence[Wanted]) -> bool:
+    """Whether every byte goes to one place; a number for a whole piece goes to all that the piece is cut into."""
+    return all(one[1] <= two[0] for one, two in itertools.pairwise(wanted))
 
 
 def _views(wanted: Sequence[Wanted], num_bytes: int) -> list[memoryview]:
