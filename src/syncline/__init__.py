@@ -3,7 +3,7 @@
 errors, config, stats      the ground: what is raised, what can be set, what is counted
 core/                      pure: messages, layout, placement, policy, rounds, membership, liveness, order, splits
 net/                       frames, sockets, shared memory, the in-process twin, calls
-store/                     what outlives a process: the coordinator's journal
+store/                     what outlives a process: the coordinator's journal, checkpoints
 client/  roles/            inside a worker / the coordinator and the servers
 torch/   data/             thin adapters, data sets
 launch/                    init(), local processes, other hosts
@@ -11,6 +11,12 @@ testing/                   whole jobs inside one process
 bench/                     the rows of `syncline bench`
 cli/                       the command line
 """
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Collection
 
 from syncline.client.current import current_job
 from syncline.client.job import Job
@@ -54,4 +60,25 @@ __all__ = [
     "__version__",
     "current_job",
     "init",
+    "load_state_dict",
 ]
+
+if typing.TYPE_CHECKING:
+    import torch
+
+
+def load_state_dict(
+    url: str | os.PathLike[str],
+    names: Collection[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    weights: str = "parameters",
+) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint as a plain state_dict; it takes no job.
+
+    `url`: a checkpoint's folder, or a folder of checkpoints (the newest that can be read), or its `best` or `last`;
+    any path that fsspec knows. `names`: only these. `dtype`: what is a floating number becomes this. `weights`:
+    "average" for the average that `--average ema:DECAY` keeps. What is damaged is never returned: StoreError.
+    """
+    from syncline.torch.weights import load_state_dict as load  # torch only where it is needed
+
+    return load(url, names, dtype, weights)

@@ -72,6 +72,28 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0  #: of its process, on its host
 
 
+class SaveCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job has saved so far."""
+
+    folder: str = ""  #: where to
+    taken_up: str = ""  #: the checkpoint that the job goes on from
+    last: str = ""  #: name of the newest checkpoint
+    step: int = 0  #: its step
+    num_saved: int = 0
+    num_failed: int = 0  #: given up
+    failure: str = ""  #: why the last of these
+
+    def told(self) -> str:
+        """In words; nothing where nothing is saved."""
+        if not self.folder:
+            return ""
+        words = [f"{self.num_saved} saved in {self.folder}"]
+        words += [f"the last: {self.last}"] if self.last else []
+        words += [f"{self.num_failed} given up, the last one because: {self.failure}"] if self.num_failed else []
+        words += [f"taken up: {self.taken_up}"] if self.taken_up else []
+        return "; ".join(words)
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What `syncline status` shows."""
 
@@ -90,6 +112,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     events: list[str]  #: what happened lately
     num_revoked: int = 0  #: acknowledged updates that were lost with a server
     epochs: list[EpochProgress] = []  #: that are under way
+    saves: SaveCounts = SaveCounts()
     verdict: str = ""
     readings: dict[str, float] = {}  #: the newest of each metric
     stop: str = ""  #: which rule has ended training, on what value

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.roles.played import SECONDS, Disk, ask, jobs, until
 
-from syncline.core.control import Beat, Install, Leave, Register, Registered
+from syncline.core.control import AskStatus, Beat, GiveCopies, Install, Leave, Register, Registered
 from syncline.core.handing import AskLease, OpenEpoch
 from syncline.core.layout import Parameter
 from syncline.core.loader import Loader
@@ -30,6 +30,7 @@ from syncline.core.saving import (
     WriteMarked,
     WriteScript,
 )
+from syncline.core.slices import Copy, life_of
 from syncline.errors import ConfigError, LayoutError, StoreError
 from syncline.store.checkpoints import choose, pointed
 from syncline.store.folders import open_folder
@@ -284,7 +285,7 @@ def test_a_job_goes_on_from_the_newest_that_its_folder_holds(jobs: Any, folder: 
     answer = register(job)
     assert isinstance(answer, Registered) and answer.upload is None, "the chief is not asked for its values"
     told = [message for k in range(3) for message in job[f"server-{k}"].all(TakeUp)]
-    assert sorted(number for message in told for number in message.slices) == [0, 1, 2, 3]
+    assert sorted(number for message in told for number in message.slices) == sorted(job.seats())
     assert {message.folder for message in told} == {str(folder / "000001-step-7")}
     assert not any(message.clocks or message.fresh for message in told)
     assert any("takes up" in line and "step 7, epoch 1, saved" in line for line in job.log), job.log
@@ -310,7 +311,7 @@ def test_another_model_is_an_error_that_names_the_remedy(jobs: Any, folder: path
     job = jobs(checkpoint=str(folder)).begin()
     with pytest.raises(LayoutError, match=r"'w' as float32\[8\].* has float32\[4096\].*--fresh"):
         register(job, num_items=8)
-    with pytest.raises(LayoutError, match="'v'.*none of that name.*--fresh"):
+    with pytest.raises(LayoutError, match=r"'v'.*none of that name.*--fresh"):
         register(job, name="v")
 
 
@@ -363,3 +364,56 @@ def test_the_pointer_is_json(jobs: Any, folder: pathlib.Path) -> None:
     assert isinstance(ask(job, Save("SIGTERM")), Saved), "the launcher may ask too"
     assert json.loads((folder / "last").read_text())["checkpoint"] == "000001-step-7"
     assert any("saved" in line and "SIGTERM" in line for line in job.log)
+
+
+# -- one replica ------------------------------------------------------------------------------------------
+
+
+def lost(jobs: Any, folder: pathlib.Path, version: int, clock: int) -> Any:
+    """A job that saved at version 7 and lost a server; its worker's copies are of this version."""
+    job = begun(jobs, folder)
+    job["worker-0"].ask(Save())
+    lives = [life_of(f"worker-{k}", job[f"worker-{k}"].incarnation) for k in range(2)]
+    numbers = [number for number, (primary, _) in job.seats().items() if primary == "server-1"]
+    job["worker-0"].copies = [Copy(n, version, dict.fromkeys(lives, clock), version) for n in numbers]
+    job.kill("server-1")
+    until(lambda: any("came back" in line for line in job.log), "they are restored")
+    return job
+
+
+def test_a_lost_slice_comes_back_from_a_checkpoint_that_is_no_older(jobs: Any, folder: pathlib.Path) -> None:
+    job = lost(jobs, folder, version=7, clock=7)
+    (told,) = job["server-0"].all(TakeUp)
+    assert told.clocks and told.known == [7] * len(told.slices)
+    assert not job["worker-0"].all(GiveCopies)
+    (line,) = [line for line in job.log if "came back" in line]
+    assert "came back from 000001-step-7" in line and "0 acknowledged updates were revoked" in line
+
+
+def test_a_fresher_copy_is_preferred(jobs: Any, folder: pathlib.Path) -> None:
+    job = lost(jobs, folder, version=8, clock=8)
+    assert not job["server-0"].all(TakeUp) and job["worker-0"].all(GiveCopies)
+
+
+def test_a_commit_that_its_worker_was_told_of_is_never_missing(jobs: Any, folder: pathlib.Path) -> None:
+    """A void commit advances the clock and no version: the next one would find a gap."""
+    job = lost(jobs, folder, version=7, clock=8)
+    assert not job["server-0"].all(TakeUp) and job["worker-0"].all(GiveCopies)
+
+
+def test_a_damaged_checkpoint_brings_nothing_back(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["worker-0"].ask(Save())
+    (folder / "000001-step-7" / "manifest.json").write_text("{}")
+    job["worker-0"].copies = [Copy(n, 6, {}, 7) for n in job.seats()]
+    job.kill("server-1")
+    until(lambda: any("came back from the copy of worker-0" in line for line in job.log), "from the copy")
+    assert any("cannot bring back what was lost" in line for line in job.log)
+
+
+def test_how_saves_stand_is_told(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["worker-0"].ask(Save())
+    saves = ask(job, AskStatus()).status.saves
+    assert (saves.num_saved, saves.last, saves.step) == (1, "000001-step-7", 7)
+    assert saves.told() == f"1 saved in {folder}; the last: 000001-step-7"

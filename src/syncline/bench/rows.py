@@ -10,6 +10,7 @@ from syncline.bench.leases import coordinator_memory, epoch_start, lease_share
 from syncline.bench.moving import adam, crowd, push_pull, replicas, sync, sync_scaling, tls
 from syncline.bench.reading import parquet
 from syncline.bench.row import Reach, Row
+from syncline.bench.saves import checkpoint
 from syncline.bench.starting import start
 from syncline.bench.training import beside_ddp, beside_strangers, embedded, on_device
 from syncline.bench.words import KIB, MIB
@@ -21,7 +22,15 @@ _WIDE = "MLP 784-2048-2048-10 batch 32, SGD with momentum"
 
 
 def all_rows() -> list[Row]:
-    return [*_moving_rows(), *_training_rows(), *_data_rows(), *_memory_rows(), *_start_rows(), *_gpu_rows()]
+    return [
+        *_moving_rows(),
+        *_training_rows(),
+        *_data_rows(),
+        *_save_rows(),
+        *_memory_rows(),
+        *_start_rows(),
+        *_gpu_rows(),
+    ]
 
 
 def _moving_rows() -> list[Row]:
@@ -71,6 +80,13 @@ def _data_rows() -> list[Row]:
             parquet(f"parquet-{shape}-groups", shape, rows, reach=Reach("printed"), beside="row_groups")
             for shape, rows in sizes.items()
         ),
+    ]
+
+
+def _save_rows() -> list[Row]:
+    return [
+        checkpoint("checkpoint-save", 512 * MIB, load=False, reach=_at_most(1.2)),
+        checkpoint("checkpoint-load", 512 * MIB, load=True, reach=_at_most(1.2)),
     ]
 
 

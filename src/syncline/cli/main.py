@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from syncline.cli import bench, chaos, doctor, pace, roles, run, status
+from syncline.cli import bench, chaos, checkpoint, doctor, pace, roles, run, status
 from syncline.errors import SynclineError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("pace")(pace.pace)
 app.command("chaos", context_settings=_SCRIPT)(chaos.chaos)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)

@@ -33,6 +33,8 @@ def show_status(status: JobStatus) -> str:
         lines.append(f"learning rates are multiplied by {status.lr_factor:.4g}")
     if status.stop:
         lines.append(f"training has stopped by {status.stop}")
+    if saves := status.saves.told():
+        lines += ["", f"checkpoints: {saves}"]
     lines += ["", "waits: nobody for anybody" if not status.waits else "waits:"]
     lines += [f"  {_wait(wait)}" for wait in sorted(status.waits, key=lambda wait: -wait.seconds)]
     if status.waits and status.why:

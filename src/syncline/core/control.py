@@ -14,7 +14,7 @@ from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy
 from syncline.core.standings import Standing
-from syncline.stats import EpochProgress, JobStatus, ServerStats, StepTimes, Wait
+from syncline.stats import EpochProgress, JobStatus, SaveCounts, ServerStats, StepTimes, Wait
 
 
 class Join(Message, frozen=True):
@@ -214,6 +214,7 @@ class Standings(Message, frozen=True):
     step: int = 0  # the job's, as `job.step` is
     readings: dict[str, float] = {}  # the newest of each metric
     stop: str = ""  # which rule has ended training, on what value
+    saves: SaveCounts = SaveCounts()
 
 
 class Died(Message, frozen=True):

@@ -117,6 +117,7 @@ class TakeUp(Message, frozen=True):
 
     `digest`: of its manifest. `clocks`: with the clocks in it (a lost slice of a job that goes on); else without:
     it is another job's, or an earlier run's. `fresh`: groups, by (segment, group), whose rules' state starts afresh.
+    `known`: with clocks, for each slice the highest version that was acknowledged to anybody; no version is less.
     Answered with `Done`.
     """
 
@@ -125,6 +126,7 @@ class TakeUp(Message, frozen=True):
     slices: list[int]
     clocks: bool = False
     fresh: list[tuple[int, int]] = []
+    known: list[int] = []
 
 
 class AskTakenUp(Message, frozen=True):

@@ -55,8 +55,13 @@ class Chosen:
 
 def find(folder: Folder) -> list[Found]:
     """All that are in it, newest first."""
+    return list(_each(folder))
+
+
+def _each(folder: Folder) -> Iterator[Found]:
     numbers = {name: number for name in folder.list() if (number := number_in(name)) is not None}
-    return [_look(folder, name, numbers[name]) for name in sorted(numbers, key=lambda n: (-numbers[n], n))]
+    for name in sorted(numbers, key=lambda name: (-numbers[name], name)):
+        yield _look(folder, name, numbers[name])
 
 
 def _look(folder: Folder, name: str, number: int) -> Found:
@@ -132,7 +137,7 @@ def candidates(folder: Folder, say: Callable[[str], None] = lambda words: None) 
         except MissingError as error:
             raise StoreError(f"{folder.url} points at {target.url}, which is not there; name another") from error
         return
-    for found in find(folder):
+    for found in _each(folder):
         if found.manifest is not None:
             yield Chosen(folder.join(found.name), found.manifest, found.digest)
         elif not found.is_unfinished:
@@ -195,11 +200,14 @@ def pointed(folder: Folder, name: str) -> dict[str, Any] | None:
     return found if number_in(str(found.get("checkpoint"))) is not None else None
 
 
-def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = ()) -> list[str]:
-    """Removes what retention lets go of this lineage; their names, oldest first. What `best` points at stays too."""
+def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = (), *, wholly: bool = False) -> list[str]:
+    """Removes what retention lets go of this lineage; their names, oldest first. What `best` points at stays too.
+
+    `wholly`: one counts as sound only when all its tensors have been read; else when its files are as they must be.
+    """
     fact = pointed(folder, "best")
     kept = {*best, *([fact["checkpoint"]] if fact else [])}
-    gone = outdated([_standing(folder, found) for found in find(folder)], keep, lineage, kept)
+    gone = outdated([_standing(folder, found, wholly) for found in find(folder)], keep, lineage, kept)
     for name in gone:
         folder.join(name).remove_all()
         if faults.armed is not None:
@@ -207,12 +215,12 @@ def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = ()) -
     return gone
 
 
-def _standing(folder: Folder, found: Found) -> Standing:
+def _standing(folder: Folder, found: Found, wholly: bool) -> Standing:
     if found.manifest is None:
         lineage = _begun_by(folder.join(found.name)) if found.is_unfinished else ""
         return Standing(found.name, found.number, lineage, is_sound=False, is_unfinished=found.is_unfinished)
     try:
-        check_files(folder.join(found.name), found.manifest)
+        (verify if wholly else check_files)(folder.join(found.name), found.manifest)
         is_sound = True
     except StoreError:
         is_sound = False

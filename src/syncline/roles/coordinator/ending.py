@@ -36,6 +36,8 @@ class Ending:
             self.ended_at = time.monotonic()
             self._c.handing.end()
             self._c.stopping.end()
+            if told := self._c.reporting.saves().told():
+                self._c.event(f"checkpoints: {told}")
             endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()
             try:
                 self._c.keep()

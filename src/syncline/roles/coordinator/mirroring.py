@@ -10,6 +10,7 @@ from syncline.core.saves import Checkpoint
 from syncline.errors import StoreError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
+from syncline.store.mirror import copy_checkpoint
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -52,8 +53,6 @@ class Mirroring:
             self._copy(made)
 
     def _copy(self, made: Checkpoint) -> None:
-        from syncline.store.mirror import copy_checkpoint
-
         config = self._c.config
         try:
             source, target = open_folder(made.root), open_folder(config.checkpoint_mirror)

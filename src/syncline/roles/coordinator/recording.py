@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -85,7 +85,10 @@ class Recording:
     def _gather(
         self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, number: int, step: int
     ) -> Manifest:
-        marked, scripts = self._ask(taken, folder, workers)
+        marked = self._ask_servers(taken, folder)
+        lives = {name: (name, taken.workers.get(name, 0)) for name in workers}
+        clocks = {name: taken.clocks[life] for name, life in lives.items() if life in taken.clocks}
+        scripts = self._ask_workers(taken, folder, clocks)
         files: list[SavedFile] = []
         slices: list[SavedSlice] = []
         for answer in self._written(marked):
@@ -95,6 +98,7 @@ class Recording:
                 self._c.event(
                     f"{answer.num_waited} updates waited for memory during a save; --save-memory allows it more"
                 )
+        scripts |= self._ask_workers(taken, folder, _clocks_in(slices, taken, lives.keys() - clocks.keys()))
         found = self._scripts(scripts, chief)
         wanted = [part.id for segment in taken.segments for part in segment.slices]
         if sorted(part.id for part in slices) != sorted(wanted):
@@ -120,19 +124,21 @@ class Recording:
 
     # -- asking -------------------------------------------------------------------------------------------
 
-    def _ask(self, taken: Taken, folder: Folder, workers: Collection[str]) -> tuple[dict[str, Call], dict[str, Call]]:
-        marked: dict[str, Call] = {}
-        scripts: dict[str, Call] = {}
-        for name in taken.servers:
-            marked[name] = self._call(name, WriteMarked(taken.number, folder.url, f"{name}.safetensors"))
-        for name in sorted(workers):
-            clock = taken.clocks.get((name, taken.workers.get(name, 0)), 0)
+    def _ask_servers(self, taken: Taken, folder: Folder) -> dict[str, Call]:
+        return {
+            name: self._call(name, WriteMarked(taken.number, folder.url, f"{name}.safetensors"))
+            for name in taken.servers
+        }
+
+    def _ask_workers(self, taken: Taken, folder: Folder, clocks: Mapping[str, int]) -> dict[str, Call]:
+        calls: dict[str, Call] = {}
+        for name, clock in clocks.items():
             message = WriteScript(taken.number, clock, folder.url, f"{name}.script.safetensors")
             try:
-                scripts[name] = self._call(name, message)
+                calls[name] = self._call(name, message)
             except ConnectionLost as error:
                 self._lacks(name, error)
-        return marked, scripts
+        return calls
 
     def _call(self, name: str, message: Message) -> Call:
         with self._c.lock:
@@ -164,14 +170,13 @@ class Recording:
             patience = self._c.config.wait_seconds if name == chief else SCRIPT_SECONDS
             try:
                 while not call.arrives(_LOOK_SECONDS):
-                    self._check_goes_on()
+                    if self._c.over.is_set():
+                        raise ConnectionLost("the job has ended")
                     if time.monotonic() - began > patience:
                         raise WaitTimeout(f"it did not come within {patience:g} s")
                 answer = call.wait(0)
                 if isinstance(answer, WrittenScript):
                     found.append(answer.script)
-            except StoreError:
-                raise  # the disk has something against it
             except SynclineError as error:
                 self._lacks(name, error)
         return sorted(found, key=lambda script: script.worker)
@@ -199,6 +204,16 @@ class Recording:
 
     def close(self) -> None:
         self._mirroring.close()
+
+
+def _clocks_in(slices: Iterable[SavedSlice], taken: Taken, workers: Collection[str]) -> dict[str, int]:
+    """Of workers that take part no more, and of which servers tell nothing at a cut: what is in the slices."""
+    found = dict.fromkeys(sorted(workers), 0)
+    for part in slices:
+        for name, incarnation, clock in part.clocks:
+            if name in found and taken.workers.get(name) == incarnation:
+                found[name] = max(clock, found[name])
+    return found
 
 
 def adopt(url: str) -> Checkpoint | None:

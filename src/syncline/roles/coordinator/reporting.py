@@ -28,7 +28,7 @@ from syncline.core.standings import by_name
 from syncline.core.why import FRESH_SECONDS, Known, causes, why
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request
-from syncline.stats import JobStatus, MemberStatus, Wait
+from syncline.stats import JobStatus, MemberStatus, SaveCounts, Wait
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -125,6 +125,7 @@ class Reporting:
                 step=self.step(),
                 readings=self._c.readings.values(),
                 stop=state.steering.steer.stop,
+                saves=self.saves(),
             )
         request.reply(standings)
 
@@ -133,6 +134,19 @@ class Reporting:
         if self._c.config.sync_every > 1:
             return max((report.step for report in self._c.reports.values()), default=0)
         return max((beat.num_updates for beat, _ in self._c.beats.values()), default=0)
+
+    def saves(self) -> SaveCounts:
+        """Under the lock."""
+        saves = self._c.membership.state.saves
+        return SaveCounts(
+            folder=self._c.config.checkpoint,
+            taken_up=saves.taken_up.name if saves.taken_up is not None else "",
+            last=saves.last.name if saves.last is not None else "",
+            step=saves.last.step if saves.last is not None else 0,
+            num_saved=saves.num_saved,
+            num_failed=saves.num_failed,
+            failure=saves.failure,
+        )
 
     # -- who waits for whom -------------------------------------------------------------------------------
 
@@ -216,6 +230,7 @@ class Reporting:
             events=list(self._c.events),
             num_revoked=membership.state.num_revoked,
             epochs=progress(membership.state.leases),
+            saves=self.saves(),
             verdict=outcome.reason if outcome else "",
             readings=self._c.readings.values(),
             stop=membership.state.steering.steer.stop,

@@ -1,18 +1,28 @@
-"""Slices that no server has any more come back from the freshest worker's copy; what that revokes is said."""
+"""Slices that no server has any more come back from the freshest worker's copy, or from a checkpoint of this job.
+
+From where less is lost; what that revokes is said.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from syncline.core.control import AskCopies, GiveCopies, GivenCopies, Host
 from syncline.core.layout import Segment
+from syncline.core.manifest import SavedSlice
 from syncline.core.message import Message
 from syncline.core.policy import parse_policy
+from syncline.core.restoring import is_no_older
+from syncline.core.saves import Checkpoint
+from syncline.core.saving import TakeUp
 from syncline.core.slices import Copy, Identity, freshest, num_revoked
 from syncline.core.words import counted
-from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
+from syncline.errors import ConnectionLost, StoreError, SynclineError, WaitTimeout
+from syncline.store.checkpoints import read_manifest
+from syncline.store.folders import open_folder
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -26,6 +36,31 @@ class Asking(Protocol):
 
     def ask_servers(self, messages: Mapping[str, Message]) -> dict[str, Message]:
         """The answers of all."""
+
+
+#: Whose copy of a slice, and what is said of it.
+Brought = tuple[str, Copy]
+
+
+@dataclasses.dataclass
+class Back:
+    """What has come back, and from where."""
+
+    checkpoint: str = ""
+    from_workers: dict[int, Brought] = dataclasses.field(default_factory=dict)
+    from_disk: dict[int, SavedSlice] = dataclasses.field(default_factory=dict)
+    num_revoked: int = 0
+
+    def told(self) -> str:
+        words = []
+        if self.from_workers:
+            names = ", ".join(sorted({name for name, _ in self.from_workers.values()}))
+            count = counted(len(self.from_workers), "slice")
+            words.append(f"{count} came back from the copy of {names}, with fresh rule state")
+        if self.from_disk:
+            count = counted(len(self.from_disk), "slice")
+            words.append(f"{count} came back from {self.checkpoint}, which is no older, with the rule's state")
+        return "; ".join(words)
 
 
 def restore(coordinator: Coordinator, asking: Asking) -> None:
@@ -44,21 +79,20 @@ def restore(coordinator: Coordinator, asking: Asking) -> None:
             by_server[server] = Host(segment, [number for number in here if seats[number] == server])
         asking.ask_servers(by_server)
     with_values = [part.id for s in segments if s.index in ready for part in s.slices if part.id in seats]
-    chosen, revoked = _bring(coordinator, with_values, seats, segments) if with_values else ({}, 0)
+    back = _bring(coordinator, asking, with_values, seats, segments) if with_values else Back()
     if with_values:
         # Said before it is kept: a coordinator that dies in between says it again, never not at all.
-        names = ", ".join(sorted(set(chosen.values())))
-        least = "at least " if _a_worker_is_gone(coordinator) else ""
+        least = "at least " if _a_worker_is_gone(coordinator) or not back.from_workers else ""
         is_spare = bool(parse_policy(coordinator.config.policy).spare)
         coordinator.event(
-            f"{counted(len(with_values), 'slice')} came back from the copy of {names}, with fresh rule state; "
-            f"{least}{counted(revoked, 'acknowledged update')} {'was' if revoked == 1 else 'were'} revoked"
+            f"{back.told()}; {least}{counted(back.num_revoked, 'acknowledged update')} "
+            f"{'was' if back.num_revoked == 1 else 'were'} revoked"
             + ("; steps that were under way may be on some slices only" if is_spare else "")
         )
     with coordinator.lock:
         state = coordinator.membership.state
         state.lost = [number for number in state.lost if number not in seats]
-        state.num_revoked += revoked
+        state.num_revoked += back.num_revoked
         if 0 in with_values:
             coordinator.handing.uses_are_lost()
         coordinator.keep()
@@ -71,18 +105,65 @@ def _a_worker_is_gone(coordinator: Coordinator) -> bool:
 
 
 def _bring(
-    coordinator: Coordinator, lost: Sequence[int], seats: Mapping[int, str], segments: Sequence[Segment]
-) -> tuple[dict[int, str], int]:
-    """Who brought which slice, and how many acknowledged updates are gone with the servers."""
+    coordinator: Coordinator,
+    asking: Asking,
+    lost: Sequence[int],
+    seats: Mapping[int, str],
+    segments: Sequence[Segment],
+) -> Back:
+    """Each from where it loses less; a checkpoint that cannot be read is none."""
     copies = _copies(coordinator, lost)
-    chosen: dict[int, tuple[str, Copy]] = {}
-    for number in lost:
-        found = freshest(copies, number)
-        if found is None:
-            _give_up(coordinator, number, segments)
-        chosen[number] = found
-    _have_them_brought(coordinator, chosen, seats)
-    return {number: name for number, (name, _) in chosen.items()}, num_revoked(copy for _, copy in chosen.values())
+    found = {number: freshest(copies, number) for number in lost}
+    checkpoint, saved = _saved(coordinator)
+    back = Back(checkpoint=checkpoint.name if checkpoint is not None else "")
+    for number, one in found.items():
+        if number in saved and is_no_older(saved[number], one[1] if one else None):
+            back.from_disk[number] = saved[number]
+    if checkpoint is not None and back.from_disk:
+        try:
+            asking.ask_servers(_to_take_up(checkpoint, back.from_disk, found, seats))
+        except StoreError as error:
+            coordinator.event(f"{checkpoint.folder} cannot bring back what was lost: {error}")
+            back.from_disk = {}
+    for number, one in found.items():
+        if number not in back.from_disk:
+            if one is None:
+                _give_up(coordinator, number, segments)
+            back.from_workers[number] = one
+    _have_them_brought(coordinator, back.from_workers, seats)
+    known = {number: one[1].known if one else 0 for number, one in found.items()}
+    back.num_revoked = max(
+        num_revoked(copy for _, copy in back.from_workers.values()),
+        max((known[number] - part.version for number, part in back.from_disk.items()), default=0),
+    )
+    return back
+
+
+def _saved(coordinator: Coordinator) -> tuple[Checkpoint | None, dict[int, SavedSlice]]:
+    """The newest checkpoint of this very job, and the slices in it."""
+    with coordinator.lock:
+        last = coordinator.membership.state.saves.last
+    if last is None:
+        return None, {}
+    try:
+        manifest, _ = read_manifest(open_folder(last.folder), last.digest)
+    except StoreError as error:
+        coordinator.event(f"{last.folder} cannot bring back what was lost: {error}")
+        return None, {}
+    return last, {part.id: part for part in manifest.slices}
+
+
+def _to_take_up(
+    checkpoint: Checkpoint, parts: Collection[int], found: Mapping[int, Brought | None], seats: Mapping[int, str]
+) -> dict[str, Message]:
+    mine: dict[str, list[int]] = {}
+    for number in parts:
+        mine.setdefault(seats[number], []).append(number)
+    known = {number: one[1].known if one else 0 for number, one in found.items()}
+    return {
+        name: TakeUp(checkpoint.folder, checkpoint.digest, numbers, True, known=[known[n] for n in numbers])
+        for name, numbers in mine.items()
+    }
 
 
 def _copies(coordinator: Coordinator, lost: Sequence[int]) -> dict[Identity, list[Copy]]:
@@ -109,9 +190,7 @@ def _copies(coordinator: Coordinator, lost: Sequence[int]) -> dict[Identity, lis
     return found
 
 
-def _have_them_brought(
-    coordinator: Coordinator, chosen: Mapping[int, tuple[str, Copy]], seats: Mapping[int, str]
-) -> None:
+def _have_them_brought(coordinator: Coordinator, chosen: Mapping[int, Brought], seats: Mapping[int, str]) -> None:
     pairs: dict[tuple[str, str], list[Copy]] = {}
     for number, (name, copy) in chosen.items():
         pairs.setdefault((name, seats[number]), []).append(copy)

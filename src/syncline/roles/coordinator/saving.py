@@ -162,16 +162,15 @@ class Saving:
             return now >= self._wanted.not_before
         if self._every is None:
             self._every = every("--save-every", self._c.config.save_every or DEFAULT_EVERY)
-            self._saved_just_now(now)
+            newest = self._c.membership.state.saves.newest
+            self._count_from(now, newest.step if newest else 0)
         if self._every.steps:
             return self._c.reporting.step() >= self._due_step
         return now >= self._due_at
 
-    def _saved_just_now(self, now: float) -> None:
+    def _count_from(self, now: float, step: int) -> None:
         if self._every is not None:
-            newest = self._c.membership.state.saves.newest
-            self._due_at = now + self._every.seconds
-            self._due_step = max(self._c.reporting.step(), newest.step if newest else 0) + self._every.steps
+            self._due_at, self._due_step = now + self._every.seconds, step + self._every.steps
 
     def _are_all_finishing(self) -> bool:
         membership = self._c.membership
@@ -345,8 +344,9 @@ class Saving:
             self._c.try_keep()
             self._has_ended |= wanted.is_final
             self._under_way = None
-            self._saved_just_now(time.monotonic())
             newest = saves.newest
+            reached = made.step if made is not None else self._c.reporting.step()
+            self._count_from(time.monotonic(), reached)
         for request in wanted.requests:
             if error is not None or newest is None:
                 request.refuse(error or StoreError("nothing was saved"))

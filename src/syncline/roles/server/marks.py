@@ -105,7 +105,8 @@ class MarkedSlice:
             for entry, tensor in self.slot.rules.live_state():
                 there = tensor.detach().contiguous().cpu()
                 found: Bytes = there.reshape(-1).view(torch.uint8).numpy()
-                yield self._name_of(entry), buffer_of(found.copy() if copies and there is tensor else found)
+                is_its_own = there.data_ptr() == tensor.data_ptr()
+                yield self._name_of(entry), buffer_of(found.copy() if copies and is_its_own else found)
 
     def write(self, writer: Writer) -> None:
         """By whoever writes the file: copies where nobody has, and frees what was copied."""

@@ -28,6 +28,7 @@ from syncline.core.members import Member
 from syncline.core.message import Done, Message
 from syncline.core.policy import policy_of
 from syncline.core.rounds import Rounds
+from syncline.core.saving import TakeUp
 from syncline.core.traffic import (
     AskHosted,
     AskPlace,
@@ -63,6 +64,7 @@ from syncline.roles.server.generations import HOLD_SECONDS, Generations
 from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.hosting import Dial, Hosting
+from syncline.roles.server.loading import Loading
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.pulls import Pulls
 from syncline.roles.server.saving import Saving, saving_handlers
@@ -120,7 +122,7 @@ class Server:
         self._endpoints: set[Endpoint] = set()
         self._leaving: set[Endpoint] = set()  # of workers that have said so
         self._wire = WireStats()
-        self._saving = Saving(log)
+        self._saving, self._loading = Saving(log), Loading(self._hosting, self._drain)
         self._gate: CommitGate | None = None
         self._rare = self._rare_handlers()
 
@@ -275,6 +277,7 @@ class Server:
             Over: lambda request, message: self._over(message),
             Retire: self._asked_to_retire,
             **saving_handlers(self._cut, self._saving),
+            TakeUp: lambda request, message: self._loading.take_up(request, message, self.commits),
         }
 
     def _rest(self, request: Request, message: Rest) -> None:

@@ -1,0 +1,78 @@
+"""A second copy of a checkpoint, read back before it counts."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+from syncline.core.soundness import number_in
+from syncline.errors import StoreError
+from syncline.store.checkpoints import files_of, read_manifest, verify
+from syncline.store.disk import MANIFEST, discard
+from syncline.store.folders import Folder
+from syncline.store.trouble import MissingError, explained
+
+_COPY_BYTES = 16 << 20
+
+
+def copy_checkpoint(source: Folder, target: Folder, name: str) -> str:
+    """Copies a checkpoint from one folder of such to another: files first, the manifest last; its digest.
+
+    What was copied is read back, and every digest compared, before the manifest is put. One that is there already
+    stays as it is; another of the same name is never written over.
+    """
+    if number_in(name) is None:
+        raise StoreError(f"{name!r} is no checkpoint's name")
+    here, there = source.join(name), target.join(name)
+    manifest, digest = read_manifest(here)
+    if _has(there, digest):
+        return digest
+    there.make()
+    for file in files_of(manifest):
+        with _on_this_machine(here, file.name) as path:
+            there.put(path, file.name)
+    verify(there, manifest)
+    content = here.read(MANIFEST)
+    there.write(MANIFEST, content)
+    read_manifest(there, digest)
+    return digest
+
+
+def _has(folder: Folder, digest: str) -> bool:
+    """Whether this checkpoint is there already; what is there in its place must not be a checkpoint."""
+    try:
+        manifest, found = read_manifest(folder)
+    except MissingError:
+        return False
+    except StoreError:
+        folder.remove(MANIFEST)  # it was no checkpoint
+        return False
+    if found != digest:
+        raise StoreError(f"{folder.url} is another checkpoint of that name; mirror this job to a folder of its own")
+    try:
+        verify(folder, manifest)
+        return True
+    except StoreError:
+        folder.remove(MANIFEST)
+        return False
+
+
+@contextlib.contextmanager
+def _on_this_machine(folder: Folder, name: str) -> Iterator[pathlib.Path]:
+    """A file by its path; one from elsewhere as long as it is needed."""
+    if folder.is_local:
+        yield folder.path / name
+        return
+    with explained(f"{folder.url}/{name}", "cannot be copied"):
+        descriptor, text = tempfile.mkstemp(prefix="syncline-", suffix=".part")
+        path = pathlib.Path(text)
+        try:
+            with open(descriptor, "wb") as file:
+                size = folder.size(name)
+                for begin in range(0, size, _COPY_BYTES):
+                    file.write(folder.read(name, begin, min(begin + _COPY_BYTES, size)))
+            yield path
+        finally:
+            discard(path)

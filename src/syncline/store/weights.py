@@ -1,0 +1,267 @@
+"""A checkpoint's weights by the model's own names: read into memory, or exported for anyone without Syncline."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.core import tensor_file
+from syncline.core.layout import ITEM_BYTES, Segment, Slice
+from syncline.core.manifest import Manifest, SavedSlice
+from syncline.errors import ConfigError, StoreError
+from syncline.store.checkpoints import Chosen, candidates
+from syncline.store.disk import PART, create, discard, sync_folder, write_all
+from syncline.store.folders import Folder, open_folder
+from syncline.store.tensors import TensorReader, in_threads
+from syncline.store.trouble import explained
+
+PARAMETERS, AVERAGE = "parameters", "average"
+#: A server keeps the average of a piece as a state of its rule.
+AVERAGE_KEY = "syncline.average"
+#: What stands before the names of parameters that no optimizer has.
+_FIXED = "fixed."
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter, under the name that the model has for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return tensor_file.num_bytes_of(self.dtype, self.shape, repr(self.name))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Bytes of a tensor that belong to a weight, from this byte of it on; to none: they are not wanted."""
+
+    weight: str | None
+    begin: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A tensor of a file that has something of what is wanted."""
+
+    file: str
+    tensor: str
+    runs: tuple[_Run, ...]
+
+
+class Weights:
+    """The weights of one checkpoint. Every tensor's digest is checked before anybody gets what is in it."""
+
+    def __init__(self, chosen: Chosen, names: Collection[str] | None = None, weights: str = PARAMETERS) -> None:
+        """`names`: only these; `weights`: the parameters, or their average, where one was kept."""
+        if weights not in (PARAMETERS, AVERAGE):
+            raise ConfigError(f"weights = {weights!r}: there are {PARAMETERS!r} and {AVERAGE!r}")
+        self.chosen = chosen
+        self._own = own_names(chosen.manifest)
+        if names is not None and (unknown := set(names) - set(self._own.values())):
+            known = ", ".join(list(self._own.values())[:10])
+            raise ConfigError(f"{chosen.folder.url} has no {min(unknown)!r}; it has {known}, …")
+        self._wanted = set(self._own.values()) if names is None else set(names)
+        self._averages = _averages(chosen, self._own) if weights == AVERAGE else {}
+        self._sources = list(self._find_sources())
+
+    def plan(self) -> list[Weight]:
+        """What there is, in the order in which it was registered."""
+        found = []
+        for segment in self.chosen.manifest.segments:
+            for parameter in segment.parameters:
+                name = self._own[parameter.name]
+                if name in self._wanted:
+                    found.append(Weight(name, self._averages.get(name, parameter.dtype), parameter.shape))
+        return found
+
+    def read(self) -> dict[str, tuple[Weight, npt.NDArray[np.uint8]]]:
+        """All of them, each in memory of its own."""
+        found = {weight.name: (weight, np.empty(weight.num_bytes, np.uint8)) for weight in self.plan()}
+
+        def read(source: _Source) -> None:
+            rest = np.empty(sum(run.num_bytes for run in source.runs if run.weight is None), np.uint8)
+            views, begin = [], 0
+            for run in source.runs:
+                if run.weight is None:
+                    views.append(rest[begin : begin + run.num_bytes].data)
+                    begin += run.num_bytes
+                else:
+                    views.append(found[run.weight][1][run.begin : run.begin + run.num_bytes].data)
+            readers[source.file].read_into(source.tensor, views)
+
+        with self._readers() as readers:
+            in_threads(read, self._sources)
+        return found
+
+    def export(self, path: pathlib.Path) -> None:
+        """One safetensors file, a slice at a time; there whole or not at all."""
+        plan = self.plan()
+        header, entries = tensor_file.plan([(w.name, w.dtype, w.shape) for w in plan], {"format": "pt"})
+        begins = {entry.name: len(header) + entry.begin for entry in entries}
+        with replaced(path) as part:
+            descriptor = create(part)
+            try:
+                write_all(descriptor, memoryview(header), 0)
+
+                def copy(source: _Source) -> None:
+                    data, begin = memoryview(readers[source.file].read(source.tensor).data), 0
+                    for run in source.runs:
+                        if run.weight is not None:
+                            write_all(descriptor, data[begin : begin + run.num_bytes], begins[run.weight] + run.begin)
+                        begin += run.num_bytes
+
+                with self._readers() as readers:
+                    in_threads(copy, self._sources)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _readers(self) -> Iterator[dict[str, TensorReader]]:
+        files = {file.name: TensorReader(self.chosen.folder, file) for file in self.chosen.manifest.files}
+        try:
+            yield files
+        finally:
+            for reader in files.values():
+                reader.close()
+
+    def _find_sources(self) -> Iterator[_Source]:
+        saved = {one.id: one for one in self.chosen.manifest.slices}
+        for segment in self.chosen.manifest.segments:
+            for part in segment.slices:
+                yield from self._sources_of(segment, part, saved[part.id])
+
+    def _sources_of(self, segment: Segment, part: Slice, saved: SavedSlice) -> Iterator[_Source]:
+        tensors = {(state.piece, state.key): state.tensor for state in saved.states}
+        runs: list[_Run] = []
+        end = 0
+        for index, piece in enumerate(segment.pieces(part)):
+            parameter = segment.parameters[piece.parameter]
+            name = self._own[parameter.name]
+            if name not in self._wanted:
+                continue
+            if name in self._averages:
+                size = tensor_file.ITEM_SIZES[self._averages[name]]
+                whole = _Run(name, piece.start * size, piece.num_items * size)
+                yield _Source(saved.file, tensors[index, AVERAGE_KEY], (whole,))
+                continue
+            size = ITEM_BYTES[parameter.dtype]
+            if piece.offset > end:
+                runs.append(_Run(None, 0, piece.offset - end))
+            runs.append(_Run(name, piece.start * size, piece.num_items * size))
+            end = piece.offset + piece.num_items * size
+        if runs:
+            if part.num_bytes > end:
+                runs.append(_Run(None, 0, part.num_bytes - end))
+            yield _Source(saved.file, saved.tensor, tuple(runs))
+
+
+def load(
+    url: str | os.PathLike[str], names: Collection[str] | None = None, weights: str = PARAMETERS
+) -> dict[str, tuple[Weight, npt.NDArray[np.uint8]]]:
+    """The weights of a checkpoint, or of the newest in a folder that can be read."""
+    return _first(url, names, weights, Weights.read)
+
+
+def export(url: str | os.PathLike[str], path: pathlib.Path, weights: str = PARAMETERS) -> str:
+    """As `load`, into one safetensors file; where the checkpoint lies that it was."""
+
+    def to_file(found: Weights) -> str:
+        found.export(path)
+        return found.chosen.folder.url
+
+    return _first(url, None, weights, to_file)
+
+
+def _first(
+    url: str | os.PathLike[str], names: Collection[str] | None, weights: str, use: Callable[[Weights], _Result]
+) -> _Result:
+    """What comes of the first checkpoint of which anything does; others are passed over with a warning."""
+    reasons: list[str] = []
+    for chosen in _ordered(open_folder(url), reasons.append):
+        found = Weights(chosen, names, weights)
+        try:
+            result = use(found)
+        except StoreError as error:
+            reasons.append(f"{chosen.folder.url} is passed over: {error}")
+            continue
+        for reason in reasons:
+            warnings.warn(reason, RuntimeWarning, stacklevel=4)
+        return result
+    raise StoreError(
+        f"{os.fspath(url)} holds no checkpoint that can be read{''.join(f'; {reason}' for reason in reasons[:3])}; "
+        "name a checkpoint's folder or a folder of such (`syncline checkpoint ls`)"
+    )
+
+
+def _ordered(folder: Folder, say: Callable[[str], None]) -> Iterator[Chosen]:
+    """The checkpoints to try: such that a job goes on from first, then such of weights only."""
+    others = []
+    for chosen in candidates(folder, say):
+        if chosen.manifest.kind == "whole":
+            yield chosen
+        else:
+            others.append(chosen)
+    yield from others
+
+
+def own_names(manifest: Manifest) -> dict[str, str]:
+    """The model's own name of each parameter. One that no optimizer had is registered under another."""
+    rules = {p.name: segment.rule_of(p).name for segment in manifest.segments for p in segment.parameters}
+    found = {}
+    for name, rule in rules.items():
+        own = name.removeprefix(_FIXED)
+        found[name] = own if rule == "Assign" and own not in rules else name
+    return found
+
+
+@contextlib.contextmanager
+def replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file to write beside this one; it takes its place when all went well, and must be on the disk by then."""
+    part = path.with_name(path.name + PART)
+    with explained(str(path), "cannot be written"):
+        try:
+            yield part
+            os.rename(part, path)
+            sync_folder(path.parent)
+        except BaseException:
+            discard(part)
+            raise
+
+
+def _averages(chosen: Chosen, own: dict[str, str]) -> dict[str, str]:
+    """The dtype of each average that was kept; a checkpoint without any: StoreError."""
+    manifest = chosen.manifest
+    tensors = {(file.name, tensor.name): tensor for file in manifest.files for tensor in file.tensors}
+    saved = {one.id: one for one in manifest.slices}
+    found: dict[str, str] = {}
+    lacking: set[str] = set()
+    for segment in manifest.segments:
+        for part in segment.slices:
+            kept = {state.piece: state.tensor for state in saved[part.id].states if state.key == AVERAGE_KEY}
+            for index, piece in enumerate(segment.pieces(part)):
+                name = own[segment.parameters[piece.parameter].name]
+                tensor = tensors.get((saved[part.id].file, kept.get(index, "")))
+                if tensor is None or math.prod(tensor.shape) != piece.num_items:
+                    lacking.add(name)
+                elif found.setdefault(name, tensor.dtype) != tensor.dtype:
+                    raise StoreError(f"{chosen.folder.url} is damaged: the average of {name!r} has two types")
+    found = {name: dtype for name, dtype in found.items() if name not in lacking}
+    if not found:
+        raise StoreError(f"{chosen.folder.url} has no average; it is kept by jobs with --average ema:DECAY")
+    return found
