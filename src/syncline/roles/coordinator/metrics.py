@@ -38,10 +38,12 @@ class Readings:
         with self._c.lock:
             if self._merging.is_new(name, incarnation, message.number):
                 if message.is_whole:
-                    fresh = self._merging.whole({n: value for n, (value, _) in message.values.items()}, message.step)
+                    values = {n: value for n, (value, _) in message.values.items()}
+                    found = [self._merging.whole(values, message.step)]
                 else:
-                    fresh = self._merging.take(name, message.values, message.step, self._taking_part())
-                self._c.stopping.take(fresh, message.step)
+                    found = self._merging.take(name, message.values, message.step, self._taking_part())
+                for fresh in found or [{}]:
+                    self._c.stopping.take(fresh, message.step)
             steer = self._c.membership.state.steering.steer
         request.reply(steer)
 
