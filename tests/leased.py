@@ -241,6 +241,8 @@ class FakeJob:
         self.num_pauses += 1
         self.desk.rest(self)
 
+    should_stop = False
+
     def catch_up(self) -> None:
         self.num_caught_up += 1
 

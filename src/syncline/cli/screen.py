@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from syncline.cli.standing import duration, epoch_told, values_told
+from syncline.cli.standing import duration, epoch_told
 from syncline.core.control import Standings
+from syncline.core.metrics import told
 from syncline.core.progress import shares
 from syncline.core.words import counted
 
@@ -87,7 +88,7 @@ class TerminalScreen:
             parts.append(f"{self._rate:,.0f} samples/s")
             parts += _shares_told(shares(samples))
         if standings.readings:
-            parts.append(values_told(standings.readings, MOST_READINGS))
+            parts.append(told(standings.readings, MOST_READINGS))
         if standings.stop:
             parts.append(f"stopped by {standings.stop}")
         return " · ".join(parts)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from syncline.core.metrics import told
 from syncline.core.words import counted
 from syncline.stats import EpochProgress, JobStatus, MemberStatus, Wait
 
 COLUMNS = 100
 MOST_EVENTS = 10
-#: Metrics that are shown.
-MOST_READINGS = 8
 _HEAD = ("member", "life", "host", "pid", "state", "step", "lag", "heard", "rtt", "slices", "samples/s", "share")
 _LEFT = (0, 2, 4)  # columns of words; the others are numbers
 
@@ -28,7 +27,7 @@ def show_status(status: JobStatus) -> str:
     if status.epochs:
         lines += ["", *(f"{epoch.loader}: {_whole_epoch(epoch)}" for epoch in status.epochs)]
     if status.readings:
-        lines += ["", f"readings: {values_told(status.readings)}"]
+        lines += ["", f"readings: {told(status.readings)}"]
     if status.lr_factor != 1.0:
         lines.append(f"learning rates are multiplied by {status.lr_factor:.4g}")
     if status.stop:
@@ -44,12 +43,6 @@ def show_status(status: JobStatus) -> str:
     if status.verdict:
         lines.append(f"the job is over: {status.verdict}")
     return "\n".join(part for line in lines for part in _wrap(line))
-
-
-def values_told(values: Mapping[str, float], most: int = MOST_READINGS) -> str:
-    """loss 0.3142, accuracy 0.91; of many only some."""
-    shown = [f"{name} {values[name]:.4g}" for name in sorted(values)[:most]]
-    return ", ".join(shown) + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 def _wrap(line: str) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from syncline.client.calling import ValidationCalled
 from syncline.client.current import forget
 from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
@@ -20,6 +21,7 @@ from syncline.client.reporting import Reporting
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
+from syncline.client.validating import Measure, Validated, Validating
 from syncline.config import JobConfig
 from syncline.core.control import (
     AskWhy,
@@ -38,6 +40,7 @@ from syncline.core.message import Message
 from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
 from syncline.core.saving import Save
+from syncline.core.validations import AskReading, Begin
 from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
@@ -47,7 +50,7 @@ from syncline.stats import JobStats
 VERDICT_SECONDS = 4.0
 _WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch", Save: "a save"}
 #: What may wait for other workers: who is to leave waits no longer.
-_FOR_OTHERS = (Barrier, Register, Uploaded, AskLease)
+_FOR_OTHERS = (Barrier, Register, Uploaded, AskLease, Begin, AskReading)
 
 
 class Job:
@@ -97,6 +100,10 @@ class Job:
         self._memory = Memory(self, link, hearing, say)
         self.boundary = self._memory.boundary
         self.state = self._memory.state  #: what the script wants to have again when the job is taken up
+        self.validating = Validating(self)
+        hearing.hear_call = self.validating.hear
+        self.samples.between = self.validating.look_at_a_boundary
+        self.samples.behind_epoch = self.validating.behind_epoch
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
@@ -237,6 +244,15 @@ class Job:
             action()
         self.exchange.settle()
 
+    def send_all(self) -> None:
+        """The same, and what is still to be pushed is."""
+        self._send_all()
+        self.exchange.settle()
+
+    def _send_all(self) -> None:
+        for action in (*self._before_rest, *self._before_settle):
+            action()
+
     def retire(self) -> None:
         """This worker is to leave when its step is done, or where it waits for others; from any thread or signal."""
         self._hearing.is_retiring = True
@@ -246,6 +262,8 @@ class Job:
         self.boundary.stepped()
         self._leave_if_retiring()
         self._hearing.pacing.hold(self._leave_if_retiring, self.exchange.times)
+        if not self.exchange.uses.num_loops:
+            self.validating.look_at_a_boundary()
 
     def _leave_if_retiring(self) -> None:
         if self._hearing.is_retiring and not self._closed.is_set():
@@ -267,8 +285,7 @@ class Job:
     def _rest(self, *, is_pause: bool, leaves: bool = True) -> None:
         if leaves:
             self.leave_if_asked()
-        for action in (*self._before_rest, *self._before_settle):
-            action()
+        self._send_all()
         self.exchange.rest(is_pause=is_pause)
         self.reporting.report()
 
@@ -280,11 +297,34 @@ class Job:
         for action in self._before_settle:
             action()
         turn = self._turns[name] = self._turns.get(name, 0) + 1
-        stretch = self.exchange.step_aside()
-        with self.boundary.waiting(("barrier", name, turn)):
-            answer = self.ask(Barrier(name, turn, stretch))
+        answer: Message | None = None
+        while answer is None:
+            stretch = self.exchange.step_aside()
+            try:
+                with self.boundary.waiting(("barrier", name, turn)):
+                    answer = self.ask(Barrier(name, turn, stretch))
+            except ValidationCalled as called:
+                called.answer()
         assert isinstance(answer, Passed)
         self.exchange.pass_barrier(answer)
+
+    def validate(
+        self,
+        fn: Measure,
+        dataset: Any,
+        every: str | int = "epoch",
+        *,
+        batch_size: int = 256,
+        collate_fn: Any = None,
+        name: str = "",
+    ) -> Validated:
+        """From now on the workers validate together, each sample once: behind every epoch, every N steps, or so often
+        (`"500steps"`, `"10m"`). `fn(batch)` returns means over the batch, by name; their means over the set are
+        readings of the job, which rules (`--stop`, `--best`) go by. With a name: as NAME/METRIC.
+
+        With torch fn runs without gradients, and the model in eval mode. What fn draws from random states is undone.
+        """
+        return self.validating.add(fn, dataset, every, batch_size, collate_fn, name)
 
     def save(self) -> str:
         """Saves the job as it is now; the name of the checkpoint. In `sync`, workers that call it at the same step
@@ -307,7 +347,8 @@ class Job:
         what = _WAITS.get(type(message), type(message).__name__.lower())
         try:
             with self.exchange.waits.of(what):
-                look = self._while_resting if isinstance(message, Barrier | AskLease) else self._leave_if_retiring
+                is_aside = isinstance(message, Barrier | AskLease | Begin | AskReading)
+                look = self._while_resting if is_aside else self._leave_if_retiring
                 waits = isinstance(message, _FOR_OTHERS)
                 if isinstance(message, AskLease) and message.waits:
                     with self.boundary.waiting():
@@ -327,6 +368,7 @@ class Job:
         """A server that has come meanwhile, and knows nobody, must not wait for this one."""
         self._leave_if_retiring()
         self.exchange.follow()
+        self.validating.while_waiting()
 
     def _why(self) -> str:
         try:
@@ -360,9 +402,9 @@ class Job:
         if self._closed.is_set():
             return
         try:
-            for action in (*self._before_rest, *self._before_settle):
-                action()
-            self.exchange.settle()
+            if not self._hearing.has_retired:
+                self.validating.finish()
+            self.send_all()
             self.measures.flush()
             self.reporting.report()
             self._tell_staleness()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
+from syncline.client.calling import ValidationCalled
 from syncline.client.portion import Piece, Portion
 from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GaveBack, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
@@ -254,11 +255,18 @@ class Reading:
         answer = self._asks.ask(self._question(waits=False))
         if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
             return answer
-        self._worker.pause()
-        answer = self._asks.ask(self._question(waits=True))
+        answer = self._wait_for_others()
         if not self._uses.is_any_held:  # else more is added to what was computed already, with what was known then
             self._worker.catch_up()
         return answer
+
+    def _wait_for_others(self) -> Message:
+        while True:
+            self._worker.pause()
+            try:
+                return self._asks.ask(self._question(waits=True))
+            except ValidationCalled as called:
+                called.answer()
 
     def _take(self, answer: Message) -> None:
         self._asked = None

@@ -168,7 +168,7 @@ class Validating:
         try:
             job.send_all()
             if due:
-                answer = job.ask(Come(job.step, {name: min(at, max(job.step, 1)) for name, at in due.items()}))
+                answer = job.ask(Come(job.step, due))
                 assert isinstance(answer, Called)
                 self._note(answer.steps, answer.floor)
                 if not answer.turn:

@@ -85,15 +85,16 @@ class Merging:
 
     def take(
         self, worker: str, values: Mapping[str, tuple[float, float]], step: int, taking_part: Collection[str]
-    ) -> dict[str, Reading]:
-        """A worker's report; the readings that are whole by it, each once."""
+    ) -> list[dict[str, Reading]]:
+        """A worker's report; the readings that are whole by it, in the order in which they are."""
+        early: dict[str, Reading] = {}
         found: dict[str, Reading] = {}
         for name, (value, weight) in values.items():
             if name not in self.state.reports and len(self.state.reports) >= MOST_METRICS:
                 continue
             reports = self.state.reports.setdefault(name, Reports())
             if reports.reporters is None and worker in reports.sums:
-                found.update(self._read(name, reports))  # some never report it
+                early.update(self._read(name, reports))  # some never report it
             total, weights, count = reports.sums.get(worker, (0.0, 0.0, 0))
             counts = math.isfinite(value) and weight > 0
             reports.sums[worker] = (total + weight * value, weights + weight, count + 1) if counts else (
@@ -103,7 +104,7 @@ class Merging:
             if reports.reporters is not None and worker not in reports.reporters:
                 reports.reporters.append(worker)
             found.update(self._read_if_whole(name, reports, taking_part))
-        return found
+        return [each for each in (early, found) if each]
 
     def whole(self, values: Mapping[str, float], step: int) -> dict[str, Reading]:
         """Readings that somebody has merged already."""
@@ -148,8 +149,7 @@ class Merging:
         return reading
 
 
-def told(readings: Mapping[str, Reading], most: int = 6) -> str:
-    """loss 0.31, accuracy 0.912."""
-    shown = sorted(readings)[:most]
-    more = f" and {len(readings) - most} more" if len(readings) > most else ""
-    return ", ".join(f"{name} {readings[name].value:.4g}" for name in shown) + more
+def told(values: Mapping[str, float], most: int = 8) -> str:
+    """accuracy 0.912, loss 0.31; of many only some."""
+    shown = ", ".join(f"{name} {values[name]:.4g}" for name in sorted(values)[:most])
+    return shown + (f" and {len(values) - most} more" if len(values) > most else "")

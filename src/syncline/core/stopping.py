@@ -41,6 +41,7 @@ class Rules(msgspec.Struct, frozen=True):
     stop: tuple[tuple[str, Condition], ...] = ()
     on_plateau: OnPlateau | None = None
     max_steps: int = 0
+    max_time: str = ""  # as it was typed
     max_seconds: float = 0.0
     best: Best | None = None
     average: Average | None = None
@@ -65,6 +66,7 @@ def rules_of(config: JobConfig) -> Rules:
         stop=tuple((text, parse_condition(text)) for text in config.stop),
         on_plateau=parse_on_plateau(config.on_plateau) if config.on_plateau else None,
         max_steps=config.max_steps,
+        max_time=config.max_time,
         max_seconds=duration("--max-time", config.max_time, "90s, 30m, 2h") if config.max_time else 0.0,
         best=parse_best(config.best) if config.best else None,
         average=parse_average(config.average) if config.average else None,
@@ -169,7 +171,7 @@ class Stopping:
         most = self.rules.max_seconds
         if self.state.stop is not None or not most or seconds < most:
             return []
-        return [self._fire(f"--max-time {_seconds_told(most)}", f"trained {_seconds_told(seconds)}", step)]
+        return [self._fire(f"--max-time {self.rules.max_time}", f"trained {_seconds_told(seconds)}", step)]
 
     def unreported(self, reported: Collection[str]) -> list[str]:
         """Of each metric that a rule needs and nobody has reported, a sentence."""
@@ -245,7 +247,7 @@ def _flagged(text: str) -> str:
 
 def _seconds_told(seconds: float) -> str:
     for unit, size in (("h", 3600.0), ("m", 60.0)):
-        if seconds >= 2 * size:
+        if seconds >= size:
             return f"{seconds / size:.3g}{unit}"
     return f"{seconds:.3g}s"
 

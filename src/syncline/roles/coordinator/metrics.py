@@ -19,6 +19,7 @@ class Readings:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._merging = Merging(coordinator.membership.state.metrics)
+        self._steps: dict[str, int] = {}  # of every worker, by its reports
 
     @property
     def newest(self) -> dict[str, Reading]:
@@ -38,11 +39,15 @@ class Readings:
         with self._c.lock:
             if self._merging.is_new(name, incarnation, message.number):
                 if message.is_whole:
-                    fresh = self._merging.whole({n: value for n, (value, _) in message.values.items()}, message.step)
+                    values = {n: value for n, (value, _) in message.values.items()}
+                    found = [self._merging.whole(values, message.step)]
                 else:
                     told = {n: v for n, v in message.values.items() if not self._c.validating.is_validated(n)}
-                    fresh = self._merging.take(name, told, message.step, self._taking_part())
-                self._c.stopping.take(fresh, message.step)
+                    found = self._merging.take(name, told, message.step, self._taking_part())
+                self._steps[name] = message.step
+                for fresh in found or [{}]:
+                    self._c.stopping.take(fresh, message.step)
+                self._c.stopping.reach(self._step())
             steer = self._c.membership.state.steering.steer
         request.reply(steer)
 
@@ -54,9 +59,17 @@ class Readings:
     def gone(self) -> None:
         """Somebody has left, or is out: a reading that waited for it may be whole."""
         with self._c.lock:
+            self._steps = {name: step for name, step in self._steps.items() if name in self._taking_part()}
             fresh = self._merging.gone(self._taking_part())
             if fresh:
                 self._c.stopping.take(fresh, max(reading.step for reading in fresh.values()))
+            self._c.stopping.reach(self._step())
+
+    def _step(self) -> int:
+        """The job's, by the reports of those who are there; where workers step by themselves, the slowest's."""
+        if self._c.config.sync_every > 1:
+            return min((self._steps.get(name, 0) for name in self._taking_part()), default=0)
+        return max(self._steps.values(), default=0)
 
     def _taking_part(self) -> list[str]:
         entered = self._c.membership.state.entered

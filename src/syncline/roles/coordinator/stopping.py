@@ -83,11 +83,15 @@ class StopRules:
     # -- deciding -----------------------------------------------------------------------------------------
 
     def take(self, fresh: Mapping[str, Reading], step: int) -> None:
-        """New readings; and the step of whoever brings them, which may be the last."""
-        newest = self._c.readings.newest
-        self._decide(lambda stopping: [*stopping.take(fresh, newest, step), *stopping.reach(step)])
+        """New readings; and the step of whoever brings them."""
+        newest = {**self._c.readings.newest, **fresh}
+        self._decide(lambda stopping: stopping.take(fresh, newest, step))
         self._is_kept = self._is_kept and not fresh
         self.look(time.monotonic())
+
+    def reach(self, step: int) -> None:
+        """All workers have come to this step; in rounds that is known by one of them."""
+        self._decide(lambda stopping: stopping.reach(step))
 
     def _decide(self, ask: Callable[[Stopping], list[str]]) -> None:
         """What is decided is kept before anybody hears of it; what cannot be kept is decided again later."""
@@ -142,8 +146,8 @@ class StopRules:
         self.close()
         if self.state.stop is not None:
             self._c.event(f"stopped by {self.state.stop}")
-        if self._c.readings.newest:
-            self._c.event(f"last readings: {told(self._c.readings.newest)}")
+        if self._c.readings.values():
+            self._c.event(f"last readings: {told(self._c.readings.values())}")
         for sentence in self._unreported() if self._c.membership.formed else ():
             self._c.event(sentence)
 

@@ -99,8 +99,7 @@ class Validations:
         members = self._c.membership.state.members
         lives = [(worker, members[worker].incarnation) for worker in there if worker in members]
         if turn == state.called:
-            step = max(state.step, self._c.reporting.step())
-            self._core.begin(turn, step, lives, [WEIGHTS, *self._c.bests.candidates()])
+            self._core.begin(turn, state.step, lives, [WEIGHTS, *self._c.bests.candidates()])
             self._readings = {}
         elif state.now is not None and state.now.turn == turn:  # it could not be kept before
             state.now.inside, state.now.absent = dict(lives), sorted(dict(lives))

@@ -1,0 +1,324 @@
+"""Whole jobs that end by a rule: in every policy, exact where that was promised, and nobody hangs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from syncline import Rule
+from syncline.client.job import Job
+from syncline.config import resolve
+from syncline.core.stopping import Rules, Stopping, from_checkpoint, rules_of
+from syncline.data import ArraySource, batches
+from syncline.errors import ConfigError
+from syncline.testing import local_job
+from syncline.torch import DataLoader, DistributedOptimizer
+
+POLICIES = ("sync", "bounded:2", "async")
+SAMPLES = 96
+
+
+def rules(**settings: Any) -> Rules:
+    return rules_of(resolve(settings))
+
+
+def made(lr: float = 0.125) -> tuple[torch.nn.Module, DistributedOptimizer, DataLoader[Any]]:
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model=model)
+    return model, optimizer, DataLoader(TensorDataset(torch.ones(SAMPLES, 4)), batch_size=4, shuffle=True)
+
+
+def step(model: torch.nn.Module, optimizer: DistributedOptimizer, batch: Any) -> None:
+    model(batch[0]).mean().backward()  # each weight's gradient is 1
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Counts:
+    """What a worker has done: batches per epoch, and what it saw at the end."""
+
+    def __init__(self, job: Job, epochs: list[int], weight: float, seen: int) -> None:
+        self.epochs, self.weight, self.seen = epochs, weight, seen
+        self.step, self.should_stop = job.step, job.should_stop
+
+
+def train(epochs: int = 4, every: int = 1, metric: Any = None, lr: float = 0.125, **loader: Any) -> Any:
+    def work(job: Job) -> Counts:
+        model, optimizer, data = made(lr)
+        if loader:
+            data = DataLoader(TensorDataset(torch.ones(SAMPLES, 4)), batch_size=4, **loader)
+        counts, number = [], 0
+        for epoch in range(epochs):
+            counts.append(0)
+            for batch in data:
+                counts[epoch] += 1
+                model(batch[0]).mean().backward()
+                if counts[epoch] % every == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    number += 1
+                    if metric is not None:
+                        job.report(**metric(job, number))
+        with torch.no_grad():
+            seen = sum(len(batch[0]) for batch in data)
+        job.barrier("over")
+        optimizer.pull()
+        return Counts(job, counts, float(model.weight.detach()[0, 0]), seen)
+
+    return work
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, 7, 8, 20])
+def test_max_steps_is_exact_in_sync(workers: int, most: int) -> None:
+    """Also where it falls on the end of an epoch; the parameters have had exactly so many updates."""
+    with local_job(workers=workers, max_steps=most) as local:
+        found = local.run(train())
+        assert {counts.step for counts in found} == {most}
+        assert all(counts.should_stop for counts in found)
+        assert {counts.weight for counts in found} == {-0.125 * most}
+        assert sum(counts.seen for counts in found) == SAMPLES, "an evaluation goes on working"
+        events = local._process.coordinator.events
+    assert f"training stops by --max-steps {most}: step {most}" in events
+    assert f"stopped by --max-steps {most}: step {most}" in events
+
+
+@pytest.mark.parametrize("policy", ["bounded:2", "async"])
+def test_max_steps_is_passed_by_one_step_per_worker_at_most(policy: str) -> None:
+    with local_job(workers=3, policy=policy, max_steps=10) as local:
+        found = local.run(train())
+    assert 10 <= max(counts.step for counts in found) <= 13
+    assert {counts.weight for counts in found} == {-0.125 * max(counts.step for counts in found)}
+
+
+def test_max_steps_counts_steps_not_batches_with_accumulation() -> None:
+    with local_job(workers=2, max_steps=3) as local:
+        found = local.run(train(every=2))
+    assert [counts.step for counts in found] == [3, 3] and [counts.epochs[0] for counts in found] == [6, 6]
+
+
+def test_max_steps_counts_each_workers_own_local_steps() -> None:
+    """With --sync-every 4, seven steps: an average after four, and one of the rest."""
+    with local_job(workers=2, max_steps=7, sync_every=4) as local:
+        found = local.run(train())
+    assert [counts.step for counts in found] == [7, 7]
+    assert {counts.weight for counts in found} == {-0.125 * 7}
+
+
+def test_what_data_processes_read_ahead_goes_back() -> None:
+    with local_job(workers=2, max_steps=3) as local:
+        found = local.run(train(num_workers=2))
+        leases = local._process.coordinator.membership.state.leases
+        (epoch,) = leases.epochs["loader-1"].values()
+        used = epoch.num_done + sum(lease.num_left for lease in epoch.leases.values())
+    assert [counts.epochs for counts in found] == [[3, 0, 0, 0]] * 2
+    assert (epoch.num_todo, used) == (SAMPLES - 2 * 3 * 4, 2 * 3 * 4), "nobody holds what nobody reads"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rule_ends_all_loops_and_nobody_hangs(policy: str) -> None:
+    """A worker that never reports, one that is slow, and one that hears of it while it waits."""
+
+    def metric(job: Job, number: int) -> dict[str, float]:
+        return {"score": float(number)}
+
+    with local_job(workers=3, policy=policy, stop=("score>=5",)) as local:
+        found = local.run(train(epochs=50, metric=metric))
+        events = list(local._process.coordinator.events)
+    assert all(counts.should_stop and sum(counts.epochs) < 50 * SAMPLES / 12 for counts in found)
+    assert any(event.startswith("training stops by --stop 'score>=5': score = ") for event in events)
+    assert sum(counts.seen for counts in found) == SAMPLES
+
+
+def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
+    """In async worker-1 holds its batch while worker-0 waits for it; a stop from outside ends both loops."""
+    held = threading.Event()
+
+    with local_job(workers=2, policy="async") as local:
+        coordinator = local._process.coordinator
+
+        def work(job: Job) -> int:
+            model, optimizer, loader = made()
+            count = 0
+            for batch in loader:
+                count += 1
+                if job.rank == 1:
+                    held.wait(20)
+                step(model, optimizer, batch)
+            return count
+
+        def fire() -> None:
+            desk = coordinator.handing._desk
+            for _ in range(2000):
+                if desk.somebody_waits:
+                    break
+                held.wait(0.005)
+            coordinator.stopping._parsed = (coordinator.config, rules(stop=("x>0",)))
+            coordinator.readings.take_whole({"x": 1.0}, 3)
+            held.set()
+
+        thread = threading.Thread(target=fire)
+        thread.start()
+        first, second = local.run(work)
+        thread.join()
+    assert first + second < SAMPLES / 4 + 1 and second >= 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plateau_lowers_the_rate_first_and_the_script_sees_nothing_of_it(policy: str) -> None:
+    """SGD on a constant gradient of 1: what the weight has moved tells the rate of each step."""
+    seen: list[float] = []
+
+    def work(job: Job) -> tuple[float, float]:
+        model, optimizer, loader = made()
+        moved = []
+        for _ in range(20):
+            for batch in loader:
+                before = float(model.weight.detach()[0, 0])
+                step(model, optimizer, batch)
+                moved.append(before - float(model.weight.detach()[0, 0]))
+                job.report(loss=1.0)
+        seen.append(optimizer.param_groups[0]["lr"])
+        return moved[0], moved[-1]
+
+    settings = {"stop": ("loss.plateau(3)",), "on_plateau": "lr*0.5, at most 2 times"}
+    with local_job(workers=1, policy=policy, **settings) as local:
+        ((first, last),) = local.run(work)
+        steering = local._process.coordinator.membership.state.steering
+    assert (first, last) == (0.125, 0.125 * 0.25)
+    assert steering.factor == 0.25 and steering.stop is not None and seen == [0.125]
+
+
+def test_the_factor_is_on_a_schedulers_rate_and_on_kv_rules_and_on_local_steps() -> None:
+    def work(job: Job) -> tuple[float, float, float]:
+        model, optimizer, loader = made(lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        batch = next(iter(loader))
+        local._process.coordinator.stopping.state.number += 1
+        local._process.coordinator.stopping.state.factor = 0.25
+        local._process.coordinator.stopping.tell()
+        step(model, optimizer, batch)
+        schedule.step()
+        first = float(model.weight.detach()[0, 0])
+        step(model, optimizer, batch)
+        rate = schedule.get_last_lr()[0]
+        return first, float(model.weight.detach()[0, 0]) - first, rate
+
+    with local_job(workers=1) as local:
+        assert local.run(work) == [(-0.25, -0.125, 0.5)]
+    with local_job(workers=1, sync_every=2) as local:
+        assert local.run(work) == [(-0.25, -0.125, 0.5)]
+
+    def by_hand(job: Job) -> float:
+        local._process.coordinator.stopping.state.number += 1
+        local._process.coordinator.stopping.state.factor = 0.25
+        local._process.coordinator.stopping.tell()
+        job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
+        job.kv.push({"x": np.ones(4)}).wait()
+        return float(job.kv.pull()["x"][0])
+
+    with local_job(workers=1) as local:
+        assert local.run(by_hand) == [-0.25]
+
+
+def test_the_last_round_is_the_last_even_when_somebody_comes_late() -> None:
+    """Servers know the number, too: a round that one begins who does not know yet changes nothing."""
+
+    def work(job: Job) -> tuple[float, int]:
+        job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
+        for _ in range(5):
+            job.kv.push({"x": np.ones(4)}).wait()
+        return float(job.kv.pull()["x"][0]), job.step
+
+    with local_job(workers=2, max_steps=3) as local:
+        assert local.run(work) == [(-3.0, 3), (-3.0, 3)]
+
+
+def test_a_script_without_a_loader_asks() -> None:
+    def work(job: Job) -> int:
+        job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
+        count = 0
+        while not job.should_stop:
+            job.kv.push({"x": np.ones(4)}).wait()
+            count += 1
+        return count
+
+    with local_job(workers=2, max_steps=5) as local:
+        assert local.run(work) == [5, 5]
+
+
+def test_batches_of_a_source_end_too() -> None:
+    """Without torch's loader: the samples of a source of syncline.data."""
+
+    def work(job: Job) -> list[int]:
+        source = ArraySource({"x": np.ones((SAMPLES, 2))})
+        job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
+        counts = []
+        for _ in range(3):
+            counts.append(0)
+            for _batch in batches(source, 4):
+                job.kv.push({"x": np.ones(4)}).wait()
+                counts[-1] += 1
+        return counts
+
+    with local_job(workers=1, max_steps=5) as local:
+        assert local.run(work) == [[5, 0, 0]]
+
+
+def test_a_job_that_was_stopped_hears_of_it_when_it_is_taken_up() -> None:
+    """The factor and the plateau's count go on, as a manifest brings them."""
+    with local_job(workers=1, stop=("loss.plateau(3)",), on_plateau="lr*0.5") as local:
+        for _ in range(3):
+            local[0].report(loss=1.0)
+        saved = local._process.coordinator.stopping.saved()
+    state = from_checkpoint(saved, 5.0)
+    assert [count.num_worse for count in state.plateaus.values()] == [2]
+    assert Stopping(rules(stop=("loss.plateau(3)",)), state).state.stop is None
+
+
+def test_reports_can_be_numbers_and_scalars_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with local_job(workers=1) as local:
+        job = local[0]
+        weight = torch.ones((), requires_grad=True)
+        job.report(a=1, b=2.5, c=np.float32(3), d=torch.tensor(4), e=torch.tensor([5.0]), f=weight * 6, g=np.ones(1))
+        values = local._process.coordinator.readings.values()
+        assert values == {"a": 1, "b": 2.5, "c": 3, "d": 4, "e": 5, "f": 6, "g": 1}
+        for value, words in (
+            (torch.ones(2), r"loss is a Tensor of shape \(2,\): it must be one number"),
+            (np.ones(3), r"loss is a ndarray of shape \(3,\)"),
+            ("0.1", "loss = '0.1': it must be a number"),
+            (None, "loss = None: it must be a number"),
+            ([1.0], "loss is a list"),
+            (1j, "loss is a complex"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                job.report(loss=value)
+        for name in ("a b", "1st", "", "x.y", "x" * 300):
+            with pytest.raises(ConfigError, match="is no name of a metric"):
+                job.report(**{name: 1.0})
+        job.report(loss=float("nan"))
+        job.report(loss=float("nan"))
+        assert "loss" not in local._process.coordinator.readings.values()
+    assert capsys.readouterr().err.count("worker-0 reports loss = nan at step 0: it is in no mean") == 1
+
+
+def test_reports_are_weighted_by_the_samples_since_the_last() -> None:
+    """worker-0 reads 4 samples between two reports, worker-1 reads 8."""
+
+    def work(job: Job) -> None:
+        model, optimizer, loader = made()
+        for number, batch in enumerate(loader):
+            step(model, optimizer, batch)
+            if number == job.rank:
+                job.report(loss=float(job.rank))
+                break
+
+    with local_job(workers=2, policy="async") as local:
+        local.run(work)
+        assert local._process.coordinator.readings.values()["loss"] == pytest.approx(8 / 12)
