@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from syncline.client.asking import Asking
 from syncline.client.calling import ValidationCalled
 from syncline.client.current import forget
 from syncline.client.device import choose_device
@@ -24,33 +25,20 @@ from syncline.client.servers import ServersExchange
 from syncline.client.validating import Measure, Validated, Validating
 from syncline.config import JobConfig
 from syncline.core.control import (
-    AskWhy,
     Barrier,
-    GivenWhy,
     Joined,
     Leave,
     Passed,
-    Register,
     Roster,
-    Uploaded,
 )
-from syncline.core.handing import AskLease
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
-from syncline.core.saving import Save
-from syncline.core.validations import AskReading, Begin
-from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
+from syncline.errors import ConnectionLost, FencedError, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats
-
-#: How long a broken connection waits for the coordinator's word on why.
-VERDICT_SECONDS = 4.0
-_WAITS: dict[type[Message], str] = {Register: "registration", AskLease: "the end of the epoch", Save: "a save"}
-#: What may wait for other workers: who is to leave waits no longer.
-_FOR_OTHERS = (Barrier, Register, Uploaded, AskLease, Begin, AskReading)
 
 
 class Job:
@@ -77,6 +65,7 @@ class Job:
         self.folder = folder  #: where the job's files go
         self._me, self._link, self._hearing, self._say = me, link, hearing, say
         self._on_close = on_close
+        self._asking = Asking(self, link, hearing)
         self._place = (0, 1, 0)  # rank, world size, local rank
         stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
         hearing.rosters.listen(self._take_place)
@@ -182,7 +171,7 @@ class Job:
         self.own_step += 1
         self.exchange.uses.stepped()
         self.boundary.stepped()
-        self._hearing.pacing.slow_down(self._leave_if_retiring)
+        self._hearing.pacing.slow_down(self.leave_if_retiring)
 
     @property
     def step(self) -> int:
@@ -260,12 +249,13 @@ class Job:
     def leave_if_asked(self) -> None:
         """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
         self.boundary.stepped()
-        self._leave_if_retiring()
-        self._hearing.pacing.hold(self._leave_if_retiring, self.exchange.times)
+        self.leave_if_retiring()
+        self._hearing.pacing.hold(self.leave_if_retiring, self.exchange.times)
         if not self.exchange.uses.num_loops:
             self.validating.look_at_a_boundary()
 
-    def _leave_if_retiring(self) -> None:
+    def leave_if_retiring(self) -> None:
+        """Likewise, wherever it waits for others."""
         if self._hearing.is_retiring and not self._closed.is_set():
             self._hearing.pacing.hear(Pace(self.name))
             self._hearing.is_retiring, self._hearing.has_retired = False, True  # what is sent now may come by here
@@ -342,40 +332,9 @@ class Job:
         """
         self._memory.taken_up.put_back()
 
-    def ask(self, message: Message) -> Message:
+    def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> Message:
         """The coordinator's answer; what is waited for too long is told in words."""
-        what = _WAITS.get(type(message), type(message).__name__.lower())
-        try:
-            with self.exchange.waits.of(what):
-                is_aside = isinstance(message, Barrier | AskLease | Begin | AskReading)
-                look = self._while_resting if is_aside else self._leave_if_retiring
-                waits = isinstance(message, _FOR_OTHERS)
-                if isinstance(message, AskLease) and message.waits:
-                    with self.boundary.waiting():
-                        return self._link.call(message, self.config.wait_seconds, look)
-                return self._link.call(message, self.config.wait_seconds, look if waits else None)
-        except WaitTimeout:
-            seconds, why = self.config.wait_seconds, self._why()
-            words = why if "has waited" in why else f"{what} has waited {seconds:g} s: {why}"
-            raise WaitTimeout(f"{self.name}: {words}") from None
-        except FencedError as error:
-            self._hearing.fenced(error)
-            raise
-        except ConnectionLost as error:
-            raise self.explain(error) from None
-
-    def _while_resting(self) -> None:
-        """A server that has come meanwhile, and knows nobody, must not wait for this one."""
-        self._leave_if_retiring()
-        self.exchange.follow()
-        self.validating.while_waiting()
-
-    def _why(self) -> str:
-        try:
-            answer = self._link.try_call(AskWhy()).wait(5.0)
-        except SynclineError as error:
-            return str(error)
-        return answer.reason if isinstance(answer, GivenWhy) else ""
+        return self._asking.ask(message, meanwhile)
 
     def stats(self) -> JobStats:
         """The job's numbers and this worker's own."""
@@ -385,12 +344,7 @@ class Job:
 
     def explain(self, error: SynclineError) -> SynclineError:
         """Why a connection broke, by the coordinator's word if it comes soon."""
-        self._hearing.heard.wait(VERDICT_SECONDS)
-        try:
-            self._hearing.check()
-        except SynclineError as found:
-            return found
-        return error
+        return self._asking.explain(error)
 
     @property
     def evicted(self) -> FencedError | None:

@@ -78,8 +78,7 @@ class Loop:
     def comes_back(self) -> None:
         """The script comes for its next batch, nothing of which is read for it yet: a boundary."""
         self._job.samples.boundary.passed(self._position)
-        if not self._cut:
-            self._job.samples.between()
+        self._job.samples.between()
 
     def __enter__(self) -> Loop:
         self.comes_back()
@@ -104,7 +103,7 @@ class Loop:
             return
         if not is_left_early:
             self._job.rest()  # also one that made no step: behind the loop all are level
-            self._job.samples.behind_epoch(self.reading.loader)
+            self._job.samples.behind_epoch(self.reading.loader, self.reading.epoch)
         elif failed:
             self._job.samples.rests_first = True  # should the script go on; else what it has stays its own to the end
         elif not self._job.samples.is_over:

@@ -44,7 +44,7 @@ class Samples:
         self._begun: set[object] = set()
         self.boundary = Boundary()  #: where its script stands between two batches
         self.between: Callable[[], None] = lambda: None  #: two batches, with all that was read in steps
-        self.behind_epoch: Callable[[str], None] = lambda loader: None
+        self.behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None
         self.passes = Passes()  #: over sources that are read by themselves, without a loader
 
     def name_loader(self, name: str) -> str:

@@ -12,12 +12,11 @@ import numpy as np
 from syncline.client import chance
 from syncline.client.calling import ValidationCalled
 from syncline.core.conditions import METRIC
-from syncline.core.control import Barrier, Passed
 from syncline.core.durations import Interval, interval
 from syncline.core.validations import (
-    BARRIER,
     AskPart,
     AskReading,
+    Attend,
     Begin,
     Begun,
     Called,
@@ -30,6 +29,10 @@ from syncline.errors import ConfigError
 if TYPE_CHECKING:
     from syncline.client.job import Job
 
+#: In rounds: all come so many steps after the time has come.
+AHEAD_STEPS = 2
+#: In rounds a worker is not waited for any more when it has waited for so long until others come.
+ASIDE_SECONDS = 1.0
 #: fn(batch) -> means over the batch, by name.
 Measure = Callable[[Any], Mapping[str, Any]]
 
@@ -76,7 +79,8 @@ class Validating:
         self._done = 0  # the turn of the last one that this worker came to
         self._is_inside = False
         self._first_loader = ""  # the training's
-        self.models: list[Callable[[], Model | None]] = []  #: that adapters have made; None: it is gone
+        self._models: list[Callable[[], Model | None]] = []
+        self._kept: list[Model] = []  # a validation behind the end of the script needs them still
         self.read: Callable[[Any, Sequence[int], Any], Any] = read_samples  #: a batch of a data set, by its samples
 
     def add(
@@ -88,8 +92,8 @@ class Validating:
             raise ConfigError(f"job.validate: name={name!r}: {what}; its metrics are reported as NAME/METRIC")
         if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
             raise ConfigError(
-                f"job.validate: {type(dataset).__name__} has no samples by number, so workers cannot share it; give a "
-                "data set with __len__ and __getitem__, or a source of syncline.data that is no shard source"
+                f"job.validate: {type(dataset).__name__} has no samples by number, so workers cannot share it; give "
+                "a data set with __len__ and __getitem__, or a source of syncline.data that is no shard source"
             )
         if len(dataset) == 0:
             raise ConfigError("job.validate: the data set is empty: there is nothing to validate on")
@@ -100,7 +104,13 @@ class Validating:
         when = interval("job.validate: every =", str(every), epochs=True)
         found = Validated(name, fn, dataset, when, batch_size, collate_fn, self._now)
         self._sets[name] = found
+        self._kept = self._known_models()
         return found
+
+    def add_model(self, find: Callable[[], Model | None]) -> None:
+        """An adapter has made one; `find` gives it as long as it is there."""
+        self._models.append(find)
+        self._kept = self._known_models() if self._sets else []
 
     # -- when ---------------------------------------------------------------------------------------------
 
@@ -122,28 +132,36 @@ class Validating:
         if self.is_called and (not job.in_rounds or job.step >= self._called.step):
             self._enter({})
             return
-        due = {one.name: at for one in self._sets.values() if (at := self._is_due(one, job.step))}
+        step = job.step
+        due = {one.name: at for one in self._sets.values() if (at := _due_since(one, step))}
         if due:
             self._enter(due)
+        elif job.is_chief and not self.is_called:
+            self._look_at_the_clock(step)
 
-    def _is_due(self, one: Validated, step: int) -> int:
-        """Since which step, if it is."""
-        if one.every.steps:
-            at = (one.step // one.every.steps + 1) * one.every.steps
-            return at if step >= at else 0
-        is_time = one.every.seconds and self._job.is_chief and time.monotonic() - one.at >= one.every.seconds
-        return step if is_time and step > one.step else 0
+    def _look_at_the_clock(self, step: int) -> None:
+        """In rounds others may be in the next one already: all come a little later, at the same step."""
+        now = time.monotonic()
+        due = {
+            one.name: step
+            for one in self._sets.values()
+            if one.every.seconds and now - one.at >= one.every.seconds and step > one.step
+        }
+        if due and self._job.in_rounds:
+            self._come(step + AHEAD_STEPS, due)
+        elif due:
+            self._enter(due)
 
     def while_waiting(self) -> None:
         """The script waits for others, and those maybe for it."""
         if self.is_called:
             raise ValidationCalled(lambda: self._enter({}))
 
-    def behind_epoch(self, loader: str) -> None:
+    def behind_epoch(self, loader: str, epoch: int) -> None:
         """A loop over an epoch has come to its end."""
         self._first_loader = self._first_loader or loader
         if loader == self._first_loader:
-            self._enter_if_new(one for one in self._sets.values() if one.every.is_epoch)
+            self._enter_if_new((one for one in self._sets.values() if one.every.is_epoch), epoch)
 
     def finish(self) -> None:
         """The script has come to its end."""
@@ -155,44 +173,50 @@ class Validating:
     def _now(self, one: Validated) -> None:
         self._enter({one.name: max(1, self._job.step)})
 
-    def _enter_if_new(self, some: Iterator[Validated]) -> None:
+    def _enter_if_new(self, some: Iterator[Validated], epoch: int = -1) -> None:
         step = self._job.step
         due = {one.name: step for one in some if step > one.step}
         if due and not self._is_inside:
-            self._enter(due)
+            self._enter(due, epoch)
 
     # -- coming together ----------------------------------------------------------------------------------
 
-    def _enter(self, due: dict[str, int]) -> None:
+    def _enter(self, due: dict[str, int], epoch: int = -1) -> None:
         job, self._is_inside = self._job, True
         try:
             job.send_all()
-            if due:
-                answer = job.ask(Come(job.step, due))
-                assert isinstance(answer, Called)
-                self._note(answer.steps, answer.floor)
-                if not answer.turn:
-                    return
-                self.hear(answer)
-            self._attend(self._called.turn)
+            if not due or self._come(job.step, due, epoch):
+                self._attend(self._called.turn)
         finally:
             self._is_inside = False
             job.exchange.times.resume()  # it is no part of a step
+
+    def _come(self, step: int, due: dict[str, int], epoch: int = -1) -> bool:
+        """Whether there is a validation to go to."""
+        answer = self._job.ask(Come(step, due, epoch))
+        assert isinstance(answer, Called)
+        self._note(answer.steps, answer.floor)
+        self.hear(answer)
+        return answer.turn > self._done
 
     def _note(self, steps: Mapping[str, int], floor: int) -> None:
         for one in self._sets.values():
             one.step = max(one.step, steps.get(one.name, floor))
 
     def _attend(self, turn: int) -> None:
-        job, exchange = self._job, self._job.exchange
-        stretch = exchange.step_aside()
-        with job.boundary.waiting():
-            passed = job.ask(Barrier(BARRIER, turn, stretch))
-        assert isinstance(passed, Passed)
-        exchange.pass_barrier(passed)
-        self._done = turn
+        job = self._job
         if not job.in_rounds:
-            exchange.step_aside()  # others go on as soon as they find nothing more to read here
+            job.exchange.rest(is_pause=True, if_active=True)  # nobody is to wait for it
+        began = time.monotonic()
+
+        def stand_aside() -> None:
+            """One that waits for a round with this worker comes only behind that."""
+            if time.monotonic() - began > ASIDE_SECONDS:
+                job.exchange.rest(is_pause=True, if_active=True)
+
+        with job.boundary.waiting():
+            job.ask(Attend(turn), stand_aside)
+        self._done = turn
         for model in self._known_models():
             model.pull()
         begun = job.ask(Begin(turn, job.step))
@@ -211,7 +235,7 @@ class Validating:
             job.catch_up()
 
     def _known_models(self) -> list[Model]:
-        return [model for known in self.models if (model := known()) is not None]
+        return [model for known in self._models if (model := known()) is not None]
 
     # -- taking part --------------------------------------------------------------------------------------
 
@@ -261,6 +285,12 @@ class Validating:
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + len(samples) * number_of(name, value)
         return sums
+
+
+def _due_since(one: Validated, step: int) -> int:
+    """Since which step a set is due by steps; 0: it is not."""
+    at = (one.step // one.every.steps + 1) * one.every.steps if one.every.steps else 0
+    return at if step >= at else 0
 
 
 def number_of(name: Any, value: Any) -> float:

@@ -113,6 +113,7 @@ from syncline.core.traffic import (
 from syncline.core.validations import (
     AskPart,
     AskReading,
+    Attend,
     Begin,
     Begun,
     Called,
@@ -134,7 +135,7 @@ MESSAGES: tuple[type[Message], ...] = (
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
     Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseGate, GateClosed, Mark, OpenGate,
     WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Metrics, Steer,
-    Come, Called, Begin, Begun, AskPart, GivenPart, AskReading, GivenReading,
+    Come, Called, Attend, Begin, Begun, AskPart, GivenPart, AskReading, GivenReading,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -144,7 +145,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Join, Rejoin, AskRoster, Beat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
-        AskTakenUp, Finish, Metrics, Come, Begin, AskPart, AskReading,
+        AskTakenUp, Finish, Metrics, Come, Attend, Begin, AskPart, AskReading,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,

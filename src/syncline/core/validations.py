@@ -1,7 +1,7 @@
 """Validations: when all workers come together for one, who reads which part of its sets, and what comes out.
 
-Pure. A validation is called by the first worker for which one is due; all come to a barrier, read the same parameters,
-and share the sets: a part that somebody has said the result of is done, once; what the dead had is to do again.
+Pure. A validation is called by the first worker for which one is due; all come, read the same parameters, and
+share the sets: a part that somebody has said the result of is done, once; what the dead had is to do again.
 `ValidationState` is what must outlive the coordinator.
 """
 
@@ -16,22 +16,24 @@ from syncline.core.message import Message
 from syncline.core.slices import Identity
 from syncline.errors import ConfigError, ProtocolError
 
-#: The barrier that a validation begins with.
-BARRIER = "job.validate"
 #: What is validated first: the job's parameters. Their readings are the job's.
 WEIGHTS = "weights"
 MOST_SETS = 100
 
 
 class Come(Message, frozen=True):
-    """A validation is due at a worker: of each set the step from which on it is. Answered with `Called`."""
+    """A validation is due at a worker: of each set the step from which on it is. Answered with `Called`.
+
+    `epoch`: this worker is behind it, and that is why; behind each there is one.
+    """
 
     step: int
     due: dict[str, int]
+    epoch: int = -1
 
 
 class Called(Message, frozen=True):
-    """All workers are to come to validation number `turn`, in rounds as soon as they have made this step; 0: to none.
+    """All workers are to come to validation number `turn`; in rounds at this step, or where they wait. 0: to none.
 
     `steps`: at which step each set was validated last; of others, `floor`. Also told to all when the first has come.
     """
@@ -42,8 +44,14 @@ class Called(Message, frozen=True):
     floor: int = 0
 
 
+class Attend(Message, frozen=True):
+    """This worker is there, and nothing of it is under way. Answered with `Done` when all are, and it was saved."""
+
+    turn: int
+
+
 class Begin(Message, frozen=True):
-    """Behind its barrier: this worker has the parameters of this step. Answered with `Begun` when all have."""
+    """Then: this worker has the parameters of this step. Answered with `Begun` when all have."""
 
     turn: int
     step: int
@@ -176,7 +184,7 @@ class Run(msgspec.Struct):
 
 
 class Validation(msgspec.Struct):
-    """One that has begun: all are at its barrier, or behind it."""
+    """One that has begun: all have come."""
 
     turn: int
     step: int
@@ -253,6 +261,7 @@ class ValidationState(msgspec.Struct):
     due: list[str] = []  # sets of it
     next_part: int = 1
     steps: dict[str, int] = {}  # at which each set was last validated
+    epochs: dict[str, int] = {}  # behind which each was last validated
     floor: int = 0  # the step of the checkpoint that the job began with
     metrics: list[str] = []  # that come from validations
     now: Validation | None = None
@@ -266,12 +275,15 @@ class Validating:
     def __init__(self, state: ValidationState) -> None:
         self.state = state
 
-    def come(self, step: int, due: Mapping[str, int]) -> Called:
+    def come(self, step: int, due: Mapping[str, int], epoch: int = -1) -> Called:
         """A worker finds these sets due: what is called by now."""
         state = self.state
         if len(state.steps.keys() | due.keys()) > MOST_SETS:
             raise ConfigError(f"job.validate: there are more than {MOST_SETS} sets")
         wanted = [name for name, at in due.items() if state.steps.get(name, state.floor) < at]
+        if epoch >= 0:
+            wanted = [name for name in wanted if state.epochs.get(name, -1) < epoch]
+            state.epochs.update(dict.fromkeys(wanted, epoch))
         if wanted and not state.called:
             state.turn += 1
             state.called, state.step, state.due = state.turn, step, []
@@ -284,7 +296,7 @@ class Validating:
         return Called(state.called, state.step, dict(state.steps), state.floor)
 
     def begin(self, turn: int, step: int, there: Iterable[Identity], candidates: Sequence[str]) -> Validation:
-        """All are at the barrier. One that is still going on was left by all who could end it."""
+        """All have come. One that is still going on was left by all who could end it."""
         state = self.state
         inside = dict(there)
         runs = [Run(name, candidate) for candidate in candidates for name in state.due]

@@ -31,6 +31,7 @@ from syncline.torch.remembered import Remembered
 from syncline.torch.rules import ChangedOptions, group_rule, rule_name
 from syncline.torch.state import load_state, read_state
 from syncline.torch.streams import Side, open_side
+from syncline.torch.validation import take_part_in
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -83,6 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
         self._remember()
+        take_part_in(self._job.validating, self, model)
 
     def _remember(self) -> None:
         """Its groups' numbers are saved with the script's state, and with local steps all that the optimizer has."""

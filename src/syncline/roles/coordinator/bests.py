@@ -21,8 +21,8 @@ class Bests:
     def wants_save(self) -> bool:
         return False
 
-    def save(self, turn: int, release: Callable[[], None]) -> None:
-        """Under the lock: all stand at the barrier of this validation; `release`: once the cut is made."""
+    def save(self, release: Callable[[], None]) -> None:
+        """Under the lock: all workers stand still for a validation; `release`: once the cut is made."""
 
     def candidates(self) -> list[str]:
         return []

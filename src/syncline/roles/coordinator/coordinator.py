@@ -39,7 +39,7 @@ from syncline.core.metrics import Metrics
 from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
 from syncline.core.saving import AskTakenUp, Finish, Save
-from syncline.core.validations import AskPart, AskReading, Begin, Come
+from syncline.core.validations import AskPart, AskReading, Attend, Begin, Come
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
@@ -229,6 +229,7 @@ class Coordinator:
             LeaveEpoch: self.handing.leave,
             EndShard: self.handing.end_shard,
             Come: self.validating.come,
+            Attend: self.validating.attend,
             Begin: self.validating.begin,
             AskPart: self.validating.ask,
             AskReading: self.validating.ask_reading,

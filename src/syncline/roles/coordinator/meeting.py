@@ -34,7 +34,7 @@ class Meeting:
             waiting.append((request, time.monotonic()))
         self.release()
 
-    def _workers(self) -> list[str]:
+    def workers(self) -> list[str]:
         """For whom barriers wait: those who take part, and those who are out and not settled yet."""
         state, finishing = self._c.membership.state, self._c.membership.finishing
         names = [name for name in (*state.entered, *state.fencing) if name not in finishing]
@@ -43,15 +43,14 @@ class Meeting:
     def release(self) -> None:
         """Whoever is at a barrier that is whole goes on, once that is kept."""
         state = self._c.membership.state
+        self._c.validating.gather()
         with self._c.lock:
-            whole = [key for key in self._barriers.ready(self._workers()) if self._c.validating.may_pass(*key)]
+            whole = self._barriers.ready(self.workers())
             if not whole:
                 return
             before = (state.stretch, dict(state.passed))
             answers = self._barriers.pass_all(whole)
             state.stretch = answers[-1]
-            for key in whole:
-                self._c.validating.passes(*key, [request.peer.name for request, _ in self._there.get(key, [])])
             try:
                 self._c.keep()
             except StoreError as error:
@@ -71,7 +70,7 @@ class Meeting:
         """Under the lock."""
         found = []
         for (name, turn), waiting in self._there.items():
-            missing = self._barriers.missing(name, turn, self._workers())
+            missing = self._barriers.missing(name, turn, self.workers())
             since = min(at for _, at in waiting)
             found.append(Wait("", turn, missing, now - since, f"the barrier {name!r}"))
         return found

@@ -159,6 +159,7 @@ class Reporting:
         }
         found = causes(told)
         found += self._c.meeting.waits(now)
+        found += self._c.validating.waits(now)
         found += self._c.handing.waits(now)
         for who, since in self._c.registering.waiting():
             chief = self._c.membership.chief

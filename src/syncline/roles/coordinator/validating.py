@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from syncline.core.message import Message
+from syncline.core.message import Done, Message
 from syncline.core.slices import Identity
 from syncline.core.validations import (
-    BARRIER,
     WEIGHTS,
     AskPart,
     AskReading,
+    Attend,
     Begin,
     Begun,
     Called,
@@ -22,6 +23,7 @@ from syncline.core.validations import (
 )
 from syncline.errors import ConfigError
 from syncline.net.rpc import Endpoint, Request
+from syncline.stats import Wait
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -33,6 +35,7 @@ class Validations:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._told: dict[str, tuple[Endpoint, int]] = {}  # which call a worker has heard, over which connection
+        self._there: dict[str, tuple[Request, float]] = {}  # have come, and since when they wait for the others
         self._beginning: dict[str, tuple[Request, int]] = {}  # have the parameters, and wait until all have
         self._waiting: dict[str, tuple[Request, int]] = {}  # for readings
         self._readings: dict[int, dict[str, float]] = {}  # of those that are over, by their turns
@@ -48,7 +51,7 @@ class Validations:
         with self._c.lock:
             before = self._core.called()
             try:
-                called = self._core.come(message.step, message.due)
+                called = self._core.come(message.step, message.due, message.epoch)
             except ConfigError as error:
                 request.refuse(error)
                 return
@@ -69,40 +72,60 @@ class Validations:
                     endpoint.mention(called)
                     self._told[name] = (endpoint, called.turn)
 
-    # -- the barrier --------------------------------------------------------------------------------------
+    # -- coming together ----------------------------------------------------------------------------------
 
-    def may_pass(self, name: str, turn: int) -> bool:
-        """Under the lock: all are at this barrier. Whether they may go on: before a validation, when it is saved."""
-        if name != BARRIER or not self._c.bests.wants_save:
-            return True
+    def attend(self, request: Request, message: Attend) -> None:
+        with self._c.lock:
+            state, name = self._core.state, request.peer.name
+            if message.turn != state.called:
+                request.reply(Done())  # it is over, or began without this one; who asks again may be in it
+                return
+            self._there[name] = (request, time.monotonic())
+        self.gather()
+
+    def gather(self) -> None:
+        """When all are there, and what they have in common is saved, it begins."""
+        with self._c.lock:
+            state, missing = self._core.state, self._missing()
+            if not state.called or not self._there or missing or not self._is_saved(state.called):
+                return
+            members = self._c.membership.state.members
+            lives = [(name, members[name].incarnation) for name in self._there if name in members]
+            self._core.begin(state.called, state.step, lives, [WEIGHTS, *self._c.bests.candidates()])
+            self._readings = {}
+            self._c.try_keep()
+            there, self._there = self._there, {}
+        for request, _ in there.values():
+            request.reply(Done())
+
+    def _missing(self) -> list[str]:
+        return [name for name in self._c.meeting.workers() if name not in self._there]
+
+    def _is_saved(self, turn: int) -> bool:
+        """All stand still: whether the cut of the save that goes with this validation is made, or not wanted."""
         if self._cut[0] != turn:
-            self._cut = (turn, False)
-            self._c.bests.save(turn, self._release(turn))
+            self._cut = (turn, not self._c.bests.wants_save)
+            if self._c.bests.wants_save:
+                self._c.bests.save(self._released(turn))
         return self._cut[1]
 
-    def _release(self, turn: int) -> Callable[[], None]:
-        """The cut is made, or not to be had."""
+    def _released(self, turn: int) -> Callable[[], None]:
+        """To be called when the cut is made, or not to be had."""
 
         def release() -> None:
             with self._c.lock:
                 if self._cut[0] == turn:
                     self._cut = (turn, True)
-            self._c.meeting.release()
+            self.gather()
 
         return release
 
-    def passes(self, name: str, turn: int, there: list[str]) -> None:
-        """Under the lock, to be kept: these go on behind this barrier."""
-        state = self._core.state
-        if name != BARRIER:
-            return
-        members = self._c.membership.state.members
-        lives = [(worker, members[worker].incarnation) for worker in there if worker in members]
-        if turn == state.called:
-            self._core.begin(turn, state.step, lives, [WEIGHTS, *self._c.bests.candidates()])
-            self._readings = {}
-        elif state.now is not None and state.now.turn == turn:  # it could not be kept before
-            state.now.inside, state.now.absent = dict(lives), sorted(dict(lives))
+    def waits(self, now: float) -> list[Wait]:
+        """Under the lock: who waits for whom."""
+        if not self._there or not self._missing():
+            return []
+        since = min(at for _, at in self._there.values())
+        return [Wait("", self._core.state.called, self._missing(), now - since, "the validation")]
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -149,6 +172,7 @@ class Validations:
             self._told.pop(owner[0], None)
             self._beginning.pop(owner[0], None)
             self._waiting.pop(owner[0], None)
+            self._there.pop(owner[0], None)
             now = self._core.state.now
             if now is None or not now.out(owner):
                 return
