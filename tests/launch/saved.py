@@ -33,7 +33,7 @@ job.state["own"] = own = {{"steps": 0}}
 x = job.kv.pull(["x"])["x"]
 source = syncline.data.ArraySource(np.arange(NUM_SAMPLES))
 for epoch in range(EPOCHS):
-    for (batch,) in syncline.data.batches(source, 4, shuffle=True, seed=epoch):
+    for (batch,) in syncline.data.batches(source, 4, shuffle=True, epoch=epoch, name="train"):
         gradient = (3 * x + np.arange(8) * batch.sum()) % 101 - random.randrange(50)
         seen = np.zeros((EPOCHS, NUM_SAMPLES))
         seen[epoch, batch] = 1
@@ -53,7 +53,7 @@ def expected() -> tuple[list[float], list[list[float]], int]:
     chances = [random.Random(rank) for rank in range(2)]
     x, momentum = np.zeros(8), np.zeros(8)
     for epoch in range(EPOCHS):
-        order = Order(NUM_SAMPLES, epoch, 0).at(np.arange(NUM_SAMPLES))
+        order = Order(NUM_SAMPLES, 0, epoch).at(np.arange(NUM_SAMPLES))
         for start in range(0, NUM_SAMPLES, 8):
             for rank, chance in enumerate(chances):
                 batch = order[start + 4 * rank : start + 4 * rank + 4]
