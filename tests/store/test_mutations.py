@@ -97,7 +97,7 @@ def test_every_damage_is_found_and_the_one_before_is_taken(two: tuple[pathlib.Pa
         draw = random.Random(seed)
         damage = draw.choice(DAMAGES)
         damage(own, draw)
-        changed = any(not (own / n).exists() or (own / n).read_bytes() != data for n, data in whole.items())
+        changed = [n for n, data in whole.items() if not (own / n).exists() or (own / n).read_bytes() != data]
         said: list[str] = []
         chosen = checkpoints.choose(open_folder(path), said.append)
         assert chosen is not None, (seed, damage)
@@ -108,8 +108,9 @@ def test_every_damage_is_found_and_the_one_before_is_taken(two: tuple[pathlib.Pa
             assert values(own) == second.values, (seed, damage.__name__)
         except StoreError as error:
             assert str(own) in str(error), (seed, damage.__name__)
-        for name, data in whole.items():
-            (own / name).write_bytes(data)
+        for name in changed:
+            (own / name).unlink(missing_ok=True)
+            (own / name).write_bytes(whole[name])
 
 
 def changed_somewhere(value: Any, draw: random.Random) -> Any:
