@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from tests.store.made import Made, make
 
+from syncline.core.soundness import decode_manifest
 from syncline.errors import StoreError
 from syncline.store import checkpoints, weights
 from syncline.store.folders import open_folder
@@ -173,3 +174,45 @@ def test_a_newer_format_says_who_wrote_it(two: tuple[pathlib.Path, list[Made]]) 
     file.write_bytes(text + hashlib.sha256(text).hexdigest().encode() + b"\n")
     with pytest.raises(StoreError, match=r"written by syncline 7\.1 in format 99.*update syncline"):
         checkpoints.read_manifest(open_folder(path / second.name))
+
+
+def test_a_header_that_says_the_same_in_other_bytes_is_damaged_too(two: tuple[pathlib.Path, list[Made]]) -> None:
+    path, (first, second) = two
+    padded = 0
+    for name in FILES[:3]:
+        file = path / second.name / name
+        data = bytearray(file.read_bytes())
+        last = 7 + int.from_bytes(data[:8], "little")
+        if data[last] == ord(" "):
+            padded += 1
+            data[last] = ord("\n")
+            file.write_bytes(data)
+    assert padded
+    said: list[str] = []
+    chosen = checkpoints.choose(open_folder(path), said.append)
+    assert chosen is not None and chosen.name == first.name and "header" in said[0]
+
+
+def test_an_old_checkpoint_under_a_newer_name_is_not_the_newest(two: tuple[pathlib.Path, list[Made]]) -> None:
+    path, (first, second) = two
+    shutil.copytree(path / first.name, path / "000009-step-90")
+    said: list[str] = []
+    chosen = checkpoints.choose(open_folder(path), said.append)
+    assert chosen is not None and chosen.name == second.name and f"that of {first.name}" in said[0]
+
+
+def test_slices_that_name_each_others_tensors_are_refused(two: tuple[pathlib.Path, list[Made]]) -> None:
+    """Two of the same size in the same file: only their names tell them apart."""
+    _, (_, second) = two
+    shapes = {(file.name, t.name): (t.dtype, t.shape) for file in second.manifest.files for t in file.tensors}
+    slices = list(second.manifest.slices)
+    pairs = [(a, b) for a in range(len(slices)) for b in range(a) if slices[a].file == slices[b].file]
+    same = [p for p in pairs if len({shapes[slices[k].file, slices[k].tensor] for k in p}) == 1]
+    assert same
+    for a, b in same:
+        changed = list(slices)
+        changed[a] = msgspec.structs.replace(slices[a], tensor=slices[b].tensor)
+        changed[b] = msgspec.structs.replace(slices[b], tensor=slices[a].tensor)
+        text = msgspec.json.encode(msgspec.structs.replace(second.manifest, slices=tuple(changed)))
+        with pytest.raises(StoreError, match="its tensor is missing"):
+            decode_manifest(text, "here")
