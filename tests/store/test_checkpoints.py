@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from tests.store.made import make
 
+from syncline import faults
 from syncline.errors import StoreError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
@@ -70,3 +71,19 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: pathlib.Path
     assert not own.exists("manifest.json")
     with pytest.raises(StoreError, match="not the one that was meant"):
         checkpoints.read_manifest(folder.join(made.name), "0" * 64)
+
+
+def test_the_points_of_a_save_are_passed_in_order(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+    monkeypatch.setattr(faults, "armed", ("nowhere", 1, "kill"))
+    monkeypatch.setattr(faults, "reach", passed.append)
+    folder = open_folder(tmp_path)
+    make(folder, 1)
+    assert passed == ["save.written", "save.renamed"] * 3 + ["manifest.written", "manifest.renamed"]
+    for number in (2, 3):
+        make(folder, number)
+    passed.clear()
+    checkpoints.prune(folder, 2, "a")
+    assert passed == ["save.pruned"]
+    assert {"save.written", "save.renamed"} <= set(faults.POINTS["server"])
+    assert {"manifest.written", "manifest.renamed", "save.pruned"} <= set(faults.POINTS["coordinator"])
