@@ -116,7 +116,8 @@ def verify(folder: Folder, manifest: Manifest) -> None:
             for reader, file in zip(readers, files_of(manifest), strict=True)
             for tensor in file.tensors
         ]
-        in_threads(lambda item: item[0].verify(item[1]), every)
+        num_bytes = sum(file.num_bytes for file in files_of(manifest))
+        in_threads(lambda item: item[0].verify(item[1]), every, num_bytes)
     finally:
         for reader in readers:
             reader.close()
