@@ -290,7 +290,16 @@ def test_at_its_end_a_worker_stays_until_the_last_save_is_made(house, tmp_path):
 def test_who_retires_and_who_saves_nothing_does_not_stay(house, tmp_path, how):
     twin, job, _ = begin(house, checkpoint="" if how == "no checkpoint" else str(tmp_path))
     step(job)
-    _in_a_thread(twin, Finish, lambda message: time.sleep(0.1) or job.retire() or time.sleep(SECONDS) or Done())
+    answered: list[Finish] = []
+
+    def last(message: Finish) -> Done:
+        time.sleep(0.1)
+        job.retire()
+        time.sleep(2.0)
+        answered.append(message)
+        return Done()
+
+    _in_a_thread(twin, Finish, last)
     if how == "retires first":
         job.retire()
         with pytest.raises(SystemExit):
@@ -298,7 +307,7 @@ def test_who_retires_and_who_saves_nothing_does_not_stay(house, tmp_path, how):
     else:
         job.close()
     left = [message for message in twin.coordinator.heard if type(message).__name__ == "Leave"]
-    assert [message.retired for message in left] == [how != "no checkpoint"]
+    assert [message.retired for message in left] == [how != "no checkpoint"] and not answered
 
 
 def test_a_boundary_costs_nothing_but_a_look_while_nobody_watches():

@@ -198,9 +198,9 @@ def test_an_accumulated_gradient_is_no_boundary(made, tmp_path):
         states[number] = torch.get_rng_state()
         script.log.append(number)
     assert told[0].wait(SECONDS) == Done()
-    written = asker.written(tmp_path / NAME, 2)  # behind the fourth micro-batch
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError):  # it was told in the middle of them
         asker.written(tmp_path / NAME, 1)
+    written = asker.written(tmp_path / NAME, 2)  # behind the fourth micro-batch
     again, _ = made()
     takes_up(again, tmp_path / NAME, finish(tmp_path / NAME, written))
     assert Script(again).log == [0, 1, 2, 3]
@@ -225,6 +225,16 @@ def test_local_steps_keep_their_optimizer_and_nothing_between_two_averages(made,
     next(iter(resumed.loader))
     assert torch.equal(resumed.opt.state_dict()["state"][0]["momentum_buffer"], momentum[6])
     assert resumed.opt.param_groups is resumed.opt._opt.param_groups and again.step == 6
+
+
+def test_between_two_averages_it_is_no_boundary_without_a_loader_either(made):
+    job, _ = made(sync_every=2)
+    script, clean = Script(job), []
+    for _ in range(4):
+        script.model(torch.rand(4, 1)).sum().backward()
+        script.opt.step()
+        clean.append(job.boundary.is_clean())
+    assert clean == [False, True, False, True]
 
 
 def test_what_the_script_says_anew_counts(made, tmp_path):
