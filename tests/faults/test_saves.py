@@ -36,8 +36,7 @@ def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
     often = 3 if point == "save.pruned" else 2
     monkeypatch.setenv("SYNCLINE_FAULT", f"{VICTIM[role]}@{point}#{often}=kill")
     process = commands.start(*WORDS, "--keep", "2", "--replicas", "2", script, "0.25")
-    commands.wait_for("", "coordinator")
-    broken = break_off(commands, process, saves, count=4)
+    broken = break_off(commands, process, saves, count=1, after=f"runs/*/fault-{VICTIM[role]}")
     assert f"{VICTIM[role]} was killed by SIGKILL" in broken, broken
     monkeypatch.delenv("SYNCLINE_FAULT")
     names = saved(saves)

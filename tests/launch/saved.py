@@ -16,7 +16,7 @@ import numpy as np
 
 from syncline.core.order import Order
 
-NUM_SAMPLES, EPOCHS = 48, 3
+NUM_SAMPLES, EPOCHS = 48, 5
 #: `x` depends on all that came before: on its own value, on momenta, on which samples are in which round, on every
 #: worker's random numbers; all in integers, which float64 adds exactly. `seen` counts every sample of every epoch.
 SCRIPT = f"""
@@ -79,10 +79,16 @@ def saved(folder: pathlib.Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob("*/manifest.json"))
 
 
-def break_off(commands: Any, process: subprocess.Popen[str], saves: pathlib.Path, count: int) -> str:
-    """kill -9 of everything, as soon as so many checkpoints were made; what it wrote."""
+def break_off(
+    commands: Any, process: subprocess.Popen[str], saves: pathlib.Path, count: int, after: str = "runs"
+) -> str:
+    """kill -9 of everything, as soon as so many checkpoints were made since there was this file; what it wrote."""
     deadline = time.monotonic() + 60.0
-    while not saved(saves) or int(saved(saves)[-1][:6]) < count:
+    while not list(commands.folder.glob(after)):
+        assert process.poll() is None and time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+    there = saved(saves)
+    while len(set(saved(saves)) - set(there)) < count:
         assert process.poll() is None and time.monotonic() < deadline, "it did not save"
         time.sleep(0.02)
     for pid in [process.pid, *commands.members().values()]:
