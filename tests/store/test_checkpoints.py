@@ -68,6 +68,8 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: pathlib.Path
         checkpoints.write_manifest(own, msgspec.structs.replace(made.manifest, step=20))
     with pytest.raises(StoreError, match="slices are missing"):
         checkpoints.write_manifest(own, msgspec.structs.replace(made.manifest, slices=made.manifest.slices[1:]))
+    with pytest.raises(StoreError, match="NaN or Inf"):
+        checkpoints.write_manifest(own, msgspec.structs.replace(made.manifest, steering={"best": [float("inf")]}))
     assert not own.exists("manifest.json")
     with pytest.raises(StoreError, match="not the one that was meant"):
         checkpoints.read_manifest(folder.join(made.name), "0" * 64)
