@@ -29,7 +29,7 @@ def cases() -> list[Any]:
     found = []
     for role, points in POINTS.items():
         for point in points:
-            if point.startswith(("save.", "manifest.")):  # passed by jobs that save
+            if point.startswith(("save.", "manifest.", "gate.", "script.")):  # passed by jobs that save
                 continue
             for policy in ("sync", "async"):
                 quick = point in QUICK and policy == "sync"

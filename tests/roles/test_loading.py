@@ -19,7 +19,7 @@ from syncline.errors import ProtocolError, StoreError
 from syncline.net.transport import buffer_of
 from syncline.store.folders import Folder
 
-from .conftest import WAIT, House
+from .conftest import WAIT, House, eventually
 from .cuts import save
 
 MakeHouse = Callable[..., House]
@@ -182,6 +182,13 @@ def test_it_has_a_backup_at_once(make_house: MakeHouse, tmp_path: Any) -> None:
     after.seed("server-0", "server-1")
     after.seed("server-1", "server-0")
     take_up(after, given)
+
+    def is_backed(number: int) -> bool:
+        one, two = (after.slot(server, number) for server in after.servers)
+        same = (one.memory == two.memory).all() and len(one.rules.state()) == len(two.rules.state()) > 0
+        return bool(same) and one.state.version == two.state.version == 3
+
+    eventually(lambda: all(is_backed(number) for number in after.seats))
     push(after, 1, both("Adam", 9, "float32"))
     value = {name: raw(after, name) for name in after.registry.layout.where}
     after.kill("server-0")

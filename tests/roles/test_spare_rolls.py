@@ -83,7 +83,7 @@ def test_a_round_of_the_dead_comes_first_where_their_end_is_not_installed_yet(ma
     house.members = [member for member in house.members if member.name != one.name]
     change = house.change(fenced={one.name: one.incarnation})
     change.prepared("server-1", house.tell("server-1", change.prepare()).wait(WAIT))
-    eventually(lambda: house.servers["server-1"].commits._held is None)
+    eventually(lambda: house.servers["server-1"].commits.holding.is_on is False)
     change.prepared("server-0", house.tell("server-0", change.prepare()).wait(WAIT))
     message = change.install(house.members)
     house.tell("server-0", message).wait(WAIT)
@@ -120,13 +120,13 @@ def test_what_held_commits_say_is_told_with_the_rest(make_house: MakeHouse) -> N
     first, _ = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
     commits, change = house.servers["server-1"].commits, house.change()
     with commits.order:
-        commits.hold()
+        commits.holding.hold()
     one.commit_staged("server-1", 1, first)
-    eventually(lambda: commits._held)
+    eventually(lambda: list(commits.holding.waiting()))
     answer = house.tell("server-1", change.prepare()).wait(WAIT)
     assert isinstance(answer, Prepared) and answer.rolls == [first]
     held = two.commit_staged("server-1", 1, Roll(0, 9, [(two.name, two.incarnation, 1)]))
-    eventually(lambda: len(commits._held or ()) == 2)
+    eventually(lambda: len(list(commits.holding.waiting())) == 2)
     assert commits.rounds.rolls.newest == first and not held.is_done, "what comes later may be decided otherwise"
 
 

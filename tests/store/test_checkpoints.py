@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pathlib
 
+import msgspec
 import pytest
 from tests.store.made import make
 
+from syncline import faults
+from syncline.errors import StoreError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
 
@@ -20,3 +23,69 @@ def test_what_is_written_is_found_and_verifies(tmp_path: pathlib.Path) -> None:
     chosen = checkpoints.choose(folder, pytest.fail)
     assert chosen is not None and chosen.name == made[1].name
     assert checkpoints.next_number(folder) == 3
+
+
+def test_retention_keeps_the_best_and_other_lineages_and_takes_unfinished_tries(tmp_path: pathlib.Path) -> None:
+    folder = open_folder(tmp_path)
+    for number in (1, 2, 4, 5):
+        make(folder, number)
+    make(folder, 6, lineage="b")
+    checkpoints.begin(folder, 3, 30, "a")
+    checkpoints.begin(folder, 7, 70, "a")
+    (tmp_path / "000008-step-80").mkdir()  # nobody knows whose
+    checkpoints.point(folder, "best", "000001-step-10")
+    assert checkpoints.prune(folder, 2, "a") == ["000002-step-20", "000003-step-30"]
+    left = [one.name for one in checkpoints.find(folder)]
+    assert left == [
+        "000008-step-80",
+        "000007-step-70",
+        "000006-step-60",
+        "000005-step-50",
+        "000004-step-40",
+        "000001-step-10",
+    ]
+
+
+def test_what_could_not_be_replaced_is_not_pruned(tmp_path: pathlib.Path) -> None:
+    folder = open_folder(tmp_path)
+    made = [make(folder, number) for number in (1, 2, 3)]
+    (tmp_path / made[2].name / "server-1.safetensors").unlink()
+    assert checkpoints.prune(folder, 2, "a") == []
+    file = tmp_path / made[1].name / "server-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    make(folder, 4)
+    assert checkpoints.prune(folder, 2, "a", wholly=True) == []
+    assert checkpoints.prune(folder, 2, "a") == [made[0].name]
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: pathlib.Path) -> None:
+    folder = open_folder(tmp_path)
+    made = make(folder, 1, metrics={"loss": float("nan"), "accuracy": 0.5})
+    found = checkpoints.find(folder)[0].manifest
+    assert found is not None and found.metrics == {"accuracy": 0.5}
+    own = checkpoints.begin(folder, 2, 20, "a")
+    with pytest.raises(StoreError, match="its name is"):
+        checkpoints.write_manifest(own, msgspec.structs.replace(made.manifest, step=20))
+    with pytest.raises(StoreError, match="slices are missing"):
+        checkpoints.write_manifest(own, msgspec.structs.replace(made.manifest, slices=made.manifest.slices[1:]))
+    with pytest.raises(StoreError, match="NaN or Inf"):
+        checkpoints.write_manifest(own, msgspec.structs.replace(made.manifest, steering={"best": [float("inf")]}))
+    assert not own.exists("manifest.json")
+    with pytest.raises(StoreError, match="not the one that was meant"):
+        checkpoints.read_manifest(folder.join(made.name), "0" * 64)
+
+
+def test_the_points_of_a_save_are_passed_in_order(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+    monkeypatch.setattr(faults, "armed", ("nowhere", 1, "kill"))
+    monkeypatch.setattr(faults, "reach", passed.append)
+    folder = open_folder(tmp_path)
+    make(folder, 1)
+    assert passed == ["save.written", "save.renamed"] * 3 + ["manifest.written", "manifest.renamed"]
+    for number in (2, 3):
+        make(folder, number)
+    passed.clear()
+    checkpoints.prune(folder, 2, "a")
+    assert passed == ["save.pruned"]
+    assert {"save.written", "save.renamed"} <= set(faults.POINTS["server"])
+    assert {"manifest.written", "manifest.renamed", "save.pruned"} <= set(faults.POINTS["coordinator"])

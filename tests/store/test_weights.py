@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pathlib
 
+import msgspec
 import pytest
 import torch
-from tests.store.made import BUFFERS, MODEL, Made, make
+from tests.store.made import BUFFERS, MODEL, Made, make, segments_of
 
 import syncline
 from syncline.errors import ConfigError, StoreError
@@ -95,3 +96,14 @@ def test_a_mirror_holds_the_same(pair: tuple[pathlib.Path, list[Made]], kind: st
     make(other, 2, seed=77)
     with pytest.raises(StoreError, match="another checkpoint of that name"):
         mirror.copy_checkpoint(other, target, second.name)
+
+
+def test_parameters_that_no_optimizer_had_have_their_own_names(tmp_path: pathlib.Path) -> None:
+    segments, _ = segments_of()
+    renamed = [msgspec.structs.replace(p, name=f"fixed.{p.name}") for p in segments[1].parameters]
+    fixed = msgspec.structs.replace(segments[1], parameters=tuple(renamed))
+    manifest = make(open_folder(tmp_path)).manifest
+    names = weights.own_names(msgspec.structs.replace(manifest, segments=(segments[0], fixed)))
+    assert names["fixed.bn.mask"] == "bn.mask" and names["fc.bias"] == "fc.bias"
+    names = weights.own_names(msgspec.structs.replace(manifest, segments=(segments[1], fixed)))
+    assert names["fixed.bn.mask"] == "fixed.bn.mask", "another parameter has that name"

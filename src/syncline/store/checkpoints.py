@@ -116,7 +116,8 @@ def verify(folder: Folder, manifest: Manifest) -> None:
             for reader, file in zip(readers, files_of(manifest), strict=True)
             for tensor in file.tensors
         ]
-        in_threads(lambda item: item[0].verify(item[1]), every)
+        num_bytes = sum(file.num_bytes for file in files_of(manifest))
+        in_threads(lambda item: item[0].verify(item[1]), every, num_bytes)
     finally:
         for reader in readers:
             reader.close()
@@ -175,12 +176,23 @@ def write_manifest(folder: Folder, manifest: Manifest) -> str:
     finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}  # JSON has no others
     manifest = msgspec.structs.replace(manifest, metrics=finite)
     where = f"{folder.url}/{MANIFEST}"
+    options = [spec.options for segment in manifest.segments for spec in segment.rules]
+    if not _is_finite([manifest.steering, manifest.config, options]):
+        raise StoreError(f"{where} cannot be written: its steering, config or rules have NaN or Inf, JSON has none")
     check_manifest(manifest, where)
     text = msgspec.json.encode(manifest) + b"\n"
     decode_manifest(text, where)  # what cannot be read must not be written
     digest = hashlib.sha256(text).hexdigest()
     folder.write(MANIFEST, b"%s%s\n" % (text, digest.encode()), "manifest")
     return digest
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def point(folder: Folder, name: str, checkpoint: str, **facts: Any) -> None:

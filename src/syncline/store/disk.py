@@ -124,7 +124,7 @@ class LocalFolder:
         """Raises StoreError, with the remedy, where nothing can be written."""
         self.make()
         probe = f".syncline-{os.getpid()}"
-        self.write(probe, b"")
+        self.write(probe, b"syncline")
         self.remove(probe)
 
 

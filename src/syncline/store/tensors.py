@@ -271,10 +271,13 @@ class TensorReader:
         return hashlib.sha256(data).hexdigest()
 
 
-def in_threads(function: Callable[[Any], None], items: Iterable[Any], num_threads: int = 0) -> None:
-    """Calls the function with each item, several at a time; the first error ends it, and is raised."""
+def in_threads(function: Callable[[Any], None], items: Iterable[Any], num_bytes: int = 1 << 62) -> None:
+    """Calls the function with each item, several at a time; the first error ends it, and is raised.
+
+    `num_bytes`: of all of them; for a few it takes no threads.
+    """
     items = list(items)
-    num_threads = min(num_threads or max(2, num_cores()), _MOST_THREADS, len(items))
+    num_threads = min(max(2, num_cores()), _MOST_THREADS, len(items), num_bytes // CHUNK_BYTES)
     if num_threads <= 1:
         for item in items:
             function(item)

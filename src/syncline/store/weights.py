@@ -78,6 +78,7 @@ class Weights:
         self._wanted = set(self._own.values()) if names is None else set(names)
         self._averages = _averages(chosen, self._own) if weights == AVERAGE else {}
         self._sources = list(self._find_sources())
+        self._num_bytes = sum(run.num_bytes for source in self._sources for run in source.runs)
 
     def plan(self) -> list[Weight]:
         """What there is, in the order in which it was registered."""
@@ -105,7 +106,7 @@ class Weights:
             readers[source.file].read_into(source.tensor, views)
 
         with self._readers() as readers:
-            in_threads(read, self._sources)
+            in_threads(read, self._sources, self._num_bytes)
         return found
 
     def export(self, path: pathlib.Path) -> None:
@@ -126,7 +127,7 @@ class Weights:
                         begin += run.num_bytes
 
                 with self._readers() as readers:
-                    in_threads(copy, self._sources)
+                    in_threads(copy, self._sources, self._num_bytes)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -22,6 +22,7 @@ from syncline.core.control import (
     Watch,
 )
 from syncline.core.message import Done, Message
+from syncline.core.policy import policy_of
 from syncline.core.progress import progress, shares
 from syncline.core.seats import protection
 from syncline.core.standings import by_name
@@ -75,6 +76,7 @@ class Reporting:
     def report(self, request: Request, message: Report) -> None:
         with self._c.lock:
             self._c.reports[request.peer.name] = message
+            self._c.saving.beat()
         if request.number:
             request.reply(Done())
 
@@ -131,9 +133,12 @@ class Reporting:
 
     def step(self) -> int:
         """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""
-        if self._c.config.sync_every > 1:
-            return max((report.step for report in self._c.reports.values()), default=0)
-        return max((beat.num_updates for beat, _ in self._c.beats.values()), default=0)
+        updates = max((beat.num_updates for beat, _ in self._c.beats.values()), default=0)
+        if updates and self._c.config.sync_every == 1:
+            return updates
+        steps = [report.step for report in self._c.reports.values()]  # in one process nobody beats
+        in_rounds = policy_of(self._c.config).in_rounds
+        return max(steps, default=0) if in_rounds else sum(steps)
 
     def saves(self) -> SaveCounts:
         """Under the lock."""

@@ -123,7 +123,7 @@ class Saving:
     # -- what is due --------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Under the lock: a server has said how far it is."""
+        """Under the lock: somebody has said how far it is."""
         if self._every is not None and self._every.steps and self.has_work(time.monotonic()):
             self._c.changing.wake()
 
@@ -135,7 +135,7 @@ class Saving:
             return True
         if self._under_way is None:
             return self._may_begin() and self._is_due(now)
-        return not self._under_way.is_cut and self._is_expected(self._under_way, now)
+        return not self._under_way.is_cut and self._may_begin() and self._is_expected(self._under_way, now)
 
     def seconds_left(self, now: float) -> float:
         """Under the lock: until it is worth another look."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from syncline import faults
 from syncline.core.gates import Gate, clocks_to_tell, gate_of
 from syncline.core.message import Done
-from syncline.core.saving import CloseGate, GateClosed, Mark, OpenGate
+from syncline.core.saving import CloseGate, GateClosed, Mark
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.roles.server.commits import Commits
@@ -110,11 +110,11 @@ class CommitGate:
 
     # -- opening ------------------------------------------------------------------------------------------
 
-    def open(self, message: OpenGate) -> None:
-        """Whoever has closed it lets go on what was held."""
+    def open(self, number: int) -> None:
+        """This cut is not to be; whoever has closed the gate lets go on what was held."""
         with self._order:
             gate = self._holding.gate
-            if gate is not None and gate.number <= message.number:
+            if gate is not None and gate.number <= number:
                 self._holding.open()
 
     def mark(self, request: Request, message: Mark) -> None:

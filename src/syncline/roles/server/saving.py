@@ -33,12 +33,17 @@ def saving_handlers(
     gate: Callable[[], CommitGate], saving: Saving
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
     """Answers the coordinator about saves."""
+
+    def end(request: Request, message: EndSave) -> None:
+        gate().open(message.number)
+        saving.end(message)
+
     return {
         CloseGate: lambda request, message: gate().close(request, message),
         Mark: lambda request, message: gate().mark(request, message),
-        OpenGate: lambda request, message: gate().open(message),
+        OpenGate: lambda request, message: gate().open(message.number),
         WriteMarked: saving.write,
-        EndSave: lambda request, message: saving.end(message),
+        EndSave: end,
     }
 
 

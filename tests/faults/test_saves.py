@@ -1,0 +1,49 @@
+"""kill -9 of each role at each named point of a save; then of everything; then the job is taken up again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.launch.conftest import commands
+from tests.launch.saved import SCRIPT, break_off, expected, once_each, result, saved
+
+from syncline.faults import POINTS
+
+__all__ = ["commands"]
+
+VICTIM = {"coordinator": "coordinator", "server": "server-1", "worker": "worker-1"}
+QUICK = {("coordinator", "gate.closed"), ("server", "save.written")}
+WORDS = ("run", "--checkpoint", "saves", "--save-every", "4steps", "-s", "2", "-w", "2")
+
+
+def cases() -> list[Any]:
+    found = []
+    for role, points in POINTS.items():
+        for point in points:
+            if point.startswith(("save.", "manifest.", "gate.", "script.")):
+                marks = [pytest.mark.slow] if (role, point) in QUICK else [pytest.mark.slow, pytest.mark.proof]
+                found.append(pytest.param(role, point, marks=marks, id=f"{role}-{point}"))
+    return found
+
+
+@pytest.mark.parametrize(("role", "point"), cases())
+def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
+    commands: Any, monkeypatch: Any, role: str, point: str
+) -> None:
+    """The continued run is the unbroken one, bit by bit; the job that was hurt goes on by itself, too."""
+    script, saves = commands.script(SCRIPT), commands.folder / "saves"
+    often = 3 if point == "save.pruned" else 2
+    monkeypatch.setenv("SYNCLINE_FAULT", f"{VICTIM[role]}@{point}#{often}=kill")
+    process = commands.start(*WORDS, "--keep", "2", "--replicas", "2", script, "0.25")
+    broken = break_off(commands, process, saves, count=1, after=f"runs/*/fault-{VICTIM[role]}")
+    assert f"{VICTIM[role]} was killed by SIGKILL" in broken, broken
+    monkeypatch.delenv("SYNCLINE_FAULT")
+    names = saved(saves)
+    again = commands.run(*WORDS, script, "0.01")
+    assert again.code == 0, again.output
+    assert f"takes up {saves / names[-1]}" in again.output, again.output
+    assert "passed over" not in again.output, "what was not finished is no checkpoint, and is not taken for one"
+    assert once_each(result(again.output)[1]), again.output
+    if role != "worker":  # else others went on without it for some rounds
+        assert result(again.output) == expected()

@@ -1,0 +1,144 @@
+"""Whole jobs that save, are broken off, and are taken up again."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+from tests.launch.saved import EPOCHS, NUM_SAMPLES, SCRIPT, break_off, expected, once_each, result, saved
+
+WORDS = ("run", "--checkpoint", "saves", "--save-every", "4steps")
+
+
+def test_a_job_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(commands: Any) -> None:
+    """Bit by bit: parameters, momenta, samples, random numbers and what the script keeps for itself."""
+    script, saves = commands.script(SCRIPT), commands.folder / "saves"
+    process = commands.start(*WORDS, "-w", "2", "-s", "2", script, "0.15")
+    break_off(commands, process, saves, count=2)
+    name = saved(saves)[-1]
+    again = commands.run(*WORDS, "-w", "2", "-s", "2", script, "0.02")
+    assert again.code == 0, again.output
+    assert re.search(
+        rf"takes up \S+/{name}: step \d+, epoch \d, saved \d+ s ago by 2 servers and 2 workers", again.output
+    )
+    assert once_each(result(again.output)[1])
+    assert result(again.output) == expected()
+    steps = NUM_SAMPLES // 8 * EPOCHS
+    assert saved(saves)[-1].endswith(f"step-{steps}"), "the end of the job is saved too"
+    assert re.search(r"checkpoints: \d+ saved in \S+; the last: ", again.output), again.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("-w", "2", "-s", "2"), ("-w", "1", "-s", "3", "--policy", "async")),
+        (("-w", "2", "-s", "2", "--policy", "async"), ("-w", "4", "-s", "1")),
+        (("-w", "2", "-s", "2", "--replicas", "2", "--policy", "bounded:2"), ("-w", "2", "-s", "5")),
+    ],
+    ids=["fewer workers, more servers", "more workers, one server", "two replicas"],
+)
+def test_other_numbers_and_another_policy_lose_and_repeat_no_sample(commands: Any, before: Any, after: Any) -> None:
+    script, saves = commands.script(SCRIPT), commands.folder / "saves"
+    process = commands.start(*WORDS, *before, script, "0.15")
+    break_off(commands, process, saves, count=2)
+    again = commands.run(*WORDS, *after, script, "0.01")
+    assert again.code == 0, again.output
+    assert "takes up" in again.output
+    assert once_each(result(again.output)[1]), again.output
+
+
+@pytest.mark.slow
+def test_sigterm_of_the_whole_job_saves_first(commands: Any) -> None:
+    script, saves = commands.script(SCRIPT), commands.folder / "saves"
+    words = ("run", "--checkpoint", "saves", "-w", "2", "-s", "1", script)
+    process = commands.start(*words, "0.2")
+    deadline = time.monotonic() + 60.0
+    while not commands.members() or not _is_at_work(commands, process):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    ended = commands.finish(process)
+    assert ended.code == 128 + signal.SIGTERM, ended.output
+    assert re.search(r"SIGTERM: the job is saved, then it ends\n(.*\n)*.*saved 000001-step-\d+", ended.output), (
+        ended.output
+    )
+    assert len(saved(saves)) == 1
+    again = commands.run(*words, "0")
+    assert again.code == 0 and once_each(result(again.output)[1]), again.output
+
+
+def _is_at_work(commands: Any, process: Any) -> bool:
+    (name,) = [path.name for path in (commands.folder / "runs").iterdir() if path.is_dir()]
+    status = commands.run("status", name, "--json")
+    return status.code == 0 and '"num_done": ' in status.output and '"num_done": 0' not in status.output
+
+
+@pytest.mark.slow
+def test_fresh_starts_over_beside_it_and_resume_from_it(commands: Any) -> None:
+    script, saves = commands.script(SCRIPT), commands.folder / "saves"
+    process = commands.start(*WORDS, "-w", "1", "-s", "1", script, "0.1")
+    break_off(commands, process, saves, count=1)
+    first = saved(saves)[0]
+    other = commands.run("run", "--checkpoint", "others", "--resume", f"saves/{first}", "-s", "1", script, "0")
+    assert other.code == 0 and f"takes up {saves}/{first}" in other.output, other.output
+    assert once_each(result(other.output)[1])
+    fresh = commands.run(*WORDS, "--fresh", "-w", "1", "-s", "1", script, "0")
+    assert fresh.code == 0 and "takes up" not in fresh.output, fresh.output
+    assert first in saved(saves), "another lineage's is left alone"
+    assert result(fresh.output)[2] == NUM_SAMPLES // 4 * EPOCHS
+
+
+@pytest.mark.slow
+def test_embedded_jobs_save_and_go_on_too(commands: Any) -> None:
+    """One process, no launcher: by syncline.toml."""
+    script, saves = commands.script(SCRIPT), commands.folder / "saves"
+    (commands.folder / "syncline.toml").write_text('checkpoint = "saves"\nsave_every = "4steps"\n')
+    whole = commands.finish(commands.start("0", program=(script,)))
+    assert whole.code == 0, whole.output
+    for path in sorted(saves.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    process = commands.start("0.3", program=(script,))
+    break_off(commands, process, saves, count=1)
+    again = commands.finish(commands.start("0", program=(script,)))
+    assert again.code == 0 and "takes up" in again.output, again.output
+    assert result(again.output) == result(whole.output)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--save-every", "soon", "--checkpoint", "saves"), "--save-every 'soon': give a duration"),
+        (("--save-every", "0steps", "--checkpoint", "saves"), "--save-every '0steps': give a number of steps"),
+        (("--save-every", "5m"), "--save-every needs to know where to save: say --checkpoint DIR"),
+        (("--fresh", "--resume", "x", "--checkpoint", "saves"), "--fresh and --resume exclude each other"),
+        (("--resume", "nothing"), "--resume nothing: there is no checkpoint"),
+        (("--checkpoint", "train.py/saves"), "train.py/saves"),
+        (("--checkpoint", "nowhere://x"), "nowhere://"),
+        (("--checkpoint", "saves", "--checkpoint-mirror", "train.py/saves"), "train.py/saves"),
+        (("--save-memory", "much"), "--save-memory 'much': give a size"),
+        (("--keep", "1"), "keep = 1: must be at least 2"),
+    ],
+)
+def test_what_cannot_be_is_said_at_launch(commands: Any, flags: tuple[str, ...], words: str) -> None:
+    script = commands.script(SCRIPT)
+    refused = commands.run("run", *flags, script, "0")
+    assert refused.code == 2 and words in refused.output, refused.output
+    assert "Traceback" not in refused.output
+    assert not pathlib.Path(commands.folder, "runs").exists(), "nothing has started"
+
+
+@pytest.mark.slow
+def test_another_model_is_refused_with_the_remedy(commands: Any) -> None:
+    script, saves = commands.script(SCRIPT), commands.folder / "saves"
+    process = commands.start(*WORDS, "-w", "1", "-s", "1", script, "0.1")
+    break_off(commands, process, saves, count=1)
+    other = commands.script(SCRIPT.replace("np.zeros(8)", "np.zeros(9)"), "other.py")
+    refused = commands.run(*WORDS, "-w", "1", "-s", "1", other, "0")
+    assert refused.code == 1, refused.output
+    assert "'x' as float64[9], the checkpoint" in refused.output and "--fresh" in refused.output
