@@ -81,6 +81,14 @@ def refused(
         (["--name", "../x", "train.py"], "name = '../x': a job's name is also its folder's"),
         (["--bind", "127.0.0.1:http", "train.py"], "--bind '127.0.0.1:http': give an address or address:port"),
         (["--bind", "203.0.113.7", "train.py"], "cannot listen on 203.0.113.7"),
+        (["--stop", "loss.platau(5)", "train.py"], "--stop 'loss.platau(5)': at position 6, 'platau'"),
+        (["--stop", "loss<1", "--stop", "x.plateau(5)", "train.py"], "Say min:x.plateau(…) or max:x.plateau(…)"),
+        (["--on-plateau", "lr*0.1", "train.py"], "no --stop rule says what a plateau is"),
+        (["--on-plateau", "wd*0.1", "--stop", "loss.plateau(5)", "train.py"], "--on-plateau 'wd*0.1': give what"),
+        (["--max-time", "soon", "train.py"], "--max-time 'soon': give a duration, e.g. 90s, 30m, 2h"),
+        (["--max-steps", "-1", "train.py"], "max_steps = -1: must be at least 0"),
+        (["--best", "reach", "train.py"], "--best 'reach': is less or more of it better? Say min:reach or max:reach"),
+        (["--average", "last:1", "train.py"], "--average 'last:1': give last:N (N checkpoints, from 2"),
         (["nothere.py"], "there is no script nothere.py"),
         ([], "no script was given, e.g. syncline run -w 2 train.py"),
         (["--polcy", "async", "train.py"], "there is no option --polcy; did you mean --policy?"),
@@ -120,6 +128,8 @@ def test_syncline_toml(
         ("polcy = 'sync'", "unknown setting 'polcy'; there are: ack, "),
         ("workers = 'two'", "workers = 'two': Expected `int`, got `str`"),
         ("workers = ", "syncline.toml: Invalid value"),
+        ("stop = 'loss<'", "--stop 'loss<': at position 6, its end: a number is expected"),
+        ("stop = ['loss<1', 'x.plateau(1)']", "min:x.plateau(…)"),
     ):
         (tmp_path / "syncline.toml").write_text(text)
         assert message in refused(capsys, monkeypatch, tmp_path, "run", "train.py")

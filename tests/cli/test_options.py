@@ -32,16 +32,21 @@ def test_what_the_coordinator_was_told_is_in_the_job_file(
         written.append(file.given)
         return 0
 
-    words = "coordinator --job job.json -w 2:4 --bad-pushes 5 --no-check-finite --wait-seconds 30"
+    words = (
+        "coordinator --job job.json -w 2:4 --bad-pushes 5 --no-check-finite --wait-seconds 30 --stop a>1 --stop b>2"
+    )
     (tmp_path / "syncline.toml").write_text("servers = 2\nstuck_seconds = 7.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(roles, "_coordinate", coordinate)
-    monkeypatch.setattr(sys, "argv", ["syncline", *words.split(), "--stuck-seconds", "9"])
+    monkeypatch.setattr(
+        sys, "argv", ["syncline", *words.split(), "--stuck-seconds", "9", "--stop", "a>1", "--stop", "b>2"]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
     (given,) = written
     expected = {"workers": 2, "most_workers": 4, "servers": 2, "bad_pushes": 5, "check_finite": False}
+    expected["stop"] = ("a>1", "b>2")
     assert {key: given[key] for key in expected} == expected
     assert (given["wait_seconds"], given["stuck_seconds"]) == (30.0, 9.0)
 

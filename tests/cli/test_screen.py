@@ -98,3 +98,14 @@ def test_a_coordinator_that_comes_back_does_not_set_the_line_back() -> None:
         ["5 s"], ["7 s", "200 samples/s"], ["9 s"], ["11 s"], ["13 s"], ["15 s", "300 samples/s"],
         ["17 s"], ["19 s", "100 samples/s"],
     ]  # fmt: skip
+
+
+def test_the_line_has_the_newest_readings_and_what_has_stopped_it() -> None:
+    found = msgspec.structs.replace(
+        standings(3.0, {}), readings={"loss": 0.31416, "a": 1.0, "b": 2.0, "c": 3.0}, stop="--max-steps 7: step 7"
+    )
+    assert (
+        TerminalScreen("async", Clock())
+        ._describe(found)
+        .endswith("step 7 · a 1, b 2, c 3 and 1 more · stopped by --max-steps 7: step 7")
+    )

@@ -90,3 +90,12 @@ def test_nothing_is_wider_than_a_hundred_columns(length: int) -> None:
         why=word,
     )
     assert max(len(line) for line in show_status(status).splitlines()) <= COLUMNS
+
+
+def test_readings_and_rules() -> None:
+    lines = show_status(
+        job(readings={"loss": 0.25, "accuracy": 0.9}, stop="--stop 'loss<1': loss = 0.25", lr_factor=0.1)
+    )
+    assert "readings: accuracy 0.9, loss 0.25" in lines
+    assert "learning rates are multiplied by 0.1" in lines
+    assert "training has stopped by --stop 'loss<1': loss = 0.25" in lines

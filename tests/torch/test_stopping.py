@@ -138,10 +138,10 @@ def test_a_rule_ends_all_loops_and_nobody_hangs(policy: str) -> None:
 
 def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
     """In async worker-1 holds its batch while worker-0 waits for it; a stop from outside ends both loops."""
-    held = threading.Event()
+    held, let_go = threading.Event(), threading.Event()
 
     with local_job(workers=2, policy="async") as local:
-        coordinator = local._process.coordinator
+        coordinator, alone = local._process.coordinator, []
 
         def work(job: Job) -> int:
             model, optimizer, loader = made()
@@ -151,6 +151,8 @@ def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
                 if job.rank == 1:
                     held.wait(20)
                 step(model, optimizer, batch)
+            if job.rank == 0:
+                let_go.set()
             return count
 
         def fire() -> None:
@@ -161,13 +163,14 @@ def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
                 held.wait(0.005)
             coordinator.stopping._parsed = (coordinator.config, rules(stop=("x>0",)))
             coordinator.readings.take_whole({"x": 1.0}, 3)
+            alone.append(let_go.wait(10))  # while the other one still has its batch
             held.set()
 
         thread = threading.Thread(target=fire)
         thread.start()
         first, second = local.run(work)
         thread.join()
-    assert first + second < SAMPLES / 4 + 1 and second >= 1
+    assert first + second < SAMPLES / 4 + 1 and second >= 1 and alone == [True]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -252,6 +252,7 @@ def _seconds_told(seconds: float) -> str:
     return f"{seconds:.3g}s"
 
 
-def is_reported_late(num_readings: int, num_finished_epochs: int) -> bool:
-    """Whether by now everything that is reported at all has been reported once."""
-    return num_finished_epochs > 0 or num_readings >= MANY_READINGS
+def is_reported_late(num_readings: int, num_epochs: int) -> bool:
+    """Whether by now everything that is reported at all has been reported once: what comes behind an epoch, an
+    evaluation for instance, is over when the next epoch is."""
+    return num_epochs > 1 or num_readings >= MANY_READINGS

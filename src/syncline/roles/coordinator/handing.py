@@ -208,7 +208,7 @@ class Handing:
 
     def _tell_finished(self, finished: Iterable[tuple[str, int, Epoch]]) -> None:
         for name, number, epoch in finished:
-            self._c.stopping.num_epochs += 1
+            self._c.stopping.num_epochs = max(self._c.stopping.num_epochs, number + 1)
             self._tell(f"epoch {number + 1} of {name!r}", epoch)
 
     def _tell(self, which: str, epoch: Epoch) -> None:

@@ -32,7 +32,7 @@ class StopRules:
         self._since: float | None = None  # when the time of training was last counted, by a clock of this process
         self._timer: threading.Timer | None = None
         self._kept_at, self._is_kept = 0.0, True
-        self.num_epochs = 0  # finished
+        self.num_epochs = 0  # finished, of the loader that is furthest
 
     @property
     def state(self) -> Steering:
