@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,6 +77,13 @@ def train(job: Job, seen: Seen, *, num_epochs: int = 2, num_samples: int = 48, *
             model.count.grad = -torch.ones(1)
             opt.step()
     return handle
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -183,8 +192,9 @@ def test_a_worker_that_dies_in_it_gives_back(policy: str, tmp_path: pathlib.Path
 
 def test_when_all_who_have_its_parameters_are_gone_it_is_made_anew(tmp_path: pathlib.Path) -> None:
     """In async the last one that reads dies when the others have gone on: nobody has these parameters any more."""
-    seen, dead, left = Seen(), threading.Event(), threading.Event()
+    seen, dead = Seen(), threading.Event()
     with local_job(2, 1, "async", folder=str(tmp_path)) as job:
+        state = job._process.coordinator.membership.state.validations
 
         def work(one: Job) -> None:
             model = Counting()
@@ -193,7 +203,7 @@ def test_when_all_who_have_its_parameters_are_gone_it_is_made_anew(tmp_path: pat
 
             def measure(batch: torch.Tensor) -> dict[str, Any]:
                 if one.name == "worker-1" and not dead.is_set():
-                    assert left.wait(20)
+                    until(lambda: (now := state.now) is not None and list(now.inside) == ["worker-1"])
                     dead.set()
                     job.kill("worker-1")
                     raise SystemExit
@@ -203,9 +213,6 @@ def test_when_all_who_have_its_parameters_are_gone_it_is_made_anew(tmp_path: pat
             one.validate(measure, Numbers(50), batch_size=2, every=6)
             try:
                 for _ in loader:
-                    if seen.rows:
-                        left.set()
-                        assert dead.wait(20)
                     model.count.grad = -torch.ones(1)
                     opt.step()
             except SystemExit:

@@ -89,10 +89,7 @@ class Job:
         self._memory = Memory(self, link, hearing, say)
         self.boundary = self._memory.boundary
         self.state = self._memory.state  #: what the script wants to have again when the job is taken up
-        self.validating = Validating(self)
-        hearing.hear_call = self.validating.hear
-        self.samples.between = self.validating.look_at_a_boundary
-        self.samples.behind_epoch = self.validating.behind_epoch
+        self.validating = Validating(self, hearing)
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
@@ -299,15 +296,9 @@ class Job:
         self.exchange.pass_barrier(answer)
 
     def validate(
-        self,
-        fn: Measure,
-        dataset: Any,
-        every: str | int = "epoch",
-        *,
-        batch_size: int = 256,
-        collate_fn: Any = None,
-        name: str = "",
-    ) -> Validated:
+        self, fn: Measure, dataset: Any, every: str | int = "epoch", *,
+        batch_size: int = 256, collate_fn: Any = None, name: str = "",
+    ) -> Validated:  # fmt: skip
         """From now on the workers validate together, each sample once: behind every epoch, every N steps, or so often
         (`"500steps"`, `"10m"`). `fn(batch)` returns means over the batch, by name; their means over the set are
         readings of the job, which rules (`--stop`, `--best`) go by. With a name: as NAME/METRIC.

@@ -11,6 +11,7 @@ import numpy as np
 
 from syncline.client import chance
 from syncline.client.calling import ValidationCalled
+from syncline.client.hearing import FromCoordinator
 from syncline.core.conditions import METRIC
 from syncline.core.durations import Interval, interval
 from syncline.core.validations import (
@@ -72,8 +73,10 @@ class Validated:
 class Validating:
     """All sets of a job, in one worker."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, hearing: FromCoordinator) -> None:
         self._job = job
+        hearing.hear_call = self.hear
+        job.samples.between, job.samples.behind_epoch = self.look_at_a_boundary, self.behind_epoch
         self._sets: dict[str, Validated] = {}
         self._called = Called(0)
         self._done = 0  # the turn of the last one that this worker came to

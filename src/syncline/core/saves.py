@@ -46,7 +46,9 @@ def check_words(config: JobConfig) -> None:
         every("--save-every", config.save_every)
     if config.fresh and config.resume:
         raise ConfigError("--fresh and --resume exclude each other: one starts over, the other from a checkpoint")
-    for name in ("save_every", "fresh", "checkpoint_mirror"):
+    for name in ("save_every", "fresh", "checkpoint_mirror", "best"):
         if getattr(config, name) and not config.checkpoint:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} needs to know where to save: say --checkpoint DIR too")
+    if config.average and not config.best:
+        raise ConfigError("--average needs to know what is better: say --best METRIC too, e.g. --best accuracy")

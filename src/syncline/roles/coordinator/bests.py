@@ -2,30 +2,134 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from syncline.core.validations import Validation
+import msgspec
+
+from syncline.core.conditions import Best
+from syncline.core.manifest import Manifest
+from syncline.core.saves import Checkpoint
+from syncline.core.validations import WEIGHTS, BestSoFar, Validation, ValidationState, of_candidates
+from syncline.errors import StoreError
+from syncline.store import checkpoints
+from syncline.store.folders import open_folder
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
 
+#: Between two looks whether a validation is over.
+_LOOK_SECONDS = 0.5
+
 
 class Bests:
-    """Under the coordinator's lock."""
+    """Readings go with saves: into their manifests, and into the choice of the best."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
+        self._change = threading.Condition()
+        self._over: dict[int, Validation] = {}  # validations that are over, by their turns
+        self._is_known = False  # whether the best of before the job was taken up was looked for
+
+    @property
+    def _state(self) -> ValidationState:
+        return self._c.membership.state.validations
+
+    @property
+    def _rule(self) -> Best | None:
+        return self._c.stopping.rules.best if self._c.config.checkpoint else None
 
     @property
     def wants_save(self) -> bool:
-        return False
+        """Under the lock: whether validations are saved."""
+        return self._rule is not None and bool(self._c.registry.layout.segments)
 
-    def save(self, release: Callable[[], None]) -> None:
+    def save(self, turn: int, release: Callable[[], None]) -> None:
         """Under the lock: all workers stand still for a validation; `release`: once the cut is made."""
+        self._c.saving.save_validated(turn, release)
 
     def candidates(self) -> list[str]:
+        """Under the lock: what is validated besides the job's parameters."""
         return []
+
+    # -- readings go into manifests -----------------------------------------------------------------------
 
     def validated(self, over: Validation) -> None:
         """Under the lock: these are its readings."""
+        with self._change:
+            self._over = {over.turn: over}
+            self._change.notify_all()
+
+    def with_readings(self, manifest: Manifest, turn: int) -> Manifest:
+        """In the thread of a save: what the job's metrics and rules are. When it is a validation's: at its end."""
+        over = self._wait(turn) if turn else None
+        with self._c.lock:
+            values = over.all_values() if over is not None else self._reported()
+            return msgspec.structs.replace(manifest, metrics=values, steering=self._c.stopping.saved())
+
+    def _reported(self) -> dict[str, float]:
+        """What is validated was so at other steps."""
+        known = set(self._state.metrics)
+        return {name: value for name, value in self._c.readings.values().items() if name not in known}
+
+    def _wait(self, turn: int) -> Validation | None:
+        """None: it was given up."""
+        with self._change:
+            while turn not in self._over:
+                now = self._state.now
+                is_going_on = (now is not None and now.turn == turn) or self._state.called == turn
+                if not is_going_on or self._c.over.is_set():
+                    return self._over.get(turn)
+                self._change.wait(_LOOK_SECONDS)
+            return self._over[turn]
+
+    # -- which is the best --------------------------------------------------------------------------------
+
+    def judge(self, made: Checkpoint, manifest: Manifest) -> None:
+        """In the thread of a save: a checkpoint exists; `best` points at it, if it is."""
+        rule = self._rule
+        if rule is None:
+            return
+        self._look_for_the_one_before(made.root, manifest.lineage, rule)
+        for candidate, value in of_candidates(manifest.metrics, rule.metric).items():
+            known = self._state.best
+            if rule.is_better(value, known.value if known is not None else None):
+                self._point(BestSoFar(rule.metric, value, made.name, made.step, candidate, made.root))
+
+    def _point(self, best: BestSoFar) -> None:
+        facts = {"metric": best.metric, "value": best.value, "step": best.step}
+        if best.candidate != WEIGHTS:
+            facts["weights"] = best.candidate
+        checkpoints.point(open_folder(best.root), "best", best.checkpoint, **facts)
+        with self._c.lock:
+            self._state.best = best
+            self._c.try_keep()
+        self._c.event(f"the best so far: {best.told}")
+
+    def _look_for_the_one_before(self, root: str, lineage: str, rule: Best) -> None:
+        """Of the same lineage, in a job that was taken up."""
+        if self._is_known or self._state.best is not None:
+            return
+        self._is_known = True
+        folder = open_folder(root)
+        fact = checkpoints.pointed(folder, "best")
+        if fact is None or fact.get("metric") != rule.metric or not isinstance(fact.get("value"), int | float):
+            return
+        try:
+            manifest, _ = checkpoints.read_manifest(folder.join(fact["checkpoint"]))
+        except StoreError as error:
+            self._c.event(f"{root}/best is not what it was: {error}")
+            return
+        if manifest.lineage == lineage:
+            candidate = str(fact.get("weights", WEIGHTS))
+            self._state.best = BestSoFar(
+                rule.metric, float(fact["value"]), manifest.name, manifest.step, candidate, root
+            )
+
+    def end(self) -> None:
+        """Under the lock: the job is over."""
+        if self._state.best is not None:
+            self._c.event(f"best {self._state.best.told}")
+        elif self._rule is not None and self._c.membership.formed:
+            self._c.event(f"--best {self._rule.metric}: there is no checkpoint with such a reading")

@@ -36,6 +36,7 @@ class Ending:
             self.ended_at = time.monotonic()
             self._c.handing.end()
             self._c.stopping.end()
+            self._c.bests.end()
             if told := self._c.reporting.saves().told():
                 self._c.event(f"checkpoints: {told}")
             endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()

@@ -60,6 +60,9 @@ class Mirroring:
             checkpoints.point(target, "last", made.name, step=made.step)
             best = checkpoints.pointed(source, "best")
             kept = {best["checkpoint"]} if best else set()
+            if best:
+                copy_checkpoint(source, target, best["checkpoint"])
+                checkpoints.point(target, "best", **best)
             checkpoints.prune(target, config.keep, self._c.membership.state.saves.lineage, kept)
         except StoreError as error:
             self._c.event(f"{made.name} has no second copy: {error}; the job goes on")

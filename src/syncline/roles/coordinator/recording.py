@@ -53,13 +53,15 @@ class Recording:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._mirroring = Mirroring(coordinator)
+        self._newest: Manifest | None = None  # of the checkpoint that was made last
 
     @property
     def root(self) -> str:
         return open_folder(self._c.config.checkpoint).url
 
-    def write(self, taken: Taken, workers: Collection[str], chief: str) -> Checkpoint:
-        """The checkpoint, when it exists. `workers`: those that have noted their scripts' states.
+    def write(self, taken: Taken, workers: Collection[str], chief: str, turn: int = 0) -> Checkpoint:
+        """The checkpoint, when it exists. `workers`: those that have noted their scripts' states. `turn`: of the
+        validation that goes with it, whose readings are in it.
 
         ConnectionLost: a member has gone meanwhile; whatever the reason, nothing is left behind.
         """
@@ -76,7 +78,9 @@ class Recording:
             checkpoints.begin(root, number, step, saves.lineage)
             manifest = self._gather(taken, folder, workers, chief, number, step)
             faults.reach("save.answered")
+            manifest = self._c.bests.with_readings(manifest, turn)
             digest = checkpoints.write_manifest(folder, manifest)
+            self._newest = manifest
         except BaseException:
             _remove(folder)
             raise
@@ -195,6 +199,8 @@ class Recording:
         root, saves = open_folder(made.root), self._c.membership.state.saves
         try:
             checkpoints.point(root, "last", made.name, step=made.step)
+            if self._newest is not None:
+                self._c.bests.judge(made, self._newest)
             checkpoints.prune(root, self._c.config.keep, saves.lineage)
         except StoreError as error:
             self._c.event(f"{made.name} is saved, but: {error}")

@@ -84,6 +84,8 @@ class Resuming:
         )
         state.saves.lineage, state.saves.seconds = manifest.lineage, manifest.seconds
         state.leases = taken_up(manifest.leases)
+        state.validations.floor = manifest.step
+        self._c.stopping.take_up(manifest.steering, manifest.seconds)
         self._c.event(f"takes up {found.folder.url}: {describe(manifest, time.time())}")
         if config.policy != manifest.config.get("policy", config.policy):
             self._c.event(f"its policy was {manifest.config['policy']}, and is {config.policy} now")

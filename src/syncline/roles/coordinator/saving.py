@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from syncline import faults
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: For workers other than the chief to come to a boundary; a save without a slow one's script is still a save.
 EXPECT_SECONDS = 10.0
+#: The same where all workers wait for the cut: who is not at a boundary by now does not come to one.
+VALIDATED_SECONDS = 2.0
 #: Where only the folder was said.
 DEFAULT_EVERY = "10m"
 #: Between two looks for the next save.
@@ -45,6 +47,8 @@ class Wanted:
     num_tries: int = 0
     is_final: bool = False
     hurries: bool = False
+    turn: int = 0  # the validation for which all workers stand still until the cut is made
+    on_cut: Callable[[], None] = lambda: None  # or is not to be had
 
 
 @dataclasses.dataclass
@@ -104,6 +108,14 @@ class Saving:
         known.requests += [request] if request is not None else []
         known.is_final |= is_final
         known.hurries |= hurries
+
+    def save_validated(self, turn: int, on_cut: Callable[[], None]) -> None:
+        """Under the lock: all workers stand still for this validation, until the cut is made, or cannot be."""
+        self._want(f"validation {turn}")
+        known = self._under_way.wanted if self._under_way and not self._under_way.is_cut else self._wanted
+        assert known is not None
+        known.turn, known.on_cut = turn, on_cut
+        self._c.changing.wake()
 
     def finish(self, request: Request, message: Finish) -> None:
         """A worker's script has ended: answered when all have, and the last save is made."""
@@ -256,6 +268,8 @@ class Saving:
         patience = (
             min(config.wait_seconds, config.save_seconds / 2) if under_way.wanted.hurries else config.wait_seconds
         )
+        if under_way.wanted.turn:
+            patience = min(patience, VALIDATED_SECONDS)
         waiting = [name for name, call in under_way.expects.items() if not call.is_done]
         late = now - under_way.began >= min(EXPECT_SECONDS, patience)
         return not waiting or (late and under_way.chief not in waiting) or now - under_way.began >= patience
@@ -282,7 +296,8 @@ class Saving:
             self._try_again(under_way, primaries, "", is_urgent=True)
             return
         under_way.is_cut = True
-        if under_way.wanted.is_final and self._is_saved(taken):
+        under_way.wanted.on_cut()
+        if under_way.wanted.is_final and not under_way.wanted.turn and self._is_saved(taken):
             self._is_done(under_way, None)
             return
         threading.Thread(target=self._write, args=(under_way, taken), name="save", daemon=True).start()
@@ -299,6 +314,8 @@ class Saving:
         self._tell_all(OpenGate(under_way.number), servers)
         self._tell_all(EndSave(under_way.number))
         wanted = under_way.wanted
+        if under_way.is_cut:
+            wanted.turn, wanted.on_cut = 0, lambda: None  # the workers have gone on
         wanted.num_tries += not is_urgent
         if wanted.num_tries >= MOST_TRIES:
             self._is_done(under_way, StoreError(f"after {MOST_TRIES} tries: {reason}"))
@@ -310,13 +327,15 @@ class Saving:
             self._under_way = None
             later, self._wanted = self._wanted, wanted
             wanted.requests += later.requests if later is not None else []
+            if later is not None and later.turn:
+                wanted.turn, wanted.on_cut = later.turn, later.on_cut
 
     # -- in the thread of the save ------------------------------------------------------------------------
 
     def _write(self, under_way: UnderWay, taken: Taken) -> None:
         asked = [name for name, call in under_way.expects.items() if isinstance(call.answer, Done)]
         try:
-            made = self.recording.write(taken, asked, under_way.chief)
+            made = self.recording.write(taken, asked, under_way.chief, under_way.wanted.turn)
         except ConnectionLost as error:
             self._try_again(under_way, taken.servers, str(error))
         except SynclineError as error:
@@ -332,6 +351,8 @@ class Saving:
         """The save is made, or given up. Said, counted, and answered to whoever asked for it."""
         self._tell_all(EndSave(under_way.number))
         wanted = under_way.wanted
+        if not under_way.is_cut:
+            wanted.on_cut()
         with self._c.lock:
             saves = self._c.membership.state.saves
             if error is not None:

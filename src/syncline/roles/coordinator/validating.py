@@ -106,7 +106,7 @@ class Validations:
         if self._cut[0] != turn:
             self._cut = (turn, not self._c.bests.wants_save)
             if self._c.bests.wants_save:
-                self._c.bests.save(self._released(turn))
+                self._c.bests.save(turn, self._released(turn))
         return self._cut[1]
 
     def _released(self, turn: int) -> Callable[[], None]:

@@ -1,0 +1,106 @@
+"""`--best`: validations are saved as they stood, the best of them is kept, and said."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from tests.torch.test_validate import Counting, Numbers
+
+import syncline
+from syncline.client.job import Job
+from syncline.errors import ConfigError
+from syncline.store import checkpoints
+from syncline.store.folders import open_folder
+from syncline.testing import local_job
+from syncline.testing.local import LocalJob
+from syncline.torch import DataLoader, DistributedOptimizer
+
+POLICIES = ["sync", "bounded:2", "async"]
+#: The score is best when the parameter is here.
+AIM = 9.0
+
+
+def train(job: Job, *, num_epochs: int = 1, num_samples: int = 64, every: Any = 3) -> None:
+    model = Counting()
+    opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
+    loader = DataLoader(Numbers(num_samples), 2, job=job)
+
+    def measure(batch: torch.Tensor) -> dict[str, Any]:
+        return {"score": -abs(float(model.count) - AIM), "count": float(model.count)}
+
+    job.validate(measure, Numbers(20), every, batch_size=3)
+    for _ in range(num_epochs):
+        for _ in loader:
+            model.count.grad = -torch.ones(1)
+            opt.step()
+
+
+def run_to_the_end(job: LocalJob, **options: Any) -> list[str]:
+    job.run(lambda one: train(one, **options))
+    job.run(lambda one: one.close())
+    return list(job._process.coordinator.events)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_best_has_what_was_validated(policy: str, tmp_path: pathlib.Path) -> None:
+    """Re-measured from disk: the parameter that is saved is the one that had this score."""
+    where = tmp_path / "saves"
+    with local_job(2, 2, policy, folder=str(tmp_path), checkpoint=str(where), best="score", keep=2) as job:
+        events = run_to_the_end(job)
+    found = {name: (m.metrics, m.step) for name, m in manifests(where).items()}
+    fact = checkpoints.pointed(open_folder(str(where)), "best")
+    assert fact is not None
+    best = float(syncline.load_state_dict(where / "best")["count"])
+    assert fact["value"] == -abs(best - AIM) == found[fact["checkpoint"]][0]["score"]
+    assert found[fact["checkpoint"]][0]["count"] == best
+    told = [float(line.split("score ")[1]) for line in events if line.startswith("validation at step")]
+    assert fact["value"] == max(told)
+    assert len(told) >= 5
+    if policy == "sync":
+        assert (best, len(found)) == (AIM, 3)  # the two newest, and the best
+        assert max(told) == 0.0
+    assert any(line.startswith(f"best score {fact['value']:.6g} at step") for line in events)
+
+
+def manifests(where: pathlib.Path) -> dict[str, Any]:
+    return {found.name: found.manifest for found in checkpoints.find(open_folder(str(where))) if found.manifest}
+
+
+def test_the_best_is_known_to_the_job_that_goes_on(tmp_path: pathlib.Path) -> None:
+    where = tmp_path / "saves"
+    settings = {"folder": str(tmp_path), "checkpoint": str(where), "best": "score"}
+    with local_job(2, 1, stop=["count>=12"], **settings) as job:
+        run_to_the_end(job)
+    before = checkpoints.pointed(open_folder(str(where)), "best")
+    with local_job(1, 2, **settings) as job:
+        events = run_to_the_end(job)
+    assert before is not None
+    assert before["value"] == 0.0
+    assert checkpoints.pointed(open_folder(str(where)), "best") == before
+    assert any(line.startswith("validation at step 15") for line in events)
+    assert not any(line.startswith("validation at step 12") for line in events)
+
+
+def test_a_save_that_fails_costs_no_validation(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = tmp_path / "saves"
+
+    def full(*args: object) -> str:
+        raise syncline.StoreError("no space left")
+
+    monkeypatch.setattr(checkpoints, "write_manifest", full)
+    with local_job(2, 1, folder=str(tmp_path), checkpoint=str(where), best="score") as job:
+        events = run_to_the_end(job, num_samples=24)
+    assert sum(line.startswith("validation at step") for line in events) == 2
+    assert any("a save was given up (validation 1)" in line for line in events)
+    assert any("there is no checkpoint with such a reading" in line for line in events)
+
+
+def test_what_best_needs(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="--best needs to know where to save"), local_job(best="score"):
+        pass
+    saves = str(tmp_path / "saves")
+    with pytest.raises(ConfigError, match="say --best METRIC too"), local_job(checkpoint=saves, average="ema:0.9"):
+        pass
