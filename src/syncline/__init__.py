@@ -71,13 +71,14 @@ def load_state_dict(
     url: str | os.PathLike[str],
     names: Collection[str] | None = None,
     dtype: torch.dtype | str | None = None,
-    weights: str = "parameters",
+    weights: str = "",
 ) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint as a plain state_dict; it takes no job.
 
     `url`: a checkpoint's folder, or a folder of checkpoints (the newest that can be read), or its `best` or `last`;
     any path that fsspec knows. `names`: only these. `dtype`: what is a floating number becomes this. `weights`:
-    "average" for the average that `--average ema:DECAY` keeps. What is damaged is never returned: StoreError.
+    "parameters", or "average" for the average that `--average ema:DECAY` keeps; else what `best` means. What is
+    damaged is never returned: StoreError.
     """
     from syncline.torch.weights import load_state_dict as load  # torch only where it is needed
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,6 +84,100 @@ def test_the_best_is_known_to_the_job_that_goes_on(tmp_path: pathlib.Path) -> No
     assert checkpoints.pointed(open_folder(str(where)), "best") == before
     assert any(line.startswith("validation at step 15") for line in events)
     assert not any(line.startswith("validation at step 12") for line in events)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_average_is_a_candidate(policy: str, tmp_path: pathlib.Path) -> None:
+    """Of the parameters 0, 1, 2, …: it is behind them, so in `sync` it comes to the aim when they are past it."""
+    where, aim = tmp_path / "saves", 7.5
+    settings = {"checkpoint": str(where), "best": "min:miss", "average": "ema:0.75", "keep": 100}
+
+    def work(job: Job) -> None:
+        model = Counting()
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
+        measure = lambda batch: {"miss": abs(float(model.count) - aim), "count": float(model.count)}  # noqa: E731
+        job.validate(measure, Numbers(20), 1, batch_size=3)
+        for _ in DataLoader(Numbers(40), 2, job=job):
+            before = model.count.item()
+            model.count.grad = -torch.ones(1)
+            opt.step()
+            assert policy != "sync" or float(model.count) == before + 1  # what is pushed is added to the parameters
+        assert "syncline.average" not in str(opt.state_dict())
+
+    with local_job(2, 2, policy, folder=str(tmp_path), **settings) as job:
+        job.run(work)
+        job.run(lambda one: one.close())
+        events = list(job._process.coordinator.events)
+    found = manifests(where)
+    for name, manifest in found.items():
+        if "count" not in manifest.metrics:
+            continue
+        plain = float(syncline.load_state_dict(where / name)["count"])
+        average = float(syncline.load_state_dict(where / name, weights="average")["count"])
+        assert (manifest.metrics["count"], manifest.metrics["average:count"]) == (plain, pytest.approx(average))
+    fact = checkpoints.pointed(open_folder(str(where)), "best")
+    assert fact is not None
+    best = float(syncline.load_state_dict(where / "best")["count"])
+    values = [m.metrics[key] for m in found.values() for key in ("miss", "average:miss") if key in m.metrics]
+    assert fact["value"] == pytest.approx(abs(best - aim)) == min(values)
+    if policy == "sync":
+        average, expected = 0.0, {}
+        for step in range(1, 11):
+            average += 0.25 * (step - average)
+            expected[step] = average
+        known = {int(m.metrics["count"]): m.metrics["average:count"] for m in found.values() if "count" in m.metrics}
+        assert known == pytest.approx(expected)
+        assert (fact["weights"], fact["step"]) == ("average", 10)
+        assert any("(average) at step 10" in line for line in events)
+
+
+def averages(num_steps: int, decay: float = 0.75) -> list[float]:
+    """Of the parameters 0, 1, 2, … after every step."""
+    found = [0.0]
+    for step in range(1, num_steps + 1):
+        found.append(found[-1] + (1.0 - decay) * (step - found[-1]))
+    return found
+
+
+@pytest.mark.parametrize("dies", ["server-0", "job"])
+def test_an_average_goes_on(dies: str, tmp_path: pathlib.Path) -> None:
+    """From its backup when a server dies; from the checkpoint in a job that is taken up with other servers."""
+    where = tmp_path / "saves"
+    settings = {"folder": str(tmp_path), "checkpoint": str(where), "best": "max:count", "average": "ema:0.75"}
+    with local_job(2, 2, replicas=2, stop=["count>=6"] if dies == "job" else [], **settings) as job:
+
+        def work(one: Job) -> None:
+            train(one, num_samples=40, every=2)
+
+        if dies == "server-0":
+            killed = threading.Timer(0.0, lambda: job.kill("server-0"))
+            watch_for(job, 4, killed.start)
+        job.run(work)
+        job.run(lambda one: one.close())
+    if dies == "job":
+        with local_job(1, 1, **settings) as job:
+            job.run(lambda one: train(one, num_samples=40, every=2))
+            job.run(lambda one: one.close())
+    expected = averages(20)
+    for manifest in manifests(where).values():
+        if "count" in manifest.metrics:
+            step = int(manifest.metrics["count"])
+            assert manifest.metrics["average:count"] == pytest.approx(expected[step])
+    newest = max(int(m.metrics.get("count", 0)) for m in manifests(where).values())
+    assert newest == (14 if dies == "job" else 10)
+
+
+def watch_for(job: LocalJob, step: int, act: Callable[[], None]) -> None:
+    """Acts when the job has validated at this step."""
+    bests = job._process.coordinator.bests
+    validated = bests.validated
+
+    def watched(over: Any) -> None:
+        validated(over)
+        if over.step == step:
+            act()
+
+    bests.validated = watched  # type: ignore[method-assign]
 
 
 def test_a_save_that_fails_costs_no_validation(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def export(
     Example:  syncline checkpoint export checkpoints/best --to model.safetensors
     """
     path = pathlib.Path(to).absolute()
-    which = weights.AVERAGE if average else weights.PARAMETERS
+    which = weights.AVERAGE if average else ""
     if path.suffix == ".safetensors":
         weights.export(checkpoint, path, which)
     elif path.suffix in (".pt", ".pth"):

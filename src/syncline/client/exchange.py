@@ -112,8 +112,8 @@ class Exchange(Protocol):
     def pass_barrier(self, passed: Passed) -> None:
         """Behind a barrier everyone is in the same, new stretch."""
 
-    def read_state(self, slices: Sequence[Slice]) -> list[tuple[StateEntry, Bytes]]:
-        """What the rules remember about these slices."""
+    def read_state(self, slices: Sequence[Slice], key: str = "") -> list[tuple[StateEntry, Bytes]]:
+        """What the rules remember about these slices; `key`: only this of it."""
 
     def write_state(self, slices: Sequence[Slice], entries: Sequence[tuple[StateEntry, Bytes]]) -> None:
         """Gives the rules their state on these slices."""

@@ -334,8 +334,8 @@ class ServersExchange:
     def mapped(self) -> list[Bytes]:
         return self._placement.mapped()
 
-    def read_state(self, slices: Sequence[Slice]) -> list[tuple[StateEntry, Bytes]]:
-        return self._again(lambda: read_state(self._placement, slices, self._wait_seconds))
+    def read_state(self, slices: Sequence[Slice], key: str = "") -> list[tuple[StateEntry, Bytes]]:
+        return self._again(lambda: read_state(self._placement, slices, self._wait_seconds, key))
 
     def write_state(self, slices: Sequence[Slice], entries: Sequence[tuple[StateEntry, Bytes]]) -> None:
         self._again(lambda: write_state(self._placement, slices, entries, self._wait_seconds))

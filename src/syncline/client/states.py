@@ -18,15 +18,17 @@ from syncline.net.transport import buffer_of
 Entries = Sequence[tuple[StateEntry, Bytes]]
 
 
-def read_state(placement: Placement, slices: Sequence[Slice], seconds: float) -> list[tuple[StateEntry, Bytes]]:
-    """What the rules remember about these slices, one slice after the other."""
+def read_state(
+    placement: Placement, slices: Sequence[Slice], seconds: float, key: str = ""
+) -> list[tuple[StateEntry, Bytes]]:
+    """What the rules remember about these slices, one slice after the other; `key`: only this of it."""
     found: list[tuple[StateEntry, Bytes]] = []
     for part in slices:
-        found += _read_one(placement.endpoints[placement.primaries[part.id]], part.id, seconds)
+        found += _read_one(placement.endpoints[placement.primaries[part.id]], part.id, seconds, key)
     return found
 
 
-def _read_one(endpoint: Endpoint, number: int, seconds: float) -> list[tuple[StateEntry, Bytes]]:
+def _read_one(endpoint: Endpoint, number: int, seconds: float, key: str) -> list[tuple[StateEntry, Bytes]]:
     landed: list[Bytes] = []
 
     def landing(answer: Message) -> list[memoryview]:
@@ -34,7 +36,7 @@ def _read_one(endpoint: Endpoint, number: int, seconds: float) -> list[tuple[Sta
             landed.extend(np.empty(entry.num_bytes, np.uint8) for entry in answer.entries)
         return [buffer_of(array) for array in landed]
 
-    answer = endpoint.call(AskState([number]), into=landing).wait(seconds)
+    answer = endpoint.call(AskState([number], key), into=landing).wait(seconds)
     if not isinstance(answer, GivenState):
         raise ProtocolError(f"state was answered with {type(answer).__name__}")
     return list(zip(answer.entries, landed, strict=True)) if landed else []

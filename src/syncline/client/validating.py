@@ -41,8 +41,14 @@ Measure = Callable[[Any], Mapping[str, Any]]
 class Model(Protocol):
     """What an adapter has in this worker, as a validation sees it."""
 
-    def pull(self) -> None:
-        """Brings the job's parameters."""
+    def pull(self, *, average: bool) -> None:
+        """Brings the job's parameters; with the average that servers keep, of the same moment."""
+
+    def having(self, candidate: str) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, it has the weights of this candidate."""
+
+    def forget(self) -> None:
+        """What was brought besides the parameters may go."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, nothing is learned."""
@@ -221,7 +227,7 @@ class Validating:
             job.ask(Attend(turn), stand_aside)
         self._done = turn
         for model in self._known_models():
-            model.pull()
+            model.pull(average=job.config.average.startswith("ema"))
         begun = job.ask(Begin(turn, job.step))
         assert isinstance(begun, Begun)
         if begun.sets:
@@ -231,6 +237,8 @@ class Validating:
                 self._take_part(turn, begun)
             finally:
                 chance.put_back(states, job.known_device)
+        for model in self._known_models():
+            model.forget()
         for name in begun.sets:
             if name in self._sets:
                 self._sets[name].at = time.monotonic()
@@ -246,10 +254,11 @@ class Validating:
         """Until all of it is done; outside of rounds, until others have what is left."""
         job = self._job
         while True:
-            with contextlib.ExitStack() as stack:
-                for model in self._known_models():
-                    stack.enter_context(model.evaluating())
-                for candidate in begun.candidates:
+            for candidate in begun.candidates:
+                with contextlib.ExitStack() as stack:
+                    for model in self._known_models():
+                        stack.enter_context(model.having(candidate))
+                        stack.enter_context(model.evaluating())
                     for name in begun.sets:
                         if name in self._sets:
                             self._run(turn, candidate, self._sets[name])

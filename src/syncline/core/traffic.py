@@ -258,9 +258,10 @@ class Unpin(Message, frozen=True):
 
 
 class AskState(Message, frozen=True):
-    """A rule's state on some slices."""
+    """A rule's state on some slices; `key`: only this of it."""
 
     slices: list[int]
+    key: str = ""
 
 
 class GivenState(Message, frozen=True):

@@ -18,6 +18,8 @@ from syncline.errors import ConfigError, ProtocolError
 
 #: What is validated first: the job's parameters. Their readings are the job's.
 WEIGHTS = "weights"
+#: The average that servers keep of them.
+AVERAGE = "average"
 MOST_SETS = 100
 
 

@@ -18,7 +18,7 @@ from syncline.core import tensor_file
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.manifest import Manifest, SavedSlice
 from syncline.errors import ConfigError, StoreError
-from syncline.store.checkpoints import Chosen, candidates
+from syncline.store.checkpoints import POINTERS, Chosen, candidates, pointed
 from syncline.store.disk import PART, create, discard, sync_folder, write_all
 from syncline.store.folders import Folder, open_folder
 from syncline.store.tensors import TensorReader, in_threads
@@ -173,13 +173,14 @@ class Weights:
 
 
 def load(
-    url: str | os.PathLike[str], names: Collection[str] | None = None, weights: str = PARAMETERS
+    url: str | os.PathLike[str], names: Collection[str] | None = None, weights: str = ""
 ) -> dict[str, tuple[Weight, npt.NDArray[np.uint8]]]:
-    """The weights of a checkpoint, or of the newest in a folder that can be read."""
+    """The weights of a checkpoint, or of the newest in a folder that can be read. Where nothing is said: those that
+    `best` means, else the parameters."""
     return _first(url, names, weights, Weights.read)
 
 
-def export(url: str | os.PathLike[str], path: pathlib.Path, weights: str = PARAMETERS) -> str:
+def export(url: str | os.PathLike[str], path: pathlib.Path, weights: str = "") -> str:
     """As `load`, into one safetensors file; where the checkpoint lies that it was."""
 
     def to_file(found: Weights) -> str:
@@ -194,7 +195,9 @@ def _first(
 ) -> _Result:
     """What comes of the first checkpoint of which anything does; others are passed over with a warning."""
     reasons: list[str] = []
-    for chosen in _ordered(open_folder(url), reasons.append):
+    folder = open_folder(url)
+    weights = weights or _meant(folder)
+    for chosen in _ordered(folder, reasons.append):
         found = Weights(chosen, names, weights)
         try:
             result = use(found)
@@ -208,6 +211,12 @@ def _first(
         f"{os.fspath(url)} holds no checkpoint that can be read{''.join(f'; {reason}' for reason in reasons[:3])}; "
         "name a checkpoint's folder or a folder of such (`syncline checkpoint ls`)"
     )
+
+
+def _meant(folder: Folder) -> str:
+    """Which weights of a checkpoint a pointer means."""
+    fact = pointed(folder.parent(), folder.name) if folder.name in POINTERS else None
+    return AVERAGE if fact is not None and fact.get("weights") == AVERAGE else PARAMETERS
 
 
 def _ordered(folder: Folder, say: Callable[[str], None]) -> Iterator[Chosen]:

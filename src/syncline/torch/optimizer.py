@@ -29,7 +29,7 @@ from syncline.torch.notices import Notices
 from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
 from syncline.torch.remembered import Remembered
 from syncline.torch.rules import ChangedOptions, group_rule, rule_name
-from syncline.torch.state import load_state, read_state
+from syncline.torch.state import load_state, read_average, read_state
 from syncline.torch.streams import Side, open_side
 from syncline.torch.validation import take_part_in
 
@@ -304,6 +304,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._local is not None:
             self._local.flush()
         self._landing.pull()
+
+    def read_average(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What servers keep with `--average ema:D`: the average of each parameter, where there is one."""
+        self._settle()
+        return read_average(self._job.exchange, self._tracked)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from syncline.client.arrays import Bytes
 from syncline.client.exchange import Exchange
 from syncline.core.layout import Layout, Slice
 from syncline.core.traffic import StateEntry
+from syncline.store.weights import AVERAGE_KEY
 from syncline.torch.parameters import Tracked
 
 #: One number per parameter, however the parameter is shaped.
@@ -23,13 +24,24 @@ def _slices(layout: Layout, tracked: Sequence[Tracked]) -> list[Slice]:
     return [part for index in sorted(segments) for part in layout.segments[index].slices]
 
 
-def read_state(exchange: Exchange, tracked: Sequence[Tracked]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the servers' rules remember, per parameter and in its shape."""
+def read_average(exchange: Exchange, tracked: Sequence[Tracked]) -> dict[torch.Tensor, torch.Tensor]:
+    """The average that servers keep (`--average ema:D`), of each parameter of which there is one."""
+    found = read_state(exchange, tracked, AVERAGE_KEY)
+    return {parameter: state[AVERAGE_KEY] for parameter, state in found.items() if AVERAGE_KEY in state}
+
+
+def read_state(
+    exchange: Exchange, tracked: Sequence[Tracked], only: str = ""
+) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the servers' rules remember, per parameter and in its shape. `only`: this of it, which may be the average;
+    else that is left out, since it is no optimizer's."""
     layout = exchange.layout
     by_name = {item.name: item.tensor for item in tracked}
     found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     parts = {part.id: part for part in _slices(layout, tracked)}
-    for entry, data in exchange.read_state(list(parts.values())):
+    for entry, data in exchange.read_state(list(parts.values()), only):
+        if entry.key == AVERAGE_KEY != only:
+            continue
         part = parts[entry.slice]
         segment = layout.segments[part.segment]
         piece = segment.pieces(part)[entry.piece]

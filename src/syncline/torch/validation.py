@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.utils.data
 
 from syncline.client.validating import Validating
+from syncline.core.validations import AVERAGE
 from syncline.data.source import Source
 from syncline.torch.batches import tensors
 
@@ -19,13 +20,41 @@ class Pulls(Protocol):
     """An optimizer of ours."""
 
     def pull(self) -> None: ...
+    def read_average(self) -> dict[torch.Tensor, torch.Tensor]: ...
 
 
 class ValidatedModel:
     """What one optimizer updates."""
 
-    def __init__(self, pull: Callable[[], None], model: torch.nn.Module | None) -> None:
-        self.pull, self._model = pull, model
+    def __init__(self, optimizer: Pulls, model: torch.nn.Module | None) -> None:
+        self._optimizer, self._model = optimizer, model
+        self._average: dict[torch.Tensor, torch.Tensor] = {}
+
+    def pull(self, *, average: bool) -> None:
+        """The job's parameters; with the average of the same moment."""
+        self._optimizer.pull()
+        self._average = self._optimizer.read_average() if average else {}
+
+    def forget(self) -> None:
+        """The validation is over."""
+        self._average = {}
+
+    @contextlib.contextmanager
+    def having(self, candidate: str) -> Iterator[None]:
+        """While it lasts the model has the weights of this candidate."""
+        if candidate != AVERAGE:
+            yield
+            return
+        with torch.no_grad():
+            before = {parameter: parameter.detach().clone() for parameter in self._average}
+            for parameter, average in self._average.items():
+                parameter.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in before.items():
+                    parameter.copy_(value)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -43,11 +72,15 @@ class ValidatedModel:
 
 def take_part_in(validating: Validating, optimizer: Pulls, model: torch.nn.Module | None) -> None:
     """As long as this optimizer is there, validations see to its parameters."""
-    alive = weakref.ref(optimizer)
+    alive, made = weakref.ref(optimizer), weakref.WeakValueDictionary[str, ValidatedModel]()
 
     def find() -> ValidatedModel | None:
         found = alive()
-        return ValidatedModel(found.pull, model) if found is not None else None
+        if found is None:
+            return None
+        if (known := made.get("")) is None:
+            made[""] = known = ValidatedModel(found, model)
+        return known
 
     validating.add_model(find)
     validating.read = read_samples

@@ -16,13 +16,14 @@ def load_state_dict(
     url: str | os.PathLike[str],
     names: Collection[str] | None = None,
     dtype: torch.dtype | str | None = None,
-    weights: str = saved.PARAMETERS,
+    weights: str = "",
 ) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint by the model's own names, on the CPU, each with memory of its own.
 
     `url`: a checkpoint's folder, or a folder of checkpoints (the newest that can be read), or its `best` or `last`;
     any path that fsspec knows. `names`: only these. `dtype`: what is a floating number becomes this. `weights`:
-    "average" for the average that `--average ema:DECAY` keeps. What is damaged is never returned: StoreError.
+    "parameters", or "average" for the average that `--average ema:DECAY` keeps; else what `best` means. What is
+    damaged is never returned: StoreError.
     """
     wanted = _dtype(dtype) if dtype is not None else None
     found = {}
@@ -34,7 +35,7 @@ def load_state_dict(
     return found
 
 
-def export_state_dict(url: str | os.PathLike[str], path: pathlib.Path, weights: str = saved.PARAMETERS) -> None:
+def export_state_dict(url: str | os.PathLike[str], path: pathlib.Path, weights: str = "") -> None:
     """Writes the state_dict for `torch.load`; there whole or not at all."""
     state = load_state_dict(url, weights=weights)
     with saved.replaced(path) as part, open(part, "wb") as file:

@@ -11,7 +11,7 @@ import msgspec
 from syncline.core.conditions import Best
 from syncline.core.manifest import Manifest
 from syncline.core.saves import Checkpoint
-from syncline.core.validations import WEIGHTS, BestSoFar, Validation, ValidationState, of_candidates
+from syncline.core.validations import AVERAGE, WEIGHTS, BestSoFar, Validation, ValidationState, of_candidates
 from syncline.errors import StoreError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
@@ -51,7 +51,8 @@ class Bests:
 
     def candidates(self) -> list[str]:
         """Under the lock: what is validated besides the job's parameters."""
-        return []
+        average = self._c.stopping.rules.average
+        return [AVERAGE] if self.wants_save and average is not None and average.decay else []
 
     # -- readings go into manifests -----------------------------------------------------------------------
 

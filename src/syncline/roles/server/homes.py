@@ -19,6 +19,8 @@ _NOTHING = contextlib.nullcontext()
 class Home:
     """Slices in host memory: rules run where the bytes lie."""
 
+    decay = 0.0  #: of the average that is kept of parameters; 0: none is
+
     def adopt(self, memory: Bytes) -> None:
         """This memory holds slices, or arenas with gradients for them."""
 

@@ -17,6 +17,7 @@ from syncline.core.rule import PLAIN, Option, RuleSpec
 from syncline.core.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
+from syncline.roles.server.averages import Averages
 from syncline.roles.server.fused import FUSED, FusedKernel
 from syncline.roles.server.homes import Home
 
@@ -55,6 +56,7 @@ class SliceRules:
         self._splits: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         #: Called once, before anything of this slice or its state is changed: it is marked for a save.
         self.before_change: Callable[[bool], None] | None = None
+        self._averages = Averages(self._parameters, [not assigns for assigns in self._assigns], home.decay)
         self._begin(self._make_optimizers())
 
     def about_to_change(self, waits: bool = True) -> None:
@@ -219,6 +221,19 @@ class SliceRules:
         """Updates the pieces that have a gradient."""
         if self.before_change is not None:
             self.about_to_change()
+        if not self._averages.is_on:
+            self._apply(gradients, overrides, scale)
+            return
+        self._averages.begin()
+        self._apply(gradients, overrides, scale)
+        self._averages.follow()
+
+    def _apply(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        overrides: Mapping[int, Mapping[str, Option]],
+        scale: float,
+    ) -> None:
         given = [gradient for gradient in gradients if gradient is not None]
         if scale == 1.0 and self._only_group is not None and len(given) == len(self._parameters):
             pairs = list(zip(self._parameters, given, strict=True))
@@ -284,12 +299,13 @@ class SliceRules:
                     tensor = torch.as_tensor(value)
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     yield StateEntry(self.part.id, index, key, dtype, tuple(tensor.shape)), tensor
+            yield from self._averages.entries(self.part.id, index)
 
     def load_state(self, entries: Sequence[tuple[StateEntry, torch.Tensor]]) -> None:
         """Takes over this state; pieces that are not named start afresh."""
         self.about_to_change()
         fresh: dict[int, dict[str, torch.Tensor]] = {}
-        for entry, tensor in entries:
+        for entry, tensor in self._averages.load(entries):
             if not 0 <= entry.piece < len(self.pieces):
                 raise ProtocolError(f"state for piece {entry.piece} of slice {self.part.id}")
             fresh.setdefault(entry.piece, {})[entry.key] = tensor.to(self.flat.device, copy=True)

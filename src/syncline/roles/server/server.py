@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from syncline.core.conditions import parse_average
 from syncline.core.control import (
     AskServerStats,
     AskWhy,
@@ -167,6 +168,7 @@ class Server:
             cut_off=self._cut_off,
         )
         self._saving.most_bytes = config.save_memory
+        self._home.decay = parse_average(config.average).decay if config.average else 0.0
         self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
         self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn

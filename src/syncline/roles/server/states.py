@@ -49,6 +49,8 @@ class StateTransfer:
             slot = self._slot(number)
             with slot.lock:
                 for entry, tensor in slot.rules.state():
+                    if message.key not in ("", entry.key):
+                        continue
                     entries.append(entry)
                     flat = tensor.clone().reshape(-1).view(torch.uint8)
                     buffers.append(buffer_of(flat.numpy()))
