@@ -101,7 +101,7 @@ def test_an_average_is_a_candidate(policy: str, tmp_path: pathlib.Path) -> None:
             before = model.count.item()
             model.count.grad = -torch.ones(1)
             opt.step()
-            assert policy != "sync" or float(model.count) == before + 1  # what is pushed is added to the parameters
+            assert policy != "sync" or model.count.item() == before + 1  # what is pushed is added to the parameters
         assert "syncline.average" not in str(opt.state_dict())
 
     with local_job(2, 2, policy, folder=str(tmp_path), **settings) as job:
@@ -129,6 +129,59 @@ def test_an_average_is_a_candidate(policy: str, tmp_path: pathlib.Path) -> None:
         assert known == pytest.approx(expected)
         assert (fact["weights"], fact["step"]) == ("average", 10)
         assert any("(average) at step 10" in line for line in events)
+
+
+def test_the_mean_of_the_last_is_a_candidate(tmp_path: pathlib.Path) -> None:
+    """The mean of 3, 6 and 9 is validated at 12, that of 6, 9 and 12 at 15."""
+    where, aim = tmp_path / "saves", 4.2
+    settings = {"checkpoint": str(where), "best": "min:miss", "average": "last:3", "keep": 2}
+
+    def work(job: Job) -> None:
+        model = Counting()
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
+        measure = lambda batch: {"miss": abs(float(model.count) - aim), "count": float(model.count)}  # noqa: E731
+        job.validate(measure, Numbers(20), 3, batch_size=3)
+        for _ in DataLoader(Numbers(60), 2, job=job):
+            model.count.grad = -torch.ones(1)
+            opt.step()
+        assert model.count.item() == 15.0
+
+    with local_job(2, 2, folder=str(tmp_path), **settings) as job:
+        job.run(work)
+        job.run(lambda one: one.close())
+    found = manifests(where)
+    values = {m.metrics["count"]: m.metrics.get("mean:count") for m in found.values() if m.kind == "whole"}
+    assert values == {15.0: 9.0, 12.0: 6.0, 9.0: None, 3.0: None}  # the last three, and the best
+    fact = checkpoints.pointed(open_folder(str(where)), "best")
+    assert fact is not None
+    assert found[fact["checkpoint"]].kind == "whole"
+    assert len([m for m in found.values() if m.kind == "weights"]) == 1
+
+
+def test_the_mean_of_the_last_may_be_the_best(tmp_path: pathlib.Path) -> None:
+    where = tmp_path / "saves"
+    settings = {"checkpoint": str(where), "best": "min:miss", "average": "last:2", "keep": 2}
+
+    def work(job: Job) -> None:
+        model = Counting()
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
+        measure = lambda batch: {"miss": abs(float(model.count) - 4.4)}  # noqa: E731
+        job.validate(measure, Numbers(20), 3, batch_size=3)
+        for _ in DataLoader(Numbers(60), 2, job=job):
+            model.count.grad = -torch.ones(1)
+            opt.step()
+
+    with local_job(2, 2, folder=str(tmp_path), **settings) as job:
+        job.run(work)
+        job.run(lambda one: one.close())
+        events = list(job._process.coordinator.events)
+    assert float(syncline.load_state_dict(where / "best")["count"]) == 4.5
+    fact = checkpoints.pointed(open_folder(str(where)), "best")
+    assert fact is not None
+    assert fact["value"] == pytest.approx(0.1)
+    best = manifests(where)[fact["checkpoint"]]
+    assert (best.kind, best.metrics["miss"]) == ("weights", fact["value"])
+    assert any(line.startswith("best miss 0.1 (mean) at step 6") for line in events)
 
 
 def averages(num_steps: int, decay: float = 0.75) -> list[float]:

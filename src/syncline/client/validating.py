@@ -44,8 +44,8 @@ class Model(Protocol):
     def pull(self, *, average: bool) -> None:
         """Brings the job's parameters; with the average that servers keep, of the same moment."""
 
-    def having(self, candidate: str) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, it has the weights of this candidate."""
+    def having(self, candidate: str, folder: str) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, it has the weights of this candidate; `folder`: of one that is on disk."""
 
     def forget(self) -> None:
         """What was brought besides the parameters may go."""
@@ -257,7 +257,7 @@ class Validating:
             for candidate in begun.candidates:
                 with contextlib.ExitStack() as stack:
                     for model in self._known_models():
-                        stack.enter_context(model.having(candidate))
+                        stack.enter_context(model.having(candidate, begun.folder))
                         stack.enter_context(model.evaluating())
                     for name in begun.sets:
                         if name in self._sets:

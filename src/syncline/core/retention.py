@@ -18,6 +18,7 @@ class Standing:
     lineage: str  # empty: nobody knows
     is_sound: bool  # its manifest verifies, and its files are there
     is_unfinished: bool = False  # it has no manifest
+    is_whole: bool = True  # a job can go on from it; else it is of weights only
 
 
 def outdated(found: Iterable[Standing], keep: int, lineage: str, best: Collection[str]) -> list[str]:
@@ -25,9 +26,10 @@ def outdated(found: Iterable[Standing], keep: int, lineage: str, best: Collectio
 
     Only of this lineage; not the `keep` newest sound ones, not the best. What is damaged stays until as many newer
     ones are sound: somebody may want to save what can be saved. What a try has left that came to no end goes when a
-    newer one is sound.
+    newer one is sound. Of those with weights only, the newest stays, and the best.
     """
-    own = sorted((one for one in found if one.lineage == lineage and lineage), key=lambda one: one.number)
+    every = sorted((one for one in found if one.lineage == lineage and lineage), key=lambda one: one.number)
+    own = [one for one in every if one.is_whole]
     sound = [one for one in own if one.is_sound]
     if not sound:
         return []
@@ -42,4 +44,5 @@ def outdated(found: Iterable[Standing], keep: int, lineage: str, best: Collectio
                 gone.append(one.name)
         elif one.number < oldest_kept and len(kept) >= FEWEST:
             gone.append(one.name)
-    return gone
+    weights = [one.name for one in every if not one.is_whole]
+    return gone + [name for name in weights[:-1] if name not in best]

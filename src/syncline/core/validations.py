@@ -20,6 +20,8 @@ from syncline.errors import ConfigError, ProtocolError
 WEIGHTS = "weights"
 #: The average that servers keep of them.
 AVERAGE = "average"
+#: The mean of the last checkpoints.
+MEAN = "mean"
 MOST_SETS = 100
 
 
@@ -65,6 +67,7 @@ class Begun(Message, frozen=True):
     step: int
     sets: list[str] = []
     candidates: list[str] = []
+    folder: str = ""  # where the weights of a candidate lie that are not on the servers
 
 
 class AskPart(Message, frozen=True):
@@ -193,7 +196,7 @@ class Validation(msgspec.Struct):
     runs: list[Run]
     inside: dict[str, int]  # workers with these parameters, and their incarnations
     absent: list[str] = []  # of these, those that have not pulled them yet
-    checkpoint: str = ""  # that was saved of these parameters
+    folder: str = ""  # of the mean of the last checkpoints
 
     def run(self, name: str, candidate: str) -> Run:
         found = next((run for run in self.runs if (run.set, run.candidate) == (name, candidate)), None)
@@ -292,6 +295,7 @@ class ValidationState(msgspec.Struct):
     metrics: list[str] = []  # that come from validations
     now: Validation | None = None
     best: BestSoFar | None = None
+    mean: str = ""  # the checkpoint with the mean of the last ones
     num_given_up: int = 0
 
 

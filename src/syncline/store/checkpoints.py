@@ -236,7 +236,8 @@ def _standing(folder: Folder, found: Found, wholly: bool) -> Standing:
         is_sound = True
     except StoreError:
         is_sound = False
-    return Standing(found.name, found.number, found.manifest.lineage, is_sound)
+    is_whole = found.manifest.kind == "whole"
+    return Standing(found.name, found.number, found.manifest.lineage, is_sound, is_whole=is_whole)
 
 
 def _begun_by(folder: Folder) -> str:

@@ -310,6 +310,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._settle()
         return read_average(self._job.exchange, self._tracked)
 
+    def named(self) -> dict[str, torch.Tensor]:
+        """The parameters that it updates, by their names in the job."""
+        return {item.name: item.tensor for item in self._tracked}
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients only accumulate, as in DistributedDataParallel; the next backward outside of it sends them."""

@@ -11,9 +11,10 @@ import torch
 import torch.utils.data
 
 from syncline.client.validating import Validating
-from syncline.core.validations import AVERAGE
+from syncline.core.validations import AVERAGE, WEIGHTS
 from syncline.data.source import Source
 from syncline.torch.batches import tensors
+from syncline.torch.weights import load_state_dict
 
 
 class Pulls(Protocol):
@@ -21,6 +22,7 @@ class Pulls(Protocol):
 
     def pull(self) -> None: ...
     def read_average(self) -> dict[torch.Tensor, torch.Tensor]: ...
+    def named(self) -> dict[str, torch.Tensor]: ...
 
 
 class ValidatedModel:
@@ -40,21 +42,27 @@ class ValidatedModel:
         self._average = {}
 
     @contextlib.contextmanager
-    def having(self, candidate: str) -> Iterator[None]:
-        """While it lasts the model has the weights of this candidate."""
-        if candidate != AVERAGE:
+    def having(self, candidate: str, folder: str) -> Iterator[None]:
+        """While it lasts the model has the weights of this candidate; `folder`: of one that is on disk."""
+        if candidate == WEIGHTS:
             yield
             return
+        wanted = self._average if candidate == AVERAGE else self._read(folder)
         with torch.no_grad():
-            before = {parameter: parameter.detach().clone() for parameter in self._average}
-            for parameter, average in self._average.items():
-                parameter.copy_(average)
+            before = {parameter: parameter.detach().clone() for parameter in wanted}
+            for parameter, value in wanted.items():
+                parameter.copy_(value)
         try:
             yield
         finally:
             with torch.no_grad():
                 for parameter, value in before.items():
                     parameter.copy_(value)
+
+    def _read(self, folder: str) -> dict[torch.Tensor, torch.Tensor]:
+        named = self._optimizer.named()
+        found = load_state_dict(folder, list(named))
+        return {named[name]: value for name, value in found.items()}
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -11,9 +11,9 @@ import msgspec
 from syncline.core.conditions import Best
 from syncline.core.manifest import Manifest
 from syncline.core.saves import Checkpoint
-from syncline.core.validations import AVERAGE, WEIGHTS, BestSoFar, Validation, ValidationState, of_candidates
+from syncline.core.validations import AVERAGE, MEAN, WEIGHTS, BestSoFar, Validation, ValidationState, of_candidates
 from syncline.errors import StoreError
-from syncline.store import checkpoints
+from syncline.store import averaging, checkpoints
 from syncline.store.folders import open_folder
 
 if TYPE_CHECKING:
@@ -52,7 +52,13 @@ class Bests:
     def candidates(self) -> list[str]:
         """Under the lock: what is validated besides the job's parameters."""
         average = self._c.stopping.rules.average
-        return [AVERAGE] if self.wants_save and average is not None and average.decay else []
+        if not self.wants_save or average is None:
+            return []
+        return [AVERAGE] if average.decay else [MEAN] if self._state.mean else []
+
+    def mean_folder(self) -> str:
+        """Under the lock: where the mean of the last checkpoints is."""
+        return open_folder(self._c.config.checkpoint).join(self._state.mean).url
 
     # -- readings go into manifests -----------------------------------------------------------------------
 
@@ -96,11 +102,34 @@ class Bests:
         for candidate, value in of_candidates(manifest.metrics, rule.metric).items():
             known = self._state.best
             if rule.is_better(value, known.value if known is not None else None):
-                self._point(BestSoFar(rule.metric, value, made.name, made.step, candidate, made.root))
+                found = BestSoFar(rule.metric, value, made.name, made.step, candidate, made.root)
+                self._point(self._as_mean(found, manifest) if candidate == MEAN else found)
+        self._make_mean(made.root, manifest.lineage)
+
+    def _as_mean(self, best: BestSoFar, manifest: Manifest) -> BestSoFar:
+        """The mean is a checkpoint of its own, which gets its readings now."""
+        folder = open_folder(best.root).join(self._state.mean)
+        mean, _ = checkpoints.read_manifest(folder)
+        values = {k.removeprefix(f"{MEAN}:"): v for k, v in manifest.metrics.items() if k.startswith(f"{MEAN}:")}
+        checkpoints.write_manifest(folder, msgspec.structs.replace(mean, metrics=values))
+        return msgspec.structs.replace(best, checkpoint=mean.name, step=mean.step)
+
+    def _make_mean(self, root: str, lineage: str) -> None:
+        """Of the last checkpoints, for the next validation."""
+        average = self._c.stopping.rules.average
+        if average is None or not average.last:
+            return
+        folder = open_folder(root)
+        chosen = averaging.last(folder, average.last, lineage)
+        if len(chosen) == average.last:
+            made = averaging.write_mean(folder, chosen)
+            with self._c.lock:
+                self._state.mean = made.name
+                self._c.try_keep()
 
     def _point(self, best: BestSoFar) -> None:
         facts = {"metric": best.metric, "value": best.value, "step": best.step}
-        if best.candidate != WEIGHTS:
+        if best.candidate == AVERAGE:
             facts["weights"] = best.candidate
         checkpoints.point(open_folder(best.root), "best", best.checkpoint, **facts)
         with self._c.lock:

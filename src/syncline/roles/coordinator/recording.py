@@ -201,7 +201,9 @@ class Recording:
             checkpoints.point(root, "last", made.name, step=made.step)
             if self._newest is not None:
                 self._c.bests.judge(made, self._newest)
-            checkpoints.prune(root, self._c.config.keep, saves.lineage)
+            average = self._c.stopping.rules.average
+            keep = max(self._c.config.keep, average.last if average is not None else 0)
+            checkpoints.prune(root, keep, saves.lineage)
         except StoreError as error:
             self._c.event(f"{made.name} is saved, but: {error}")
         self._mirroring.wants(made)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from syncline.core.message import Done, Message
 from syncline.core.slices import Identity
 from syncline.core.validations import (
+    MEAN,
     WEIGHTS,
     AskPart,
     AskReading,
@@ -91,7 +92,8 @@ class Validations:
                 return
             members = self._c.membership.state.members
             lives = [(name, members[name].incarnation) for name in self._there if name in members]
-            self._core.begin(state.called, state.step, lives, [WEIGHTS, *self._c.bests.candidates()])
+            now = self._core.begin(state.called, state.step, lives, [WEIGHTS, *self._c.bests.candidates()])
+            now.folder = self._c.bests.mean_folder() if MEAN in now.candidates else ""
             self._readings = {}
             self._c.try_keep()
             there, self._there = self._there, {}
@@ -204,7 +206,7 @@ class Validations:
             if now is None or now.turn != turn:
                 found.append((request, Begun(0)))
             elif not now.absent:
-                found.append((request, Begun(now.step, now.sets, now.candidates)))
+                found.append((request, Begun(now.step, now.sets, now.candidates, now.folder)))
             else:
                 continue
             del self._beginning[name]
