@@ -184,6 +184,41 @@ def test_the_mean_of_the_last_may_be_the_best(tmp_path: pathlib.Path) -> None:
     assert any(line.startswith("best miss 0.1 (mean) at step 6") for line in events)
 
 
+class Own(torch.nn.Module):
+    """Every worker adds a number of its own with each local step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = torch.nn.Parameter(torch.zeros(3))
+
+
+def test_with_local_steps_own_models_are_candidates(tmp_path: pathlib.Path) -> None:
+    """Three steps of +1 in one worker, of +3 in the other: 3 and 9 by themselves, 6 on the average."""
+    where = tmp_path / "saves"
+
+    def work(job: Job) -> None:
+        model = Own()
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
+        measure = lambda batch: {"miss": abs(float(model.values.mean()) - 8.5)}  # noqa: E731
+        job.validate(measure, Numbers(20), every=3, batch_size=7)
+        for _ in DataLoader(Numbers(12), 2, job=job):
+            model.values.grad = torch.full((3,), -1.0 if job.rank == 0 else -3.0)
+            opt.step()
+        assert model.values.mean().item() == 6.0  # training goes on with the average
+
+    settings = {"checkpoint": str(where), "best": "min:miss", "sync_every": 3}
+    with local_job(2, 2, folder=str(tmp_path), **settings) as job:
+        job.run(work)
+        job.run(lambda one: one.close())
+        events = list(job._process.coordinator.events)
+    assert torch.equal(syncline.load_state_dict(where / "best")["values"], torch.full((3,), 9.0))
+    fact = checkpoints.pointed(open_folder(str(where)), "best")
+    assert fact is not None
+    assert (fact["value"], manifests(where)[fact["checkpoint"]].kind) == (0.5, "weights")
+    assert "validation at step 3: miss 2.5; worker-0: miss 5.5; worker-1: miss 0.5" in events
+    assert any(line.startswith("best miss 0.5 (worker-1) at step 3") for line in events)
+
+
 def averages(num_steps: int, decay: float = 0.75) -> list[float]:
     """Of the parameters 0, 1, 2, … after every step."""
     found = [0.0]

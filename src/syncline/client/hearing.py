@@ -17,7 +17,7 @@ from syncline.core.metrics import Steer
 from syncline.core.pacing import Pace
 from syncline.core.saving import EndSave, Expect, WriteScript
 from syncline.core.slices import Copy
-from syncline.core.validations import Called
+from syncline.core.validations import Called, WriteOwn
 from syncline.errors import FencedError, JobFailed, ProtocolError, SynclineError
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Request
@@ -73,6 +73,7 @@ class FromCoordinator:
         self.copies: GivesCopies | None = None
         self.samples: ReadsSamples | None = None
         self.hear_call: Callable[[Called], None] = lambda called: None
+        self.write_own: Callable[[Request], None] = lambda request: None
         self.saves: Saves | None = None
         self._has_begun = False
         self._life = ("", 0)
@@ -122,6 +123,8 @@ class FromCoordinator:
             self.steering.hear(message)
         elif isinstance(message, Called):
             self.hear_call(message)
+        elif isinstance(message, WriteOwn):
+            threading.Thread(target=self.write_own, args=(request,), name="own", daemon=True).start()
         elif isinstance(message, Recall):
             request.reply(self.samples.give_back(message) if self.samples is not None else GaveBack([]))
         elif isinstance(message, AskUses):

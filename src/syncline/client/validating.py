@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from syncline.client import chance
+from syncline.client.arrays import Array
 from syncline.client.calling import ValidationCalled
 from syncline.client.hearing import FromCoordinator
+from syncline.client.own import OwnModel
 from syncline.core.conditions import METRIC
 from syncline.core.durations import Interval, interval
 from syncline.core.validations import (
+    OWN,
     AskPart,
     AskReading,
     Attend,
@@ -24,6 +27,7 @@ from syncline.core.validations import (
     Come,
     GivenPart,
     GivenReading,
+    Own,
 )
 from syncline.errors import ConfigError
 
@@ -49,6 +53,12 @@ class Model(Protocol):
 
     def forget(self) -> None:
         """What was brought besides the parameters may go."""
+
+    def note_own(self) -> None:
+        """With local steps: what it has now is its own, and is about to be averaged."""
+
+    def own(self) -> dict[str, Array]:
+        """What was noted, by its names in the job; where nothing was, what it has."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, nothing is learned."""
@@ -88,6 +98,8 @@ class Validating:
         self._done = 0  # the turn of the last one that this worker came to
         self._is_inside = False
         self._first_loader = ""  # the training's
+        self._own = OwnModel(job)
+        hearing.write_own = self._own.write
         self._models: list[Callable[[], Model | None]] = []
         self._kept: list[Model] = []  # a validation behind the end of the script needs them still
         self.read: Callable[[Any, Sequence[int], Any], Any] = read_samples  #: a batch of a data set, by its samples
@@ -160,6 +172,12 @@ class Validating:
             self._come(step + AHEAD_STEPS, due)
         elif due:
             self._enter(due)
+
+    def before_average(self) -> None:
+        """With local steps: what this worker has is its own until now."""
+        if self._own.is_wanted and self._sets:
+            for model in self._known_models():
+                model.note_own()
 
     def while_waiting(self) -> None:
         """The script waits for others, and those maybe for it."""
@@ -234,6 +252,9 @@ class Validating:
             self._note(dict.fromkeys(begun.sets, begun.step), 0)
             states = chance.take(job.known_device)
             try:
+                if self._own.is_wanted:
+                    self._own.keep(turn, list(self._known_models()))
+                    self._validate_own(turn, begun)
                 self._take_part(turn, begun)
             finally:
                 chance.put_back(states, job.known_device)
@@ -255,10 +276,7 @@ class Validating:
         job = self._job
         while True:
             for candidate in begun.candidates:
-                with contextlib.ExitStack() as stack:
-                    for model in self._known_models():
-                        stack.enter_context(model.having(candidate, begun.folder))
-                        stack.enter_context(model.evaluating())
+                with self._prepared(candidate, begun.folder):
                     for name in begun.sets:
                         if name in self._sets:
                             self._run(turn, candidate, self._sets[name])
@@ -268,6 +286,26 @@ class Validating:
             self._hear_readings(begun.sets, answer.values)
             if answer.is_over:
                 return
+
+    def _validate_own(self, turn: int, begun: Begun) -> None:
+        """By this worker alone, on all samples."""
+        with self._prepared(OWN, ""):
+            for name in begun.sets:
+                values: dict[str, float] = {}
+                if name in self._sets:
+                    one = self._sets[name]
+                    size = len(one.dataset)
+                    values = {key: total / size for key, total in self._measure(one, 0, size).items()}
+                self._job.ask(Own(turn, name, values))
+
+    @contextlib.contextmanager
+    def _prepared(self, candidate: str, folder: str) -> Iterator[None]:
+        """All models have the weights of this candidate, and learn nothing."""
+        with contextlib.ExitStack() as stack:
+            for model in self._known_models():
+                stack.enter_context(model.having(candidate, folder))
+                stack.enter_context(model.evaluating())
+            yield
 
     def _hear_readings(self, sets: Sequence[str], values: Mapping[str, float]) -> None:
         for name in sets:

@@ -120,6 +120,9 @@ from syncline.core.validations import (
     Come,
     GivenPart,
     GivenReading,
+    Own,
+    WriteOwn,
+    WrittenOwn,
 )
 
 PROTOCOL = 5
@@ -136,6 +139,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseGate, GateClosed, Mark, OpenGate,
     WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Metrics, Steer,
     Come, Called, Attend, Begin, Begun, AskPart, GivenPart, AskReading, GivenReading,
+    Own, WriteOwn, WrittenOwn,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -145,7 +149,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Join, Rejoin, AskRoster, Beat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
-        AskTakenUp, Finish, Metrics, Come, Attend, Begin, AskPart, AskReading,
+        AskTakenUp, Finish, Metrics, Come, Attend, Begin, AskPart, AskReading, Own,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,
@@ -153,7 +157,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
         Recall, AskUses, Confirm, Pace, Expect, WriteScript, EndSave, CloseGate, Mark, OpenGate, WriteMarked, TakeUp,
-        Steer, Called,
+        Steer, Called, WriteOwn,
     }),
     "launcher": frozenset({
         Watch, Died, Scale, AskStatus, AskWhy, Pace, Save,

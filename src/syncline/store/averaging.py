@@ -9,14 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.core.layout import INTEGERS, ITEM_BYTES, Segment, Slice
-from syncline.core.manifest import Manifest, SavedSlice
+from syncline.core.manifest import Manifest, SavedFile, SavedSlice
 from syncline.core.soundness import checkpoint_name
 from syncline.store import checkpoints
 from syncline.store.checkpoints import Chosen, Found
 from syncline.store.folders import Folder
 from syncline.store.tensors import TensorReader, TensorWriter
 
-_FILE = "weights.safetensors"
+#: The one file of a checkpoint of weights only.
+WEIGHTS_FILE = "weights.safetensors"
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -52,8 +53,7 @@ def write_mean(root: Folder, chosen: Sequence[Chosen]) -> Manifest:
 def _write(folder: Folder, number: int, chosen: Sequence[Chosen]) -> Manifest:
     newest = chosen[0].manifest
     parts = [(segment, part) for segment in newest.segments for part in segment.slices]
-    plan = [(f"slice-{part.id}", part.dtype, (part.num_bytes // ITEM_BYTES[part.dtype],)) for _, part in parts]
-    writer = TensorWriter(folder, _FILE, plan)
+    writer = TensorWriter(folder, WEIGHTS_FILE, plan_of(newest.segments))
     try:
         with _Slices(chosen) as slices:
             for segment, part in parts:
@@ -63,18 +63,29 @@ def _write(folder: Folder, number: int, chosen: Sequence[Chosen]) -> Manifest:
     except BaseException:
         writer.abandon()
         raise
-    manifest = msgspec.structs.replace(
-        newest,
-        name=checkpoint_name(number, newest.step),
-        number=number,
-        kind="weights",
-        files=(writer.finish(),),
-        slices=tuple(SavedSlice(s.id, _FILE, f"slice-{s.id}", s.version) for s in newest.slices),
-        scripts=(),
-        metrics={},
-    )
+    manifest = weights_only(newest, number, writer.finish(), {})
     checkpoints.write_manifest(folder, manifest)
     return manifest
+
+
+def weights_only(whole: Manifest, number: int, file: SavedFile, metrics: dict[str, float]) -> Manifest:
+    """Of a checkpoint with other weights than this one, in one file, and with nothing else."""
+    return msgspec.structs.replace(
+        whole,
+        name=checkpoint_name(number, whole.step),
+        number=number,
+        kind="weights",
+        files=(file,),
+        slices=tuple(SavedSlice(one.id, file.name, f"slice-{one.id}", one.version) for one in whole.slices),
+        scripts=(),
+        metrics=metrics,
+    )
+
+
+def plan_of(segments: Sequence[Segment]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """The tensors of its file."""
+    parts = [part for segment in segments for part in segment.slices]
+    return [(f"slice-{part.id}", part.dtype, (part.num_bytes // ITEM_BYTES[part.dtype],)) for part in parts]
 
 
 class _Slices:

@@ -11,7 +11,7 @@ import torch
 import torch.utils.data
 
 from syncline.client.validating import Validating
-from syncline.core.validations import AVERAGE, WEIGHTS
+from syncline.core.validations import AVERAGE, OWN, WEIGHTS
 from syncline.data.source import Source
 from syncline.torch.batches import tensors
 from syncline.torch.weights import load_state_dict
@@ -31,6 +31,20 @@ class ValidatedModel:
     def __init__(self, optimizer: Pulls, model: torch.nn.Module | None) -> None:
         self._optimizer, self._model = optimizer, model
         self._average: dict[torch.Tensor, torch.Tensor] = {}
+        self._own: dict[str, torch.Tensor] = {}
+
+    def note_own(self) -> None:
+        """A copy of what the model has now."""
+        for name, parameter in self._optimizer.named().items():
+            if name not in self._own:
+                self._own[name] = torch.empty_like(parameter, device="cpu", memory_format=torch.contiguous_format)
+            self._own[name].copy_(parameter.detach())
+
+    def own(self) -> dict[str, Any]:
+        """What was noted last; where nothing was, what the model has."""
+        if not self._own:
+            self.note_own()
+        return {name: value.clone() for name, value in self._own.items()}
 
     def pull(self, *, average: bool) -> None:
         """The job's parameters; with the average of the same moment."""
@@ -47,7 +61,11 @@ class ValidatedModel:
         if candidate == WEIGHTS:
             yield
             return
-        wanted = self._average if candidate == AVERAGE else self._read(folder)
+        named = self._optimizer.named()
+        if candidate == OWN:
+            wanted = {named[name]: value for name, value in self._own.items()}
+        else:
+            wanted = self._average if candidate == AVERAGE else self._read(folder)
         with torch.no_grad():
             before = {parameter: parameter.detach().clone() for parameter in wanted}
             for parameter, value in wanted.items():

@@ -11,9 +11,20 @@ import msgspec
 from syncline.core.conditions import Best
 from syncline.core.manifest import Manifest
 from syncline.core.saves import Checkpoint
-from syncline.core.validations import AVERAGE, MEAN, WEIGHTS, BestSoFar, Validation, ValidationState, of_candidates
+from syncline.core.validations import (
+    AVERAGE,
+    MEAN,
+    WEIGHTS,
+    BestSoFar,
+    Validation,
+    ValidationState,
+    WriteOwn,
+    WrittenOwn,
+    of_candidates,
+)
 from syncline.errors import StoreError
 from syncline.store import averaging, checkpoints
+from syncline.store.averaging import WEIGHTS_FILE
 from syncline.store.folders import open_folder
 
 if TYPE_CHECKING:
@@ -55,6 +66,11 @@ class Bests:
         if not self.wants_save or average is None:
             return []
         return [AVERAGE] if average.decay else [MEAN] if self._state.mean else []
+
+    @property
+    def wants_own(self) -> bool:
+        """Under the lock: with local steps every worker's own model is a candidate."""
+        return self.wants_save and self._c.config.sync_every > 1
 
     def mean_folder(self) -> str:
         """Under the lock: where the mean of the last checkpoints is."""
@@ -103,7 +119,11 @@ class Bests:
             known = self._state.best
             if rule.is_better(value, known.value if known is not None else None):
                 found = BestSoFar(rule.metric, value, made.name, made.step, candidate, made.root)
-                self._point(self._as_mean(found, manifest) if candidate == MEAN else found)
+                if candidate == MEAN:
+                    found = self._as_mean(found, manifest)
+                elif candidate not in (WEIGHTS, AVERAGE):
+                    found = self._written_by(found, manifest)
+                self._point(found)
         self._make_mean(made.root, manifest.lineage)
 
     def _as_mean(self, best: BestSoFar, manifest: Manifest) -> BestSoFar:
@@ -113,6 +133,29 @@ class Bests:
         values = {k.removeprefix(f"{MEAN}:"): v for k, v in manifest.metrics.items() if k.startswith(f"{MEAN}:")}
         checkpoints.write_manifest(folder, msgspec.structs.replace(mean, metrics=values))
         return msgspec.structs.replace(best, checkpoint=mean.name, step=mean.step)
+
+    def _written_by(self, best: BestSoFar, manifest: Manifest) -> BestSoFar:
+        """A worker's own model is the best: it writes it, as a checkpoint of weights only."""
+        root, worker = open_folder(best.root), best.candidate
+        number = checkpoints.next_number(root)
+        folder = checkpoints.begin(root, number, manifest.step, manifest.lineage)
+        try:
+            with self._c.lock:
+                endpoint = self._c.endpoints.get(worker)
+            if endpoint is None:
+                raise StoreError(f"{worker}, whose own model is the best so far ({best.told}), is gone")
+            call = endpoint.call(WriteOwn(max(self._over), folder.url, WEIGHTS_FILE))
+            answer = call.wait(self._c.config.wait_seconds)
+            if not isinstance(answer, WrittenOwn):
+                raise StoreError(f"{worker} answered {type(answer).__name__} to WriteOwn")
+            values = {k.removeprefix(f"{worker}:"): v for k, v in manifest.metrics.items()}
+            values = {k: v for k, v in values.items() if f"{worker}:{k}" in manifest.metrics}
+            made = averaging.weights_only(manifest, number, answer.file, values)
+            checkpoints.write_manifest(folder, made)
+        except BaseException:
+            folder.remove_all()
+            raise
+        return msgspec.structs.replace(best, checkpoint=made.name)
 
     def _make_mean(self, root: str, lineage: str) -> None:
         """Of the last checkpoints, for the next validation."""

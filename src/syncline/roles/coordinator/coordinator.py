@@ -39,7 +39,7 @@ from syncline.core.metrics import Metrics
 from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
 from syncline.core.saving import AskTakenUp, Finish, Save
-from syncline.core.validations import AskPart, AskReading, Attend, Begin, Come
+from syncline.core.validations import AskPart, AskReading, Attend, Begin, Come, Own
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
@@ -233,6 +233,7 @@ class Coordinator:
             Begin: self.validating.begin,
             AskPart: self.validating.ask,
             AskReading: self.validating.ask_reading,
+            Own: self.validating.own,
             Save: self.saving.save,
             Finish: self.saving.finish,
             AskTakenUp: self.resuming.asked,

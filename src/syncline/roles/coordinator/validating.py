@@ -19,6 +19,7 @@ from syncline.core.validations import (
     Called,
     Come,
     GivenReading,
+    Own,
     Validating,
     Validation,
 )
@@ -93,6 +94,7 @@ class Validations:
             members = self._c.membership.state.members
             lives = [(name, members[name].incarnation) for name in self._there if name in members]
             now = self._core.begin(state.called, state.step, lives, [WEIGHTS, *self._c.bests.candidates()])
+            now.awaited = sorted(now.inside) if self._c.bests.wants_own else []
             now.folder = self._c.bests.mean_folder() if MEAN in now.candidates else ""
             self._readings = {}
             self._c.try_keep()
@@ -153,6 +155,12 @@ class Validations:
             if given.part or message.part:
                 self._c.try_keep()
         request.reply(given)
+        self._go_on()
+
+    def own(self, request: Request, message: Own) -> None:
+        with self._c.lock:
+            self._core.said_own(message.turn, _owner(request), message.set, message.values)
+        request.reply(Done())
         self._go_on()
 
     def ask_reading(self, request: Request, message: AskReading) -> None:
@@ -217,8 +225,7 @@ class Validations:
         values = over.values()
         self._readings = {over.turn: values}
         self._c.try_keep()
-        told = ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
-        self._c.event(f"validation at step {over.step}: {told}")
+        self._c.event(f"validation at step {over.step}: {over.told}")
         self._c.readings.take_whole(values, over.step)
         self._c.bests.validated(over)
 

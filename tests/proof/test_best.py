@@ -1,0 +1,59 @@
+"""`make proof`: early stop, best model and averaging on Fashion-MNIST: best has the best metric of the run."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from tests.proof.best import accuracy_of, held_out, lenet
+
+import syncline
+
+SCRIPT = pathlib.Path(__file__).parent / "best.py"
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("policy", "average"), [("sync", "ema:0.98"), ("async", "ema:0.98"), ("sync", "last:3"), ("bounded:2", "")]
+)
+def test_the_best_file_has_the_best_metric_of_the_run(policy: str, average: str, tmp_path: pathlib.Path) -> None:
+    """Trained until two validations in a row are no better; then measured again from disk, without a job."""
+    saves = tmp_path / "saves"
+    options = [
+        "-w",
+        "2",
+        "-s",
+        "2",
+        "--policy",
+        policy,
+        "--checkpoint",
+        str(saves),
+        "--best",
+        "accuracy",
+        "--keep",
+        "2",
+    ]
+    options += ["--stop", "accuracy.plateau(2)", *(["--average", average] if average else [])]
+    command = [sys.executable, "-m", "syncline", "run", *options, str(SCRIPT), "400steps", "12"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    readings = [float(value) for value in re.findall(r"(?<!last readings: )accuracy ([\d.]+)[,;\n ]", told)]
+    fact = json.loads((saves / "best").read_text())
+    model = lenet()
+    model.load_state_dict(syncline.load_state_dict(saves / "best"))
+    found = accuracy_of(model, held_out()[1])
+    print(
+        f"{policy}, {average or 'no average'}: best {found:.4f} of {len(readings)} readings, "
+        f"{fact.get('weights', 'weights')} of step {fact['step']}",
+        flush=True,
+    )
+    assert found == pytest.approx(fact["value"], abs=1e-9)
+    assert found >= max(readings) - 1e-6
+    assert len(re.findall("validation at step", told)) >= 3
+    assert "stopped by --stop 'accuracy.plateau(2)'" in told or "--max" in told, told
