@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import signal
 import time
@@ -108,29 +107,6 @@ def test_embedded_jobs_save_and_go_on_too(commands: Any) -> None:
     again = commands.finish(commands.start("0", program=(script,)))
     assert again.code == 0 and "takes up" in again.output, again.output
     assert result(again.output) == result(whole.output)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--save-every", "soon", "--checkpoint", "saves"), "--save-every 'soon': give a duration"),
-        (("--save-every", "0steps", "--checkpoint", "saves"), "--save-every '0steps': give a number of steps"),
-        (("--save-every", "5m"), "--save-every needs to know where to save: say --checkpoint DIR"),
-        (("--fresh", "--resume", "x", "--checkpoint", "saves"), "--fresh and --resume exclude each other"),
-        (("--resume", "nothing"), "--resume nothing: there is no checkpoint"),
-        (("--checkpoint", "train.py/saves"), "train.py/saves"),
-        (("--checkpoint", "nowhere://x"), "nowhere://"),
-        (("--checkpoint", "saves", "--checkpoint-mirror", "train.py/saves"), "train.py/saves"),
-        (("--save-memory", "much"), "--save-memory 'much': give a size"),
-        (("--keep", "1"), "keep = 1: must be at least 2"),
-    ],
-)
-def test_what_cannot_be_is_said_at_launch(commands: Any, flags: tuple[str, ...], words: str) -> None:
-    script = commands.script(SCRIPT)
-    refused = commands.run("run", *flags, script, "0")
-    assert refused.code == 2 and words in refused.output, refused.output
-    assert "Traceback" not in refused.output
-    assert not pathlib.Path(commands.folder, "runs").exists(), "nothing has started"
 
 
 @pytest.mark.slow
