@@ -26,5 +26,5 @@ def test_steps_or_a_duration(text: str, meant: Every) -> None:
 
 @pytest.mark.parametrize("text", ["", "steps", "0steps", "-1steps", "1.5steps", "10x", "0s", "٣steps", "nansteps"])
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match="--save-every .*500steps"):
+    with pytest.raises(ConfigError, match=r"--save-every .*500steps"):
         every("--save-every", text)
