@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -57,10 +56,7 @@ def test_sigterm_of_the_whole_job_saves_first(commands: Any) -> None:
     script, saves = commands.script(SCRIPT), commands.folder / "saves"
     words = ("run", "--checkpoint", "saves", "-w", "2", "-s", "1", script)
     process = commands.start(*words, "0.2")
-    deadline = time.monotonic() + 60.0
-    while not commands.members() or not _is_at_work(commands, process):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    commands.wait_for("at work", "worker-0")
     os.kill(process.pid, signal.SIGTERM)
     ended = commands.finish(process)
     assert ended.code == 128 + signal.SIGTERM, ended.output
@@ -70,12 +66,6 @@ def test_sigterm_of_the_whole_job_saves_first(commands: Any) -> None:
     assert len(saved(saves)) == 1
     again = commands.run(*words, "0")
     assert again.code == 0 and once_each(result(again.output)[1]), again.output
-
-
-def _is_at_work(commands: Any, process: Any) -> bool:
-    (name,) = [path.name for path in (commands.folder / "runs").iterdir() if path.is_dir()]
-    status = commands.run("status", name, "--json")
-    return status.code == 0 and '"num_done": ' in status.output and '"num_done": 0' not in status.output
 
 
 @pytest.mark.slow
