@@ -102,6 +102,7 @@ class Played:
         self.copies: list[Copy] = []
         self.uses: list[tuple[int, int, int]] = []
         self.num_updates = 0
+        self.marked: dict[int, Slice] = {}
         self.gives_back: list[tuple[int, int]] = []
         self.process = f"process of {name} {id(self)}"
         self.incarnation = 0
@@ -135,6 +136,7 @@ class Played:
         elif isinstance(message, Recall):
             request.reply(GaveBack(list(self.gives_back)))
         elif isinstance(message, Install | Host | SeedTo | GiveCopies | Expect | Mark | TakeUp):
+            self.marked = self.slices() if isinstance(message, Mark) else self.marked
             request.reply(Done())
         elif isinstance(message, CloseGate):
             request.reply(self.close_gate(message))
@@ -161,7 +163,7 @@ class Played:
         return {p.id: p for p in coordinator.registry.layout.slices() if seats[p.id].primary == self.name}
 
     def write_marked(self, message: WriteMarked) -> WrittenMarked:
-        slices = self.slices()
+        slices = self.marked
         plan = [(f"slice-{n}", "float32", (part.num_bytes // 4,)) for n, part in slices.items()]
         writer = TensorWriter(open_folder(message.folder), message.file, plan)
         for number, part in slices.items():

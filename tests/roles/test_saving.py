@@ -6,14 +6,17 @@ import json
 import pathlib
 from typing import Any
 
+import msgspec
 import pytest
 from tests.roles.played import SECONDS, Disk, ask, jobs, until
 from tests.roles.saves import begun, folder, manifest
 
-from syncline.core.control import AskStatus, Beat, Install, Leave
+from syncline.core.control import AskStatus, Barrier, Beat, Install, Leave, Passed, Register, Registered
 from syncline.core.handing import AskLease, OpenEpoch
+from syncline.core.layout import Parameter
 from syncline.core.loader import Loader
 from syncline.core.message import Done
+from syncline.core.rule import Rule
 from syncline.core.saving import (
     CloseGate,
     EndSave,
@@ -247,3 +250,62 @@ def test_how_saves_stand_is_told(jobs: Any, folder: pathlib.Path) -> None:
     saves = ask(job, AskStatus()).status.saves
     assert (saves.num_saved, saves.last, saves.step) == (1, "000001-step-7", 7)
     assert saves.told() == f"1 saved in {folder}; the last: 000001-step-7"
+
+
+def test_the_end_waits_for_the_second_copy(jobs: Any, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    job = begun(jobs, folder, checkpoint_mirror=str(tmp_path / "mirror"))
+    calls = [job[name].endpoint.call(Finish()) for name in ("worker-0", "worker-1")]
+    assert [call.wait(SECONDS) for call in calls] == [Done(), Done()]
+    assert manifest(tmp_path / "mirror") == manifest(folder)
+    assert pointed(open_folder(str(tmp_path / "mirror")), "last") == {"checkpoint": "000001-step-7", "step": 7}
+
+
+def test_a_mirror_that_refuses_costs_the_second_copy_only(
+    jobs: Any, folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "file").write_text("in its way")
+    job = begun(jobs, folder, checkpoint_mirror=str(tmp_path / "file" / "mirror"))
+    assert isinstance(job["worker-0"].ask(Save()), Saved)
+    until(lambda: any("has no second copy" in line for line in job.log), "it is said")
+    assert job.disk.last.saves.num_failed == 0
+
+
+def test_who_registers_during_a_cut_waits_for_it(jobs: Any, folder: pathlib.Path) -> None:
+    """A slice without its values must not be in a checkpoint."""
+    job = begun(jobs, folder)
+    job["server-1"].holds.add(CloseGate)
+    saving = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "the gates are being closed")
+    message = Register(1, [Parameter("v", "float32", (4,))], [Rule("Add").spec], "mean")
+    registering = job["worker-0"].endpoint.call(message)
+    assert not registering.arrives(0.1)
+    job["server-1"].holds.clear()
+    job["server-1"].held[0].reply(job["server-1"].close_gate(CloseGate(1)))
+    assert isinstance(saving.wait(SECONDS), Saved)
+    assert isinstance(registering.wait(SECONDS), Registered)
+    assert [p.name for segment in manifest(folder).segments for p in segment.parameters] == ["w"]
+
+
+def test_barriers_and_leases_do_not_wait_for_a_script_that_has_ended(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    job["worker-1"].endpoint.call(Finish())
+    until(lambda: "worker-1" in job.coordinator.membership.finishing, "it is heard")
+    assert isinstance(job["worker-0"].ask(Barrier("b", 1, 0)), Passed)
+    job["worker-0"].ask(OpenEpoch("train", 0, Loader(8, 4)))
+    assert len(job["worker-0"].ask(AskLease("train", 0, [])).span) == 8, "all of it is its own"
+
+
+def test_a_folder_that_hosts_do_not_share_is_no_checkpoint(jobs: Any, folder: pathlib.Path) -> None:
+    """A server on another host has written to a disk of its own."""
+    job = begun(jobs, folder)
+    job["server-1"].holds.add(WriteMarked)
+    call = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "it is asked")
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (asked,) = job["server-1"].held
+    message = msgspec.structs.replace(asked.message, folder=str(elsewhere))
+    asked.reply(job["server-1"].write_marked(message))
+    with pytest.raises(StoreError, match="must be a folder that all hosts share"):
+        call.wait(SECONDS)
+    assert not list(folder.glob("*/manifest.json"))

@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a file: where its bytes lie behind the header, and their sha256."""
+    """One tensor of a file: where its bytes lie behind the header, and their digest (BLAKE2b, 32 bytes)."""
 
     name: str
     dtype: str  # by our names: float32, bfloat16, …
@@ -29,7 +29,7 @@ class SavedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     num_bytes: int
-    header_digest: str  # sha256 of everything before the tensors' bytes
+    header_digest: str  # of everything before the tensors' bytes
     tensors: tuple[SavedTensor, ...]
 
 

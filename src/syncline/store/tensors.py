@@ -1,4 +1,4 @@
-"""Tensors of one file, written by many threads and read by many, each with its sha256."""
+"""Tensors of one file, written by many threads and read by many, each with its digest."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ _MOST_VIEWS = 512  # of one system call
 _MOST_THREADS = 8
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
+
+
+def new_digest(data: bytes | memoryview = b"") -> hashlib.blake2b:
+    """As strong as sha256, and twice as fast where the processor has no instructions for that one."""
+    return hashlib.blake2b(data, digest_size=32)
 
 
 class TensorWriter:
@@ -91,7 +96,7 @@ class TensorWriter:
         except BaseException:
             self.abandon()
             raise
-        digest = hashlib.sha256(self._header).hexdigest()
+        digest = new_digest(self._header).hexdigest()
         return SavedFile(self._name, self.num_bytes, digest, tuple(map(self._saved, self._entries.values())))
 
     def abandon(self) -> None:
@@ -118,7 +123,7 @@ class TensorWriter:
         return self._entries[name]
 
     def _write(self, view: memoryview, offset: int) -> str:
-        digest = hashlib.sha256()
+        digest = new_digest()
         for begin in range(0, view.nbytes, CHUNK_BYTES):
             chunk = view[begin : begin + CHUNK_BYTES]
             digest.update(chunk)
@@ -203,7 +208,7 @@ class TensorReader:
         else:
             digest = self._read_remote(views, tensor)
         if digest != tensor.digest:
-            raise StoreError(f"{self._where} is damaged: {name!r} is not what was saved (its sha256 differs)")
+            raise StoreError(f"{self._where} is damaged: {name!r} is not what was saved (its digest differs)")
 
     def verify(self, name: str) -> None:
         """As `read`, with nothing kept."""
@@ -230,15 +235,15 @@ class TensorReader:
             first = self._folder.read(file.name, 0, tensor_file.LENGTH_BYTES)
             self._begin = tensor_file.header_bytes(first, size, self._where)
             header = self._folder.read(file.name, 0, self._begin)
-            if hashlib.sha256(header).hexdigest() != file.header_digest:
-                raise StoreError(f"{self._where} is damaged: its header is not what was saved (its sha256 differs)")
+            if new_digest(header).hexdigest() != file.header_digest:
+                raise StoreError(f"{self._where} is damaged: its header is not what was saved (its digest differs)")
             if list(map(_place, tensor_file.parse(header, size, self._where))) != list(map(_place, file.tensors)):
                 raise StoreError(f"{self._where} is damaged: its header has other tensors than the manifest")
             if self._folder.is_local:
                 self._descriptor = os.open(self._folder.path / file.name, os.O_RDONLY | os.O_CLOEXEC)
 
     def _read_local(self, views: Iterable[memoryview], offset: int) -> str:
-        digest = hashlib.sha256()
+        digest = new_digest()
         for group in _groups(views):
             wanted = sum(view.nbytes for view in group)
             got = os.preadv(self._descriptor, group, offset)
@@ -268,7 +273,7 @@ class TensorReader:
         for view in views:
             view[:] = data[begin : begin + view.nbytes]
             begin += view.nbytes
-        return hashlib.sha256(data).hexdigest()
+        return new_digest(data).hexdigest()
 
 
 def in_threads(function: Callable[[Any], None], items: Iterable[Any], num_bytes: int = 1 << 62) -> None:

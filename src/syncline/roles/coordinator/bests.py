@@ -22,7 +22,7 @@ from syncline.core.validations import (
     WrittenOwn,
     of_candidates,
 )
-from syncline.errors import StoreError
+from syncline.errors import StoreError, SynclineError
 from syncline.store import averaging, checkpoints
 from syncline.store.averaging import WEIGHTS_FILE
 from syncline.store.folders import open_folder
@@ -110,20 +110,25 @@ class Bests:
     # -- which is the best --------------------------------------------------------------------------------
 
     def judge(self, made: Checkpoint, manifest: Manifest) -> None:
-        """In the thread of a save: a checkpoint exists; `best` points at it, if it is."""
-        rule = self._rule
-        if rule is None:
-            return
+        """In the thread of a save: a checkpoint exists; `best` points at it, if it is. No trouble here costs it."""
+        try:
+            if (rule := self._rule) is not None:
+                self._judge(rule, made, manifest)
+        except SynclineError as error:
+            self._c.event(f"{made.name} is saved, but not looked at as the best: {error}")
+
+    def _judge(self, rule: Best, made: Checkpoint, manifest: Manifest) -> None:
         self._look_for_the_one_before(made.root, manifest.lineage, rule)
+        best = known = self._state.best
         for candidate, value in of_candidates(manifest.metrics, rule.metric).items():
-            known = self._state.best
-            if rule.is_better(value, known.value if known is not None else None):
-                found = BestSoFar(rule.metric, value, made.name, made.step, candidate, made.root)
-                if candidate == MEAN:
-                    found = self._as_mean(found, manifest)
-                elif candidate not in (WEIGHTS, AVERAGE):
-                    found = self._written_by(found, manifest)
-                self._point(found)
+            if rule.is_better(value, best.value if best is not None else None):
+                best = BestSoFar(rule.metric, value, made.name, made.step, candidate, made.root)
+        if best is not None and best is not known:
+            if best.candidate == MEAN:
+                best = self._as_mean(best, manifest)
+            elif best.candidate not in (WEIGHTS, AVERAGE):
+                best = self._written_by(best, manifest)
+            self._point(best)
         self._make_mean(made.root, manifest.lineage)
 
     def _as_mean(self, best: BestSoFar, manifest: Manifest) -> BestSoFar:
