@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from syncline.client.hearing import FromCoordinator
 from syncline.core.control import AskWhy, Barrier, GivenWhy, Register, Uploaded
 from syncline.core.handing import AskLease
+from syncline.core.measuring import AskReading, Attend, Begin
 from syncline.core.message import Message
 from syncline.core.saving import Save
-from syncline.core.validations import AskReading, Attend, Begin
 from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 

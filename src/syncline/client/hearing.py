@@ -11,13 +11,13 @@ from syncline.client.rosters import Rosters
 from syncline.client.steering import Steering
 from syncline.core.control import AskCopies, Beat, GiveCopies, GivenCopies, Joined, Over, Retire, Roster
 from syncline.core.handing import AskUses, GaveBack, Recall, Use, Uses
+from syncline.core.measuring import Called, WriteOwn
 from syncline.core.members import Member
 from syncline.core.message import Done, Message
 from syncline.core.metrics import Steer
 from syncline.core.pacing import Pace
 from syncline.core.saving import EndSave, Expect, WriteScript
 from syncline.core.slices import Copy
-from syncline.core.validations import Called, WriteOwn
 from syncline.errors import FencedError, JobFailed, ProtocolError, SynclineError
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Request

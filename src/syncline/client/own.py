@@ -9,7 +9,7 @@ import numpy as np
 from syncline.client import arrays
 from syncline.client.arrays import Array, Bytes
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
-from syncline.core.validations import WriteOwn, WrittenOwn
+from syncline.core.measuring import WriteOwn, WrittenOwn
 from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.store.averaging import plan_of

@@ -16,17 +16,17 @@ from syncline.client.hearing import FromCoordinator
 from syncline.client.own import OwnModel
 from syncline.core.conditions import METRIC
 from syncline.core.durations import Interval, interval
-from syncline.core.validations import (
+from syncline.core.measuring import (
     OWN,
-    AskPart,
     AskReading,
+    AskStint,
     Attend,
     Begin,
     Begun,
     Called,
     Come,
-    GivenPart,
     GivenReading,
+    GivenStint,
     Own,
 )
 from syncline.errors import ConfigError
@@ -269,7 +269,7 @@ class Validating:
     def _known_models(self) -> list[Model]:
         return [model for known in self._models if (model := known()) is not None]
 
-    # -- taking part --------------------------------------------------------------------------------------
+    # -- taking part ---------------------------------------------------------------------------------------
 
     def _take_part(self, turn: int, begun: Begun) -> None:
         """Until all of it is done; outside of rounds, until others have what is left."""
@@ -315,11 +315,11 @@ class Validating:
                 self._sets[name].latest = own
 
     def _run(self, turn: int, candidate: str, one: Validated) -> None:
-        question = AskPart(turn, one.name, candidate, len(one.dataset), one.batch_size)
+        question = AskStint(turn, one.name, candidate, len(one.dataset), one.batch_size)
         given = self._job.ask(question)
-        while isinstance(given, GivenPart) and given.part:
+        while isinstance(given, GivenStint) and given.stint:
             sums = self._measure(one, given.begin, given.end)
-            answer = AskPart(turn, one.name, candidate, len(one.dataset), one.batch_size, given.part, sums)
+            answer = AskStint(turn, one.name, candidate, len(one.dataset), one.batch_size, given.stint, sums)
             given = self._job.ask(answer)
 
     def _measure(self, one: Validated, begin: int, end: int) -> dict[str, float]:

@@ -58,6 +58,20 @@ from syncline.core.handing import (
     Recall,
     Uses,
 )
+from syncline.core.measuring import (
+    AskReading,
+    AskStint,
+    Attend,
+    Begin,
+    Begun,
+    Called,
+    Come,
+    GivenReading,
+    GivenStint,
+    Own,
+    WriteOwn,
+    WrittenOwn,
+)
 from syncline.core.message import Done, Message, Refused
 from syncline.core.metrics import Metrics, Steer
 from syncline.core.pacing import Pace
@@ -110,20 +124,6 @@ from syncline.core.traffic import (
     Verified,
     Verify,
 )
-from syncline.core.validations import (
-    AskPart,
-    AskReading,
-    Attend,
-    Begin,
-    Begun,
-    Called,
-    Come,
-    GivenPart,
-    GivenReading,
-    Own,
-    WriteOwn,
-    WrittenOwn,
-)
 
 PROTOCOL = 5
 ROLES = ("coordinator", "server", "worker", "launcher")
@@ -138,7 +138,7 @@ MESSAGES: tuple[type[Message], ...] = (
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
     Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseGate, GateClosed, Mark, OpenGate,
     WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Metrics, Steer,
-    Come, Called, Attend, Begin, Begun, AskPart, GivenPart, AskReading, GivenReading,
+    Come, Called, Attend, Begin, Begun, AskStint, GivenStint, AskReading, GivenReading,
     Own, WriteOwn, WrittenOwn,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
@@ -149,7 +149,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Join, Rejoin, AskRoster, Beat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
-        AskTakenUp, Finish, Metrics, Come, Attend, Begin, AskPart, AskReading, Own,
+        AskTakenUp, Finish, Metrics, Come, Attend, Begin, AskStint, AskReading, Own,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,

@@ -1,7 +1,7 @@
-"""Validations: when all workers come together for one, who reads which part of its sets, and what comes out.
+"""Validations: when all workers come together for one, who measures what of its sets, and what comes out.
 
 Pure. A validation is called by the first worker for which one is due; all come, read the same parameters, and
-share the sets: a part that somebody has said the result of is done, once; what the dead had is to do again.
+share the sets: a stint that somebody has said the result of is done, once; what the dead had is to do again.
 `ValidationState` is what must outlive the coordinator.
 """
 
@@ -12,128 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from syncline.core.manifest import SavedFile
-from syncline.core.message import Message
+from syncline.core.measuring import WEIGHTS, AskStint, Called, GivenStint
 from syncline.core.slices import Identity
 from syncline.errors import ConfigError, ProtocolError
 
-#: What is validated first: the job's parameters. Their readings are the job's.
-WEIGHTS = "weights"
-#: The average that servers keep of them.
-AVERAGE = "average"
-#: The mean of the last checkpoints.
-MEAN = "mean"
-#: With local steps: what a worker has before it is averaged; told under the worker's name.
-OWN = "own"
 MOST_SETS = 100
 
 
-class Come(Message, frozen=True):
-    """A validation is due at a worker: of each set the step from which on it is. Answered with `Called`.
-
-    `epoch`: this worker is behind it, and that is why; behind each there is one.
-    """
-
-    step: int
-    due: dict[str, int]
-    epoch: int = -1
-
-
-class Called(Message, frozen=True):
-    """All workers are to come to validation number `turn`; in rounds at this step, or where they wait. 0: to none.
-
-    `steps`: at which step each set was validated last; of others, `floor`. Also told to all when the first has come.
-    """
-
-    turn: int
-    step: int = 0
-    steps: dict[str, int] = {}
-    floor: int = 0
-
-
-class Attend(Message, frozen=True):
-    """This worker is there, and nothing of it is under way. Answered with `Done` when all are, and it was saved."""
-
-    turn: int
-
-
-class Begin(Message, frozen=True):
-    """Then: this worker has the parameters of this step. Answered with `Begun` when all have."""
-
-    turn: int
-    step: int
-
-
-class Begun(Message, frozen=True):
-    """What is validated: sets, and candidates for the best. None: it is over, or began without this worker."""
-
-    step: int
-    sets: list[str] = []
-    candidates: list[str] = []
-    folder: str = ""  # where the weights of a candidate lie that are not on the servers
-
-
-class AskPart(Message, frozen=True):
-    """A worker wants the next part of a set. `part`: the one that it is through with, and the sums over its samples.
-
-    `num_samples` and `batch` are of the set, the same in all workers.
-    """
-
-    turn: int
-    set: str
-    candidate: str
-    num_samples: int
-    batch: int
-    part: int = 0
-    sums: dict[str, float] = {}
-
-
-class GivenPart(Message, frozen=True):
-    """Positions to read, from and to; 0: all that is left is in others' hands, or nothing is."""
-
-    part: int
-    begin: int = 0
-    end: int = 0
-
-
-class AskReading(Message, frozen=True):
-    """A worker has found nothing more to read. `waits`: it is answered when the validation is over, or there is
-    more; else at once, and it is in this validation no more."""
-
-    turn: int
-    waits: bool
-
-
-class Own(Message, frozen=True):
-    """With local steps: what this worker's own model, before it was averaged, has come to on a whole set."""
-
-    turn: int
-    set: str
-    values: dict[str, float]
-
-
-class WriteOwn(Message, frozen=True):
-    """To a worker: its own model of this validation is the best; it goes to this file. Answered with `WrittenOwn`."""
-
-    turn: int
-    folder: str
-    file: str
-
-
-class WrittenOwn(Message, frozen=True):
-    """It is on disk."""
-
-    file: SavedFile
-
-
-class GivenReading(Message, frozen=True):
-    """`is_over`: the readings are there, or were given up; else there is more to read."""
-
-    is_over: bool
-    values: dict[str, float] = {}
-
-
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class Stint(msgspec.Struct, frozen=True, array_like=True):
     """What one life of a worker reads."""
 
     worker: str
@@ -154,12 +40,12 @@ class Run(msgspec.Struct):
     num_samples: int = -1  # nobody has said it yet
     batch: int = 1
     todo: list[tuple[int, int]] = []
-    parts: dict[int, Part] = {}
+    stints: dict[int, Stint] = {}
     sums: dict[str, float] = {}
 
     @property
     def is_finished(self) -> bool:
-        return self.num_samples >= 0 and not self.todo and not self.parts
+        return self.num_samples >= 0 and not self.todo and not self.stints
 
     def open(self, num_samples: int, batch: int) -> None:
         if self.num_samples < 0:
@@ -172,9 +58,9 @@ class Run(msgspec.Struct):
                 f"batches of {self.batch} at others: all workers must validate on the same data"
             )
 
-    def take(self, number: int, owner: Identity, num_inside: int) -> Part | None:
-        """The next part: large ones first, so that all are through at about the same time."""
-        known = next((part for part in self.parts.values() if part.owner == owner), None)
+    def take(self, number: int, owner: Identity, num_inside: int) -> Stint | None:
+        """The next stint: large ones first, so that all are through at about the same time."""
+        known = next((stint for stint in self.stints.values() if stint.owner == owner), None)
         if known is not None or not self.todo:
             return None
         begin, end = self.todo.pop(0)
@@ -182,29 +68,29 @@ class Run(msgspec.Struct):
         size = max(1, math.ceil(left / (2 * max(1, num_inside)) / self.batch)) * self.batch
         if begin + size < end:
             self.todo.insert(0, (begin + size, end))
-        part = self.parts[number] = Part(*owner, begin, min(end, begin + size))
-        return part
+        stint = self.stints[number] = Stint(*owner, begin, min(end, begin + size))
+        return stint
 
     def finish(self, number: int, owner: Identity, sums: Mapping[str, float]) -> bool:
-        """Its owner is through with a part: it counts, once."""
-        part = self.parts.get(number)
-        if part is None or part.owner != owner:
+        """Its owner is through with a stint: it counts, once."""
+        stint = self.stints.get(number)
+        if stint is None or stint.owner != owner:
             return False
         if self.sums and set(self.sums) != set(sums):
             odd = ", ".join(sorted(set(self.sums) ^ set(sums)))
             raise ConfigError(
                 f"job.validate: some batches have {odd}, others have not: fn must always return the same metrics"
             )
-        del self.parts[number]
+        del self.stints[number]
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
         return True
 
     def out(self, owner: Identity) -> bool:
-        """A life is over: whether it had a part of this, which is to do again."""
-        mine = [number for number, part in self.parts.items() if part.owner == owner]
-        self.todo = sorted([*self.todo, *((self.parts[n].begin, self.parts[n].end) for n in mine)])
+        """A life is over: whether it had a stint of this, which is to do again."""
+        mine = [number for number, stint in self.stints.items() if stint.owner == owner]
+        self.todo = sorted([*self.todo, *((self.stints[n].begin, self.stints[n].end) for n in mine)])
         for number in mine:
-            del self.parts[number]
+            del self.stints[number]
         return bool(mine)
 
     def values(self) -> dict[str, float]:
@@ -329,7 +215,7 @@ class ValidationState(msgspec.Struct):
     called: int = 0  # the same, while not all have come
     step: int = 0  # that was said when it was called
     due: list[str] = []  # sets of it
-    next_part: int = 1
+    next_stint: int = 1
     steps: dict[str, int] = {}  # at which each set was last validated
     epochs: dict[str, int] = {}  # behind which each was last validated
     floor: int = 0  # the step of the checkpoint that the job began with
@@ -398,23 +284,23 @@ class Validating:
         now = self.state.now
         return now if now is not None and now.turn == turn and now.is_in(owner) else None
 
-    def ask(self, owner: Identity, message: AskPart) -> GivenPart:
-        """The result of a part counts, and the next one is given."""
+    def ask(self, owner: Identity, message: AskStint) -> GivenStint:
+        """The result of a stint counts, and the next one is given."""
         now = self.of(message.turn, owner)
         if now is None:
-            return GivenPart(0)
+            return GivenStint(0)
         run = now.run(message.set, message.candidate)
         run.open(message.num_samples, message.batch)
-        if message.part:
-            run.finish(message.part, owner, message.sums)
+        if message.stint:
+            run.finish(message.stint, owner, message.sums)
         # One that is asked for twice was given and got lost on the way.
-        lost = next((number for number, part in run.parts.items() if part.owner == owner), None)
-        number = lost if lost is not None else self.state.next_part
-        part = run.parts[number] if lost is not None else run.take(number, owner, len(now.inside))
-        if part is None:
-            return GivenPart(0)
-        self.state.next_part = max(self.state.next_part, number + 1)
-        return GivenPart(number, part.begin, part.end)
+        lost = next((number for number, stint in run.stints.items() if stint.owner == owner), None)
+        number = lost if lost is not None else self.state.next_stint
+        stint = run.stints[number] if lost is not None else run.take(number, owner, len(now.inside))
+        if stint is None:
+            return GivenStint(0)
+        self.state.next_stint = max(self.state.next_stint, number + 1)
+        return GivenStint(number, stint.begin, stint.end)
 
     def end(self) -> Validation | None:
         """The one that is going on, if all of it is done: it is over by this."""

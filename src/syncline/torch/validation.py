@@ -11,7 +11,7 @@ import torch
 import torch.utils.data
 
 from syncline.client.validating import Validating
-from syncline.core.validations import AVERAGE, OWN, WEIGHTS
+from syncline.core.measuring import AVERAGE, OWN, WEIGHTS
 from syncline.data.source import Source
 from syncline.torch.batches import tensors
 from syncline.torch.weights import load_state_dict

@@ -10,18 +10,9 @@ import msgspec
 
 from syncline.core.conditions import Best
 from syncline.core.manifest import Manifest
+from syncline.core.measuring import AVERAGE, MEAN, WEIGHTS, WriteOwn, WrittenOwn
 from syncline.core.saves import Checkpoint
-from syncline.core.validations import (
-    AVERAGE,
-    MEAN,
-    WEIGHTS,
-    BestSoFar,
-    Validation,
-    ValidationState,
-    WriteOwn,
-    WrittenOwn,
-    of_candidates,
-)
+from syncline.core.validations import BestSoFar, Validation, ValidationState, of_candidates
 from syncline.errors import StoreError, SynclineError
 from syncline.store import averaging, checkpoints
 from syncline.store.averaging import WEIGHTS_FILE

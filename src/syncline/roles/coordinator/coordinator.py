@@ -33,13 +33,13 @@ from syncline.core.control import (
 from syncline.core.handing import AskLease, EndShard, LeaveEpoch, OpenEpoch
 from syncline.core.layout import Segment
 from syncline.core.liveness import Liveness
+from syncline.core.measuring import AskReading, AskStint, Attend, Begin, Come, Own
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.message import Done, Message
 from syncline.core.metrics import Metrics
 from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
 from syncline.core.saving import AskTakenUp, Finish, Save
-from syncline.core.validations import AskPart, AskReading, Attend, Begin, Come, Own
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
@@ -231,7 +231,7 @@ class Coordinator:
             Come: self.validating.come,
             Attend: self.validating.attend,
             Begin: self.validating.begin,
-            AskPart: self.validating.ask,
+            AskStint: self.validating.ask,
             AskReading: self.validating.ask_reading,
             Own: self.validating.own,
             Save: self.saving.save,

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from syncline.core.message import Done, Message
-from syncline.core.slices import Identity
-from syncline.core.validations import (
+from syncline.core.measuring import (
     MEAN,
     WEIGHTS,
-    AskPart,
     AskReading,
+    AskStint,
     Attend,
     Begin,
     Begun,
@@ -20,9 +18,10 @@ from syncline.core.validations import (
     Come,
     GivenReading,
     Own,
-    Validating,
-    Validation,
 )
+from syncline.core.message import Done, Message
+from syncline.core.slices import Identity
+from syncline.core.validations import Validating, Validation
 from syncline.errors import ConfigError
 from syncline.net.rpc import Endpoint, Request
 from syncline.stats import Wait
@@ -143,8 +142,8 @@ class Validations:
             self._beginning[owner[0]] = (request, message.turn)
         self._go_on()
 
-    def ask(self, request: Request, message: AskPart) -> None:
-        """What is said with it counts when it is kept, and not before; nor is a part given that is not."""
+    def ask(self, request: Request, message: AskStint) -> None:
+        """What is said with it counts when it is kept, and not before; nor is a stint given that is not."""
         with self._c.lock:
             core = self._core
             try:
@@ -152,7 +151,7 @@ class Validations:
             except ConfigError as error:
                 request.refuse(error)
                 return
-            if given.part or message.part:
+            if given.stint or message.stint:
                 self._c.try_keep()
         request.reply(given)
         self._go_on()
