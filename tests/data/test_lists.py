@@ -1,4 +1,4 @@
-"""Columns of lists: the values of plain pyarrow, however a chunk is cut into pieces and whichever rows are asked for."""
+"""Columns of lists: the values of pyarrow, however a chunk is cut into pieces and whichever rows are asked for."""
 
 from __future__ import annotations
 
