@@ -221,7 +221,7 @@ class Coordinator(Handing):
             self.is_dirty = self.departed = True
             self.seeding = None
         self.leaving[frame.name] = frame.incarnation
-        if not session.is_ghost:
+        if not session.is_ghost and frame.name not in self.state.members:  # else a later life has come meanwhile
             self.links[frame.name] = session
         if frame.name not in self.state.fencing and frame.name in self.state.left and not self.is_dirty:
             self.say(frame.name, "left", (frame.incarnation,))

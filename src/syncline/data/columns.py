@@ -9,6 +9,7 @@ missing value is NaN among floats and None among strings; elsewhere it is an err
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +47,15 @@ def as_array(column: Any, name: str, where: str) -> Array:
     return cast(Array, values.to_numpy(zero_copy_only=False))
 
 
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An array to be filled, in memory that Arrow keeps ready from one chunk to the next: NumPy's is the kernel's
+    again after each chunk, and comes back page by page, which takes several times as long as to fill it."""
+    if dtype.hasobject:
+        return np.empty(shape, dtype)
+    arrow = needed("pyarrow", "Arrow columns")
+    return np.ndarray(shape, dtype, buffer=arrow.allocate_buffer(math.prod(shape) * dtype.itemsize))
+
+
 def unequal(name: str, where: str) -> str:
     return f"{where}: column '{name}' has lists of different lengths; pad them, or leave it out with columns="
 
@@ -64,7 +74,6 @@ def _rectangle(values: Any, name: str, where: str) -> Array:
         raise DataError(
             f"{where}: column '{name}' has {values.null_count:,} missing lists; fill them, or leave it out"
         )
-    inner = as_array(values.flatten(), name, where)
     if hasattr(values.type, "list_size"):
         length = values.type.list_size
     else:
@@ -76,4 +85,5 @@ def _rectangle(values: Any, name: str, where: str) -> Array:
                 f"{where}: column '{name}' has lists of {length} and of {other} values; only lists of one length "
                 "become an array: pad them when the file is written, or leave the column out with columns="
             )
+    inner = as_array(values.flatten(), name, where)
     return inner.reshape(len(values), length, *inner.shape[1:])

@@ -86,3 +86,17 @@ def taken(array: Array, rows: slice | npt.NDArray[np.int64]) -> Array:
     if isinstance(rows, slice):
         return np.array(array[rows], subok=False)
     return np.take(np.asarray(array), rows, axis=0)
+
+
+def put(
+    whole: Array,
+    places: slice | npt.NDArray[np.int64],
+    array: Array,
+    rows: slice | npt.NDArray[np.int64],
+) -> None:
+    """Rows of an array to their places in another of the same type; where the places are a run, in one copy."""
+    if isinstance(places, slice) and not isinstance(rows, slice):
+        # "clip" is how NumPy takes without a copy between; the rows are there, so that nothing is clipped.
+        np.take(array, rows, axis=0, out=whole[places], mode="clip")
+    else:
+        whole[places] = array[rows]

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from syncline.data.columns import as_array, unequal
-from syncline.data.source import Array, check_samples, counted, run, taken
+from syncline.data.columns import as_array, empty, unequal
+from syncline.data.source import Array, check_samples, counted, put, run, taken
 from syncline.errors import ConfigError, DataError
 
 _CACHE_BYTES = 256 << 20
@@ -99,7 +99,7 @@ class TableSource:
                         f"{self._chunks[chunk][0].path}: column '{name}' has lists of {values.shape[1:]} values, "
                         f"elsewhere of {batch[name].shape[1:]}; only lists of one length become an array"
                     )
-                batch[name][places] = taken(values, rows)
+                put(batch[name], places, values, rows)
         return batch
 
     def where(self, sample: int) -> str:
@@ -108,7 +108,7 @@ class TableSource:
         row = sample - int(self._stops[chunk]) + sum(file.chunk_sizes[: index + 1])
         return f"{file.path}, row {row}"
 
-    def _pieces(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Any, int, _Rows]]:
+    def _pieces(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[_Rows, int, _Rows]]:
         """For each chunk that is needed: the samples' places in the batch, the chunk, their rows in it."""
         starts = self._starts
         least, most = (samples.min(), samples.max()) if samples.size else (0, 0)
@@ -119,7 +119,7 @@ class TableSource:
         chunks = np.searchsorted(self._stops, samples, side="right")
         for chunk in np.flatnonzero(np.bincount(chunks)).tolist():
             places = np.flatnonzero(chunks == chunk)
-            yield places, chunk, run(samples[places] - starts[chunk])
+            yield run(places), chunk, run(samples[places] - starts[chunk])
 
     def _chunk(self, number: int) -> dict[str, Array]:
         """A chunk's columns as arrays: kept from the last time, or read now."""
@@ -150,7 +150,7 @@ def _decoded(file: TableFile, index: int, columns: tuple[str, ...]) -> _Decoded:
             return _Decoded(arrays, num_bytes)
         for name, values in arrays.items():
             if name not in whole:
-                whole[name] = np.empty((num_rows, *values.shape[1:]), dtype=values.dtype)
+                whole[name] = empty((num_rows, *values.shape[1:]), values.dtype)
             if whole[name].shape[1:] != values.shape[1:]:
                 raise DataError(unequal(name, file.path))
             whole[name][at : at + len(values)] = values
