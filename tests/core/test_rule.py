@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from syncline.core.rule import OPTIONS, PLAIN, WHOLE_TENSOR, Rule, RuleSpec
+from syncline.core.rule import OPTIONS, PLAIN, WHOLE_TENSOR, Rule, RuleSpec, check_state
 from syncline.errors import RuleError
 
 #: How an optimizer runs is the server's choice; it does not travel.
@@ -140,3 +141,40 @@ def test_equal_rules_are_one_group() -> None:
     assert one == same and hash(one) == hash(same)
     assert one != other and one != "SGD"
     assert repr(other) == "Rule('SGD', lr=0.2)"
+
+
+DESCENDING = [name for name in OPTIONS if name not in PLAIN]
+
+
+@pytest.mark.parametrize("name", DESCENDING)
+def test_what_torch_keeps_as_state_is_a_state(name: str) -> None:
+    more: dict[str, Any] = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}.get(name, {})
+    more |= {"amsgrad": True} if "amsgrad" in OPTIONS[name] else {}
+    parameter = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **more)
+    parameter.grad = torch.ones(4, 3)
+    optimizer.step()
+    kept = {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items() if value is not None}
+    assert kept
+    for key, tensor in kept.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        check_state(name, key, dtype, tuple(tensor.shape), ("float32", (4, 3)))
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "shape"),
+    [
+        ("exp_avg", "float32", (1,)),
+        ("exp_avg", "float32", ()),
+        ("exp_avg", "float32", (11,)),
+        ("exp_avg", "float32", (3, 4)),
+        ("exp_avg", "bfloat16", (12,)),
+        ("exp_avg", "float64", (12,)),
+        ("step", "float32", (2,)),
+        ("step", "float32", (0,)),
+        ("stepp", "float32", ()),
+    ],
+)
+def test_a_state_that_a_kernel_would_write_beyond_is_refused(key: str, dtype: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(RuleError, match=key):
+        check_state("Adam", key, dtype, shape, ("float32", (12,)))

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from tests.store.made import Made, make
 
+from syncline.core.rule import Rule
 from syncline.core.soundness import decode_manifest
 from syncline.errors import StoreError
 from syncline.store import checkpoints, weights
@@ -216,3 +217,13 @@ def test_slices_that_name_each_others_tensors_are_refused(two: tuple[pathlib.Pat
         text = msgspec.json.encode(msgspec.structs.replace(second.manifest, slices=tuple(changed)))
         with pytest.raises(StoreError, match="its tensor is missing"):
             decode_manifest(text, "here")
+
+
+def test_a_state_that_is_smaller_than_its_piece_is_refused(two: tuple[pathlib.Path, list[Made]]) -> None:
+    """Two rules of the same checkpoint, one that keeps more: torch's kernels would write beyond what is there."""
+    _, (_, second) = two
+    rules = (Rule("Adafactor", lr=0.1).spec,)
+    segments = [msgspec.structs.replace(second.manifest.segments[0], rules=rules), *second.manifest.segments[1:]]
+    text = msgspec.json.encode(msgspec.structs.replace(second.manifest, segments=tuple(segments)))
+    with pytest.raises(StoreError, match="cannot be"):
+        decode_manifest(text, "here")

@@ -41,6 +41,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "Add": (),
     "Assign": (),
 }
+#: Of a rule's state, what is one number for a piece; all else has the shape of the piece.
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 #: Rules that look at a tensor as a whole: a slice never cuts through their parameters.
 WHOLE_TENSOR = frozenset({"Adafactor", "Muon"})
 #: Rules that are not gradient descent: what is pushed is a delta, or the value itself.
@@ -126,3 +128,23 @@ def check_rule(rule: RuleSpec) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and math.isnan(number):
                 raise RuleError(f"rule {rule.name}: {key} is NaN")
+
+
+def check_state(rule: str, key: str, dtype: str, shape: tuple[int, ...], of: tuple[str, tuple[int, ...]]) -> None:
+    """Raises RuleError for a tensor that cannot be this state of a piece of this dtype and shape (`of`).
+
+    torch's kernels look at no sizes of a state: one that is too small would be written beyond its end.
+    """
+    if key in NUMBERS:
+        fits = math.prod(shape) == 1
+    else:
+        fits = dtype == of[0] and shape in _shapes(rule, of[1])
+    if not fits:
+        raise RuleError(f"{dtype}{list(shape)} cannot be {key!r} of {rule} for {of[0]}{list(of[1])}")
+
+
+def _shapes(rule: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Adafactor has sums over rows and columns of what is at least a matrix."""
+    if rule == "Adafactor" and len(shape) > 1:
+        return [shape, (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])]
+    return [shape]

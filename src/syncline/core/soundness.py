@@ -7,8 +7,18 @@ from collections.abc import Mapping
 
 import msgspec
 
-from syncline.core.layout import ALIGN, ITEM_BYTES, MAX_SEGMENT_BYTES, Segment, Slice, aligned, check_parameters
-from syncline.core.manifest import FORMAT, Manifest, SavedFile, SavedSlice, SavedTensor
+from syncline.core.layout import (
+    ALIGN,
+    ITEM_BYTES,
+    MAX_SEGMENT_BYTES,
+    Piece,
+    Segment,
+    Slice,
+    aligned,
+    check_parameters,
+)
+from syncline.core.manifest import FORMAT, Manifest, SavedFile, SavedSlice, SavedState, SavedTensor
+from syncline.core.rule import check_state
 from syncline.core.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, MAX_TENSORS, check_entries
 from syncline.errors import LayoutError, RuleError, StoreError
 
@@ -179,11 +189,22 @@ def _check_slice(one: SavedSlice, segment: Segment, part: Slice, tensors: Mappin
     _require(tensor.shape == (part.num_bytes // ITEM_BYTES[part.dtype],), f"{what} has another size than its tensor")
     _require(0 <= one.version <= _MOST, f"{what} cannot have version {one.version}")
     _require(all(0 <= clock <= _MOST for _, _, clock in one.clocks), f"{what}: a clock cannot be")
-    num_pieces = len(segment.pieces(part)) if one.states else 0
+    pieces = segment.pieces(part) if one.states else []
     seen = set()
     for state in one.states:
-        _require(0 <= state.piece < num_pieces, f"{what} has no piece {state.piece}")
+        _require(0 <= state.piece < len(pieces), f"{what} has no piece {state.piece}")
         named = state.tensor == state_tensor(one.id, state.piece, state.key) and state.tensor in tensors
         _require(named, f"{what}: the tensor of {state.key!r} of piece {state.piece} is missing")
+        _check_state(what, state, segment, pieces[state.piece], tensors[state.tensor])
         seen.add(state.tensor)
     _require(len(seen) == len(one.states), f"{what}: a state is there twice")
+
+
+def _check_state(what: str, state: SavedState, segment: Segment, piece: Piece, tensor: SavedTensor) -> None:
+    parameter = segment.parameters[piece.parameter]
+    rule = segment.rule_of(parameter)
+    shape = (piece.num_items,) if rule.elementwise else parameter.shape
+    try:
+        check_state(rule.name, state.key, tensor.dtype, tensor.shape, (parameter.dtype, shape))
+    except RuleError as error:
+        raise StoreError(f"{what}: {error}") from None

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from syncline.core.layout import INTEGERS, Segment, Slice
-from syncline.core.rule import PLAIN, Option, RuleSpec
+from syncline.core.rule import PLAIN, Option, RuleSpec, check_state
 from syncline.core.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
@@ -308,6 +308,7 @@ class SliceRules:
         for entry, tensor in self._averages.load(entries):
             if not 0 <= entry.piece < len(self.pieces):
                 raise ProtocolError(f"state for piece {entry.piece} of slice {self.part.id}")
+            self._check_state(entry)
             fresh.setdefault(entry.piece, {})[entry.key] = tensor.to(self.flat.device, copy=True)
         optimizers = self._make_optimizers()
         for group in {self._groups[index] for index in fresh}:
@@ -315,6 +316,10 @@ class SliceRules:
         for index, state in fresh.items():
             optimizers[self._groups[index]].state[self._parameters[index]] = state
         self._begin(optimizers)
+
+    def _check_state(self, entry: StateEntry) -> None:
+        of = (self.part.dtype, tuple(self._parameters[entry.piece].shape))
+        check_state(self._specs[entry.piece].name, entry.key, entry.dtype, entry.shape, of)
 
 
 @contextlib.contextmanager
