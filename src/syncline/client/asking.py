@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from syncline.client.hearing import FromCoordinator
 from syncline.core.control import AskWhy, Barrier, GivenWhy, Register, Uploaded
 from syncline.core.handing import AskLease
-from syncline.core.measuring import AskReading, Attend, Begin
+from syncline.core.measuring import AskReading, AskStint, Attend, Begin, Come, Own
 from syncline.core.message import Message
 from syncline.core.saving import Save
 from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
@@ -23,9 +23,7 @@ _WAITS: dict[type[Message], str] = {
     Register: "registration",
     AskLease: "the end of the epoch",
     Save: "a save",
-    Attend: "the validation",
-    Begin: "the validation",
-    AskReading: "the validation",
+    **dict.fromkeys((Come, Attend, Begin, AskStint, Own, AskReading), "the validation"),
 }
 #: What may wait for other workers: who is to leave waits no longer.
 _FOR_OTHERS = (Barrier, Register, Uploaded, AskLease, Attend, Begin, AskReading)
