@@ -34,6 +34,14 @@ def test_what_any_server_has_all_are_told_to_let_in() -> None:
     assert cut.decide(level, CUT_SECONDS) == "level", "it is level after all: that is all that was wanted"
 
 
+def test_a_step_that_some_slices_of_one_server_lack_is_let_in_first() -> None:
+    cut = Cut(3, ["server-0", "server-1"], until=CUT_SECONDS)
+    torn = {"server-0": closed((*A, 5), behind=[(*A, 4)]), "server-1": closed((*A, 5))}
+    assert cut.decide(torn, 0.0) == "further" and cut.close().through == [(*A, 5)]
+    assert cut.behind() == ["worker-0"]
+    assert cut.decide({"server-0": closed((*A, 5)), "server-1": closed((*A, 5))}, 0.0) == "level"
+
+
 def test_a_server_without_slices_has_no_say() -> None:
     cut = Cut(1, ["server-0", "server-1"], until=CUT_SECONDS)
     answers = {"server-0": closed((*A, 2), num_updates=2, uses=[(1, 0, 4)]), "server-1": closed(has_slices=False)}

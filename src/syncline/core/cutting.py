@@ -1,8 +1,9 @@
 """The cut: where a save goes through a job that goes on, and what of the samples is done there.
 
 Every server with slices closes its gate, lets what has begun come to its end, and says of every worker how far its
-slices are. When all say the same the job is *level* there: no step is on some slices only. Else each is told the
-highest that any of them has, and lets that in; a rest that comes in with it may take others further.
+slices are. When all say the same, and that of all their slices, the job is *level* there: no step is on some slices
+only. Else each is told the highest that any of them has, and lets that in; a rest that comes in with it may take
+others further.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Cut:
         self._answers = {server: answers[server] for server in self.servers}
         told = [_clocks(answer) for answer in self._answers.values() if answer.has_slices]
         self.clocks = {life: clock for life, clock in highest_clocks(told).items() if clock}
-        if all(one == self.clocks for one in told):
+        if all(one == self.clocks for one in told) and not any(one.behind for one in self._answers.values()):
             return "level"
         self.turn += 1
         return "further" if now < self.until else "late"
@@ -65,15 +66,10 @@ class Cut:
 
     def behind(self) -> list[str]:
         """Workers whose commits are on some servers only, by the last answers."""
-        return sorted(
-            {
-                life[0]
-                for answer in self._answers.values()
-                if answer.has_slices
-                for life, clock in self.clocks.items()
-                if _clocks(answer).get(life, 0) != clock
-            }
-        )
+        found = {name for answer in self._answers.values() for name, _, _ in answer.behind}
+        for told in [_clocks(answer) for answer in self._answers.values() if answer.has_slices]:
+            found |= {life[0] for life, clock in self.clocks.items() if told.get(life, 0) != clock}
+        return sorted(found)
 
 
 def _clocks(answer: GateClosed) -> dict[Identity, int]:

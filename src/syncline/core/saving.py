@@ -69,7 +69,8 @@ class CloseGate(Message, frozen=True):
 class GateClosed(Message, frozen=True):
     """What is in this server's slices, which stand still: of every worker that takes part the clock.
 
-    `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
+    `behind`: whose last commits are on some of its slices only, with the clock that all have: primaries have changed,
+    and they are to be made anew. `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
     """
 
     clocks: list[Clock]
@@ -77,6 +78,7 @@ class GateClosed(Message, frozen=True):
     late: list[Use] = []
     num_updates: int = 0
     has_slices: bool = True
+    behind: list[Clock] = []
 
 
 class Mark(Message, frozen=True):
