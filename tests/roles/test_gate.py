@@ -301,6 +301,24 @@ def test_with_spare_workers_who_follows_comes_level_with_who_decides(make_house:
         call.wait(WAIT)
 
 
+def test_who_has_made_its_last_step_before_a_server_had_slices_is_not_waited_for_there(
+    make_house: MakeHouse,
+) -> None:
+    house = make_house(2, 2, policy="async")
+    house.register({"y": np.zeros(4, np.float32)})
+    (first,) = house.primaries()
+    one, two = house.workers.values()
+    for worker in (one, two):
+        worker.commit(first, 1, {"y": np.ones(4, np.float32)}, num_segments=1).wait(WAIT)
+    house.register(x(0.0))
+    assert len(house.primaries()) == 2
+    for call in one.commit_all(2, x(), num_segments=2):
+        call.wait(WAIT)
+    clocks = close_gates(house.tell, list(house.servers))
+    assert clocks == {("worker-0", one.incarnation): 2, ("worker-1", two.incarnation): 1}
+    mark(house.tell, list(house.servers))
+
+
 def test_after_a_move_slices_of_one_server_come_level_too(make_house: MakeHouse) -> None:
     """server-1's slices come to server-0 without the round that server-0 has: workers make it anew, and no cut is
     made before."""

@@ -70,7 +70,8 @@ class GateClosed(Message, frozen=True):
     """What is in this server's slices, which stand still: of every worker that takes part the clock.
 
     `behind`: whose last commits are on some of its slices only, with the clock that all have: primaries have changed,
-    and they are to be made anew. `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
+    and they are to be made anew. `registered`: how many segments those whose clocks are told had with their last commit;
+    `first_segment`: of which anything is here, so that commits of who had registered less are not for here. `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
     """
 
     clocks: list[Clock]
@@ -79,6 +80,8 @@ class GateClosed(Message, frozen=True):
     num_updates: int = 0
     has_slices: bool = True
     behind: list[Clock] = []
+    registered: list[tuple[str, int, int]] = []
+    first_segment: int = 0
 
 
 class Mark(Message, frozen=True):

@@ -96,7 +96,13 @@ class CommitGate:
         behind = behind_to_tell(applied, {w: clock for w, clock in self._holding.on_all().items() if w in there})
         updates = max((slot.state.version for slot in slots), default=0)
         clocks = clocks_to_tell(gate, applied, there)
-        return GateClosed(clocks, uses_here(slots), late_here(slots), updates, behind=behind)
+        rounds = self._commits.rounds
+        return GateClosed(
+            clocks, uses_here(slots), late_here(slots), updates,
+            behind=behind,
+            registered=[(s.name, s.incarnation, s.num_segments) for s in rounds.standings.values() if s.num_segments],
+            first_segment=rounds.first_segment,
+        )  # fmt: skip
 
     def _open_after(self, gate: Gate, until: float) -> None:
         """It is marked or opened before, or opens by itself; what was held goes on."""
