@@ -269,6 +269,21 @@ def test_a_save_under_way_is_abandoned(make_house: MakeHouse, tmp_path: Any, how
         assert written(second, [answer.wait(WAIT)]) == then
 
 
+def test_a_writer_that_comes_late_lets_the_next_save_be(make_house: MakeHouse, tmp_path: Any) -> None:
+    """It has taken a slice to write when its save is given up, and comes to the slice when that is marked anew."""
+    house = made(make_house, 1)
+    cut(house)
+    marks = house.servers["server-0"]._saving._marks
+    assert marks is not None
+    late = marks.next()
+    assert late is not None
+    then = cut(house, 2)
+    late.write(slowly)  # type: ignore[arg-type]
+    push(house, 4)
+    folder = new_folder(tmp_path, 2)
+    assert written(folder, write(house.tell, ["server-0"], folder, 2)) == then
+
+
 def test_updates_go_on_while_a_file_is_slow(make_house: MakeHouse, tmp_path: Any) -> None:
     house = made(make_house, 1)
     files = slowly(house, "server-0")

@@ -93,6 +93,11 @@ class MarkedSlice:
         except Exception as error:
             self._marks.fail(f"slice {self.slot.part.id}: {error}")
 
+    def unhook(self) -> None:
+        """Under the slice's lock: whoever changes it need not ask here, but maybe for a later save."""
+        if self.slot.rules.before_change == self.keep:
+            self.slot.rules.before_change = None
+
     def write_live(self, writer: Writer) -> None:
         """Under the slice's lock: without a copy, as it is."""
         for name, data in self._live(copies=False):
@@ -112,8 +117,11 @@ class MarkedSlice:
         """By whoever writes the file: copies where nobody has, and frees what was copied."""
         slot = self.slot
         with slot.lock:
+            if self._marks.is_over:  # it may be marked for the next save by now
+                return
             if not self.is_taken:
-                self.is_taken, slot.rules.before_change = True, None
+                self.is_taken = True
+                self.unhook()
                 if not self._marks.reserve(self.num_bytes):
                     self.write_live(writer)
                     return
@@ -227,8 +235,7 @@ class Marks:
         """Nobody keeps anything for it from now on."""
         for marked in self.slices:
             with marked.slot.lock:
-                if marked.slot.rules.before_change == marked.keep:
-                    marked.slot.rules.before_change = None
+                marked.unhook()
         self.slices = []
 
     def check(self) -> None:
