@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +208,28 @@ def test_a_save_that_is_over_keeps_nothing(make_house: MakeHouse, tmp_path: Any)
     push(house, 4)
     with pytest.raises(StoreError, match="nothing is marked"):
         write(house.tell, ["server-0"], new_folder(tmp_path))
+
+
+def test_of_a_save_that_is_over_nothing_takes_up_memory(make_house: MakeHouse, tmp_path: Any) -> None:
+    house = made(make_house, 1)
+    files = slowly(house, "server-0")
+    cut(house)
+    marks = house.servers["server-0"]._saving._marks
+    assert marks is not None
+    slices = list(marks.slices)
+    call = house.tell("server-0", WriteMarked(1, new_folder(tmp_path).url, "server-0.safetensors"))
+    eventually(lambda: files and files[0].begun.is_set())
+    push(house, 4)
+    assert any(one._kept for one in slices)
+    house.tell("server-0", EndSave(1))
+    eventually(lambda: not any(one._kept for one in slices))
+    files[0].may.set()
+    with pytest.raises(StoreError):
+        call.wait(WAIT)
+    there = weakref.ref(marks)
+    del marks, slices
+    gc.collect()
+    assert there() is None
 
 
 class Slow:

@@ -93,6 +93,11 @@ class MarkedSlice:
         except Exception as error:
             self._marks.fail(f"slice {self.slot.part.id}: {error}")
 
+    def let_go(self) -> None:
+        """Under the slice's lock: it is not wanted any more."""
+        self.unhook()
+        self._kept = None
+
     def unhook(self) -> None:
         """Under the slice's lock: whoever changes it need not ask here, but maybe for a later save."""
         if self.slot.rules.before_change == self.keep:
@@ -232,11 +237,14 @@ class Marks:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Nobody keeps anything for it from now on."""
+        """Nobody keeps anything for it from now on, and nothing of it is kept."""
         for marked in self.slices:
             with marked.slot.lock:
-                marked.unhook()
-        self.slices = []
+                marked.let_go()
+        with self._changed:
+            self.slices = []
+            self._copied.clear()
+            self._left.clear()
 
     def check(self) -> None:
         if self.is_over:

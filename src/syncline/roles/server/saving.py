@@ -101,6 +101,7 @@ class Saving:
             marks.release()
             with self._changed:
                 self._marks = None if self._marks is marks else self._marks
+                self._writing = None if self._writing is marks else self._writing
                 self._num_writing -= 1
                 self._changed.notify_all()
 
