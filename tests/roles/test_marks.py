@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from syncline.core.control import AskServerStats
 from syncline.core.saving import EndSave, Mark, WriteMarked
 from syncline.core.seats import Seat
 from syncline.errors import ProtocolError, StoreError
@@ -306,6 +307,29 @@ def test_a_writer_that_comes_late_lets_the_next_save_be(make_house: MakeHouse, t
     push(house, 4)
     folder = new_folder(tmp_path, 2)
     assert written(folder, write(house.tell, ["server-0"], folder, 2)) == then
+
+
+def test_a_disk_that_does_not_answer_stops_one_slice_and_nobody_else(
+    make_house: MakeHouse, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory an update writes its slice first, and holds it: whoever reads what the coordinator says goes on."""
+    monkeypatch.setattr(marks_module, "MARK_SECONDS", 0.05)
+    house = made(make_house, 1)
+    house.servers["server-0"]._saving.most_bytes = 1
+    files = slowly(house, "server-0")
+    cut(house)
+    call = house.tell("server-0", WriteMarked(1, new_folder(tmp_path).url, "server-0.safetensors"))
+    eventually(lambda: files and files[0].begun.is_set())
+    house.tell("server-0", EndSave(1))
+    house.tell("server-0", AskServerStats()).wait(WAIT)
+    close_gates(house.tell, ["server-0"], 2)
+    with pytest.raises(StoreError, match="still being written"):
+        house.tell("server-0", Mark(2)).wait(WAIT)
+    files[0].may.set()
+    with pytest.raises(StoreError, match="given up"):
+        call.wait(WAIT)
+    eventually(lambda: not hooks(house))
+    push(house, 4)
 
 
 def test_updates_go_on_while_a_file_is_slow(make_house: MakeHouse, tmp_path: Any) -> None:

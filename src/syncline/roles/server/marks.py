@@ -19,6 +19,8 @@ from syncline.roles.server.hosted import Bytes, HostedSlice
 Planned = tuple[str, str, tuple[int, ...]]
 #: For the word where to write to, when there is no memory left: then the save is given up, not the job.
 WORD_SECONDS = 5.0
+#: For a slice that the save before is still writing: all commits wait meanwhile.
+MARK_SECONDS = 0.2
 _LOOK_SECONDS = 0.01
 
 
@@ -161,12 +163,24 @@ class Marks:
         without = next((slot.part.id for slot in slots if not slot.uploaded), None)
         if without is not None:
             raise StoreError(f"slice {without} has no values yet")
-        for slot in slots:
-            with slot.lock:
-                marked = MarkedSlice(slot, self)
-                slot.rules.before_change = marked.keep
-                self.slices.append(marked)
+        try:
+            for slot in slots:
+                self._mark(slot)
+        except StoreError:
+            self.end()
+            self.release()
+            raise
         self._left.extend(self.slices)
+
+    def _mark(self, slot: HostedSlice) -> None:
+        if not slot.lock.acquire(timeout=MARK_SECONDS):
+            raise StoreError(f"slice {slot.part.id} is still being written for the save before")
+        try:
+            marked = MarkedSlice(slot, self)
+            slot.rules.before_change = marked.keep
+            self.slices.append(marked)
+        finally:
+            slot.lock.release()
 
     # -- memory -------------------------------------------------------------------------------------------
 

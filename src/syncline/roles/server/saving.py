@@ -60,24 +60,26 @@ class Saving:
 
     def mark(self, number: int, slots: list[HostedSlice]) -> None:
         """Under `order`, while nothing is on its way through the slices. A save that was under way is over."""
-        before = self._marks
-        if before is not None:
-            before.end()
-            before.release()
-        self._marks = Marks(number, slots, self.most_bytes, self._log)
+        with self._changed:
+            before, self._marks = self._marks, None
+        _let_go(before)
+        marks = Marks(number, slots, self.most_bytes, self._log)
+        with self._changed:
+            self._marks = marks
 
     def end(self, message: EndSave) -> None:
-        marks = self._marks
-        if marks is not None and marks.number <= message.number:
-            marks.end()
-            marks.release()
+        with self._changed:
+            marks = self._marks
+            if marks is None or marks.number > message.number:
+                return
             self._marks = None
+        _let_go(marks)
 
     def close(self) -> None:
         """The server ends; its memory is about to go."""
-        if self._marks is not None:
-            self._marks.end()
         with self._changed:
+            if self._marks is not None:
+                self._marks.end()
             self._changed.wait_for(lambda: not self._num_writing, _END_SECONDS)
 
     # -- the file -----------------------------------------------------------------------------------------
@@ -128,6 +130,13 @@ class Saving:
         _write_some(marks, writer)
         for thread in threads:
             thread.join()
+
+
+def _let_go(marks: Marks | None) -> None:
+    """By whoever must not wait: an update may hold a slice while it is written to a disk that does not answer."""
+    if marks is not None:
+        marks.end()
+        threading.Thread(target=marks.release, name="let go", daemon=True).start()
 
 
 def _write_some(marks: Marks, writer: Writer) -> None:
