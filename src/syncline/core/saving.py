@@ -70,8 +70,9 @@ class GateClosed(Message, frozen=True):
     """What is in this server's slices, which stand still: of every worker that takes part the clock.
 
     `behind`: whose last commits are on some of its slices only, with the clock that all have: primaries have changed,
-    and they are to be made anew. `registered`: how many segments those whose clocks are told had with their last commit;
-    `first_segment`: of which anything is here, so that commits of who had registered less are not for here. `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
+    and they are to be made anew. `registered`: how many segments workers had with their last commit; `first_segment`:
+    the first of which anything is here; what those who had less have committed is not for here.
+    `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
     """
 
     clocks: list[Clock]
