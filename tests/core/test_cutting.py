@@ -34,6 +34,27 @@ def test_what_any_server_has_all_are_told_to_let_in() -> None:
     assert cut.decide(level, CUT_SECONDS) == "level", "it is level after all: that is all that was wanted"
 
 
+def test_a_step_that_some_slices_of_one_server_lack_is_let_in_first() -> None:
+    cut = Cut(3, ["server-0", "server-1"], until=CUT_SECONDS)
+    torn = {"server-0": closed((*A, 5), behind=[(*A, 4)]), "server-1": closed((*A, 5))}
+    assert cut.decide(torn, 0.0) == "further" and cut.close().through == [(*A, 5)]
+    assert cut.behind() == ["worker-0"]
+    assert cut.decide({"server-0": closed((*A, 5)), "server-1": closed((*A, 5))}, 0.0) == "level"
+
+
+def test_what_was_committed_before_there_were_slices_of_its_kind_is_not_for_them() -> None:
+    """worker-0 rests since it knew of one segment; all of server-1's slices are of the second."""
+    cut = Cut(3, ["server-0", "server-1"], until=CUT_SECONDS)
+    one, two = closed((*A, 5), (*B, 7), registered=[(*A, 1), (*B, 2)]), closed((*B, 7), first_segment=1)
+    assert cut.decide({"server-0": one, "server-1": two}, 0.0) == "level" and cut.clocks == {A: 5, B: 7}
+    two = closed((*B, 6), first_segment=1)
+    assert cut.decide({"server-0": one, "server-1": two}, 0.0) == "further"
+    assert cut.close().through == [(*B, 7)] and cut.behind() == ["worker-1"]
+    one = closed((*A, 5), (*B, 7), registered=[(*A, 2), (*B, 2)])
+    assert cut.decide({"server-0": one, "server-1": two}, 0.0) == "further", "it may be on its way"
+    assert cut.close().through == [(*A, 5), (*B, 7)]
+
+
 def test_a_server_without_slices_has_no_say() -> None:
     cut = Cut(1, ["server-0", "server-1"], until=CUT_SECONDS)
     answers = {"server-0": closed((*A, 2), num_updates=2, uses=[(1, 0, 4)]), "server-1": closed(has_slices=False)}

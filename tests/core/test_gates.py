@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.gates import Gate, clocks_to_tell, gate_of
+from syncline.core.gates import Gate, behind_to_tell, clocks_to_tell, gate_of, on_all
 
 A, B = ("worker-0", 1), ("worker-1", 2)
 
@@ -48,3 +48,17 @@ def test_who_has_left_here_and_not_elsewhere_is_told_as_it_was_named() -> None:
     assert clocks_to_tell(Gate(1), {A: 4, B: 3}, {A}) == [(*A, 4)]
     assert clocks_to_tell(gate_of(1, 1, [(*B, 3)]), {A: 4, B: 3}, {A}) == [(*A, 4), (*B, 3)]
     assert clocks_to_tell(gate_of(1, 1, [(*B, 3)]), {A: 4}, {A}) == [(*A, 4), (*B, 3)], "its slices came later"
+
+
+def test_what_all_slices_have_and_who_is_behind() -> None:
+    slices = [({A: 5, B: 3}, False), ({A: 4}, False)]
+    assert on_all(slices, ()) == {A: 4, B: 0}
+    assert behind_to_tell({A: 5, B: 3}, {A: 4, B: 0}) == [(*A, 4), (*B, 0)]
+    assert behind_to_tell({A: 5, B: 3}, {A: 5, B: 3}) == []
+
+
+def test_of_who_rests_slices_that_have_nothing_of_it_or_stand_in_for_others_get_nothing_more() -> None:
+    assert on_all([({A: 5, B: 3}, False), ({A: 5}, False)], {B}) == {A: 5, B: 3}
+    assert on_all([({A: 5, B: 3}, False), ({A: 5, B: 1}, True)], {B}) == {A: 5, B: 3}
+    assert on_all([({A: 5, B: 3}, False), ({A: 5, B: 1}, False)], {B}) == {A: 5, B: 1}, "that is another matter"
+    assert on_all([({B: 1}, True)], {B}) == {B: 1}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from syncline.core.cutting import Cut
 from syncline.core.layout import Layout
 from syncline.core.manifest import Manifest
 from syncline.core.message import Message
-from syncline.core.saving import CloseGate, GateClosed, Mark, WriteMarked, WrittenMarked
+from syncline.core.saving import GateClosed, Mark, WriteMarked, WrittenMarked
 from syncline.core.soundness import checkpoint_name
 from syncline.net.rpc import Call
 from syncline.store import checkpoints
@@ -24,18 +26,12 @@ Tell = Callable[[str, Message], Call]
 
 def close_gates(tell: Tell, servers: list[str], number: int = 1, most_turns: int = 8) -> dict[Any, int]:
     """Closes the gates until all servers are level; the clocks at the cut."""
-    through: list[tuple[str, int, int]] = []
-    for turn in range(most_turns):
-        calls = [tell(server, CloseGate(number, turn, through)) for server in servers]
-        answers = [call.wait(WAIT) for call in calls]
-        vectors = [{c[:2]: c[2] for c in a.clocks} for a in answers if isinstance(a, GateClosed) and a.has_slices]
-        highest: dict[tuple[str, int], int] = {}
-        for vector in vectors:
-            for worker, clock in vector.items():
-                highest[worker] = max(clock, highest.get(worker, 0))
-        if all(vector == highest for vector in vectors):
-            return highest
-        through = [(*worker, clock) for worker, clock in highest.items()]
+    cut = Cut(number, servers, until=math.inf)
+    for _ in range(most_turns):
+        calls = {server: tell(server, cut.close()) for server in servers}
+        answers = {server: call.wait(WAIT) for server, call in calls.items()}
+        if cut.decide({s: a for s, a in answers.items() if isinstance(a, GateClosed)}, 0.0) == "level":
+            return cut.clocks
     raise AssertionError("the servers did not come level")
 
 

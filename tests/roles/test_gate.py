@@ -15,10 +15,11 @@ import pytest
 from syncline.core.control import Leave
 from syncline.core.rolls import Roll
 from syncline.core.saving import CloseGate, GateClosed, Mark, OpenGate
+from syncline.core.seats import Seat
 from syncline.core.traffic import AskClip, Committed, GiveClip, Rest
 from syncline.errors import ProtocolError
 
-from .conftest import WAIT, House, eventually
+from .conftest import WAIT, House, Waiting, eventually
 from .cuts import close_gates, mark
 
 MakeHouse = Callable[..., House]
@@ -297,6 +298,46 @@ def test_with_spare_workers_who_follows_comes_level_with_who_decides(make_house:
     assert set(close_gates(house.tell, list(house.servers), 2).values()) == {1} and sums(house) == [-2.0]
     mark(house.tell, list(house.servers), 2)
     for call in told:
+        call.wait(WAIT)
+
+
+def test_who_has_made_its_last_step_before_a_server_had_slices_is_not_waited_for_there(
+    make_house: MakeHouse,
+) -> None:
+    house = make_house(2, 2, policy="async")
+    house.register({"y": np.zeros(4, np.float32)})
+    (first,) = house.primaries()
+    one, two = house.workers.values()
+    for worker in (one, two):
+        worker.commit(first, 1, {"y": np.ones(4, np.float32)}, num_segments=1).wait(WAIT)
+    house.register(x(0.0))
+    assert len(house.primaries()) == 2
+    for call in one.commit_all(2, x(), num_segments=2):
+        call.wait(WAIT)
+    clocks = close_gates(house.tell, list(house.servers))
+    assert clocks == {("worker-0", one.incarnation): 2, ("worker-1", two.incarnation): 1}
+    mark(house.tell, list(house.servers))
+
+
+def test_after_a_move_slices_of_one_server_come_level_too(make_house: MakeHouse) -> None:
+    """server-1's slices come to server-0 without the round that server-0 has: workers make it anew, and no cut is
+    made before."""
+    house = make_house(2, 2, replicas=2)
+    house.register(x(0.0))
+    house.seed("server-1", "server-0")
+    one, two = house.workers.values()
+    for call in [worker.commit("server-0", 1, x()) for worker in (one, two)]:
+        call.wait(WAIT)
+    house.carry_out(seats=[Seat(number, "server-0") for number in house.seats], moves=True)
+    assert sums(house) == [-2.0, 0.0]
+    answer = closed(house, "server-0")
+    assert answer.clocks == through_of(house, worker_0=1, worker_1=1)
+    assert answer.behind == through_of(house, worker_0=0, worker_1=0)
+    gate = Waiting(lambda: close_gates(house.tell, ["server-0"], 2))
+    calls = [worker.commit("server-0", 1, x()) for worker in (one, two)]
+    assert set(gate.result().values()) == {1} and sums(house) == [-2.0]
+    mark(house.tell, ["server-0"], 2)
+    for call in calls:
         call.wait(WAIT)
 
 

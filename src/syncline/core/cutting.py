@@ -1,8 +1,9 @@
 """The cut: where a save goes through a job that goes on, and what of the samples is done there.
 
 Every server with slices closes its gate, lets what has begun come to its end, and says of every worker how far its
-slices are. When all say the same the job is *level* there: no step is on some slices only. Else each is told the
-highest that any of them has, and lets that in; a rest that comes in with it may take others further.
+slices are. When all say the same, and that of all their slices, the job is *level* there: no step is on some slices
+only. Else each is told the highest that any of them has, and lets that in; a rest that comes in with it may take
+others further.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ class Cut:
 
     def close(self) -> CloseGate:
         """What every server is told now."""
-        through = [(name, incarnation, clock) for (name, incarnation), clock in sorted(self.clocks.items())]
+        behind = self.behind()
+        through = [
+            (*life, clock)
+            for life, clock in sorted(self.clocks.items())
+            # Who waits for what is not for it waits for nothing.
+            if life[0] in behind or not any(self._is_elsewhere(life, answer) for answer in self._answers.values())
+        ]
         return CloseGate(self.number, self.turn, through)
 
     def decide(self, answers: Mapping[str, GateClosed], now: float) -> Literal["level", "further", "late"]:
@@ -44,7 +51,7 @@ class Cut:
         self._answers = {server: answers[server] for server in self.servers}
         told = [_clocks(answer) for answer in self._answers.values() if answer.has_slices]
         self.clocks = {life: clock for life, clock in highest_clocks(told).items() if clock}
-        if all(one == self.clocks for one in told):
+        if not self.behind():
             return "level"
         self.turn += 1
         return "further" if now < self.until else "late"
@@ -65,15 +72,19 @@ class Cut:
 
     def behind(self) -> list[str]:
         """Workers whose commits are on some servers only, by the last answers."""
-        return sorted(
-            {
-                life[0]
-                for answer in self._answers.values()
-                if answer.has_slices
-                for life, clock in self.clocks.items()
-                if _clocks(answer).get(life, 0) != clock
-            }
-        )
+        found = {name for answer in self._answers.values() for name, _, _ in answer.behind}
+        for answer in [answer for answer in self._answers.values() if answer.has_slices]:
+            told = _clocks(answer)
+            lacking = [life for life, clock in self.clocks.items() if told.get(life, 0) != clock]
+            found |= {life[0] for life in lacking if not self._is_elsewhere(life, answer)}
+        return sorted(found)
+
+    def _is_elsewhere(self, life: Identity, answer: GateClosed) -> bool:
+        """Whether this server's slices came later than this worker's last commit, which was not for them."""
+        if life in _clocks(answer) or not answer.has_slices:
+            return False
+        known = [number for one in self._answers.values() for *who, number in one.registered if tuple(who) == life]
+        return 0 < max(known, default=0) <= answer.first_segment
 
 
 def _clocks(answer: GateClosed) -> dict[Identity, int]:

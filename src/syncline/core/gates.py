@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
-from syncline.core.slices import Identity
+from syncline.core.slices import Identity, highest_clocks
 
 #: What can change what is in a round, or in a slice.
 Kind = Literal["commit", "clip", "rest", "leave"]
@@ -25,7 +25,7 @@ class Gate:
     through: Mapping[Identity, int] = dataclasses.field(default_factory=dict)
 
     def lacking(self, applied: Mapping[Identity, int], there: Collection[Identity]) -> dict[Identity, int]:
-        """What of `through` is not in, by the clocks applied here. Who is not `there` brings nothing more."""
+        """What of `through` is not in, by what all slices here have. Who is not `there` brings nothing more."""
         return {
             worker: clock
             for worker, clock in self.through.items()
@@ -46,6 +46,33 @@ class Gate:
 def gate_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> Gate:
     """As it came over the wire."""
     return Gate(number, turn, {(name, incarnation): clock for name, incarnation, clock in through})
+
+
+def on_all(
+    slices: Iterable[tuple[Mapping[Identity, int], bool]], settled: Collection[Identity]
+) -> dict[Identity, int]:
+    """Of every worker the last commit that all slices here have, of their clocks and whether they stand in for lost
+    ones. After a move some may lack what others have; it is made anew.
+
+    `settled`: those who take part in no rounds now. All that they have made was answered: a slice that has nothing of
+    them, or stands in for a lost one, gets no more of that, and does not count.
+    """
+    known = list(slices)
+    found = {}
+    for worker, highest in highest_clocks(clocks for clocks, _ in known).items():
+        is_settled = worker in settled
+        counting = [
+            clocks.get(worker, 0)
+            for clocks, stands_in in known
+            if not (is_settled and (stands_in or worker not in clocks))
+        ]
+        found[worker] = min(counting, default=highest)
+    return found
+
+
+def behind_to_tell(applied: Mapping[Identity, int], on_all: Mapping[Identity, int]) -> list[tuple[str, int, int]]:
+    """Of those whose commits are on some slices here only: what is on all of them."""
+    return [(*worker, on_all[worker]) for worker in sorted(on_all) if on_all[worker] < applied.get(worker, 0)]
 
 
 def clocks_to_tell(

@@ -69,6 +69,9 @@ class CloseGate(Message, frozen=True):
 class GateClosed(Message, frozen=True):
     """What is in this server's slices, which stand still: of every worker that takes part the clock.
 
+    `behind`: whose last commits are on some of its slices only, with the clock that all have: primaries have changed,
+    and they are to be made anew. `registered`: how many segments workers had with their last commit; `first_segment`:
+    the first of which anything is here; what those who had less have committed is not for here.
     `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
     """
 
@@ -77,6 +80,9 @@ class GateClosed(Message, frozen=True):
     late: list[Use] = []
     num_updates: int = 0
     has_slices: bool = True
+    behind: list[Clock] = []
+    registered: list[tuple[str, int, int]] = []
+    first_segment: int = 0
 
 
 class Mark(Message, frozen=True):

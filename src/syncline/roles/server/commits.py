@@ -322,8 +322,8 @@ class Commits:
         return bool(self._slices)
 
     def hosted(self) -> list[HostedSlice]:
-        """Under `order`: the slices of which this server is the primary."""
-        return list(self._slices.values())
+        """Under `order`: the slices of which this server is the primary, in the order in which updates come."""
+        return list(dict.fromkeys([*self.flow.slots_in_order(), *self._slices.values()]))
 
     def slowest(self) -> int:
         with self.order:

@@ -60,7 +60,7 @@ class Flow:
 
     # -- slices -------------------------------------------------------------------------------------------
 
-    def _slots_in_order(self) -> tuple[HostedSlice, ...]:
+    def slots_in_order(self) -> tuple[HostedSlice, ...]:
         """As they are needed first, where somebody has said so; else as they are hosted."""
         if self._in_order is None:
             place = {number: k for k, number in enumerate(self._preferred)}
@@ -89,7 +89,7 @@ class Flow:
         for commits in verdict.apply:
             if verdict.kind == "late":
                 commits[0].item.void()
-            slots = self._slots_in_order()
+            slots = self.slots_in_order()
             work = RoundWork(commits, slots, leading(commits, self.seniority), self._rounds.policy, self._finished)
             works.append(work)
             if self._rounds.policy.spare:
@@ -106,7 +106,7 @@ class Flow:
 
     def fence(self, workers: Sequence[tuple[str, int]], finished: Callable[[], None]) -> list[Work]:
         """Under `order`: a fence behind everything that is in the slices' queues."""
-        slots = self._slots_in_order()
+        slots = self.slots_in_order()
 
         def done(work: Work) -> None:
             self._through(work)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from syncline import faults
-from syncline.core.gates import Gate, clocks_to_tell, gate_of
+from syncline.core.gates import Gate, behind_to_tell, clocks_to_tell, gate_of
 from syncline.core.message import Done
 from syncline.core.saving import CloseGate, GateClosed, Mark
 from syncline.errors import ProtocolError
@@ -92,9 +92,17 @@ class CommitGate:
 
     def _closed(self, gate: Gate) -> GateClosed:
         slots = self._commits.hosted()
-        clocks = clocks_to_tell(gate, self._holding.applied(), self._holding.there())
+        applied, there = self._holding.applied(), self._holding.there()
+        behind = behind_to_tell(applied, {w: clock for w, clock in self._holding.on_all().items() if w in there})
         updates = max((slot.state.version for slot in slots), default=0)
-        return GateClosed(clocks, uses_here(slots), late_here(slots), updates)
+        clocks = clocks_to_tell(gate, applied, there)
+        rounds = self._commits.rounds
+        return GateClosed(
+            clocks, uses_here(slots), late_here(slots), updates,
+            behind=behind,
+            registered=[(s.name, s.incarnation, s.num_segments) for s in rounds.standings.values() if s.num_segments],
+            first_segment=rounds.first_segment,
+        )  # fmt: skip
 
     def _open_after(self, gate: Gate, until: float) -> None:
         """It is marked or opened before, or opens by itself; what was held goes on."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from syncline.core.gates import Gate, Kind
+from syncline.core.gates import Gate, Kind, on_all
 from syncline.core.rounds import Rounds
 from syncline.core.slices import Identity, highest_clocks
 from syncline.net.rpc import Request
@@ -76,11 +76,19 @@ class Holding:
 
     def lacking(self) -> dict[Identity, int]:
         """What of the gate's `through` is not applied yet."""
-        return self.gate.lacking(self.applied(), self.there()) if self.gate is not None else {}
+        if self.gate is None or not self.gate.through:
+            return {}
+        return self.gate.lacking(self.on_all(), self.there())
 
     def applied(self) -> dict[Identity, int]:
-        """Every worker's clock in the slices here."""
+        """Every worker's clock in the slices here: the highest."""
         return highest_clocks(dict(slot.state.clocks) for slot in list(self._slices.values()))
+
+    def on_all(self) -> dict[Identity, int]:
+        """What of every worker is on all slices here."""
+        settled = {(s.name, s.incarnation) for s in self._rounds.standings.values() if not s.active}
+        slots = list(self._slices.values())
+        return on_all(((dict(slot.state.clocks), slot.copied is not None) for slot in slots), settled)
 
     def there(self) -> set[Identity]:
         """Who takes part here."""

@@ -13,12 +13,15 @@ from syncline.core.manifest import SavedFile, SavedSlice, SavedState
 from syncline.core.traffic import StateEntry
 from syncline.errors import StoreError
 from syncline.net.transport import Buffer, buffer_of
+from syncline.roles.server.copying import CopyMemory
 from syncline.roles.server.hosted import Bytes, HostedSlice
 
 #: Of a tensor in a file: its name, its dtype, its shape.
 Planned = tuple[str, str, tuple[int, ...]]
 #: For the word where to write to, when there is no memory left: then the save is given up, not the job.
 WORD_SECONDS = 5.0
+#: For a slice that the save before is still writing: all commits wait meanwhile.
+MARK_SECONDS = 0.2
 _LOOK_SECONDS = 0.01
 
 
@@ -41,7 +44,7 @@ class MarkedSlice:
         self.clocks = tuple(slot.state.clock_entries())
         self.num_bytes = 0  # with its rules' state, as soon as that is known
         self._entries: list[StateEntry] | None = None
-        self._kept: list[tuple[str, Buffer]] | None = None  # copies
+        self._kept: Bytes | None = None  # a copy: its bytes, then those of its rules' state
         self.is_taken = False  # copied, or written: whoever changes the slice from now on may
 
     @property
@@ -85,46 +88,69 @@ class MarkedSlice:
         self.is_taken = True
         try:
             self.entries()
-            if self._marks.reserve(self.num_bytes):
-                self._kept = list(self._live(copies=True))
+            if self._copy():
                 self._marks.was_copied(self)
             else:
                 self._marks.wait_for_writer(self, WORD_SECONDS if waits else 0.0)
         except Exception as error:
             self._marks.fail(f"slice {self.slot.part.id}: {error}")
 
+    def let_go(self) -> None:
+        """Under the slice's lock: it is not wanted any more."""
+        self.unhook()
+        self._kept = None
+
+    def unhook(self) -> None:
+        """Under the slice's lock: whoever changes it need not ask here, but maybe for a later save."""
+        if self.slot.rules.before_change == self.keep:
+            self.slot.rules.before_change = None
+
     def write_live(self, writer: Writer) -> None:
         """Under the slice's lock: without a copy, as it is."""
-        for name, data in self._live(copies=False):
-            writer.write(name, data)
+        for name, tensor in self._live():
+            found: Bytes = tensor.cpu().numpy()
+            writer.write(name, buffer_of(found))
 
-    def _live(self, *, copies: bool) -> Iterator[tuple[str, Buffer]]:
+    def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bytes, where they lie."""
         with self.slot.home.at_work():
-            memory = self.slot.memory
-            yield self.name, buffer_of(memory.copy() if copies else memory)
+            yield self.name, torch.from_numpy(self.slot.memory)
             for entry, tensor in self.slot.rules.live_state():
-                there = tensor.detach().contiguous().cpu()
-                found: Bytes = there.reshape(-1).view(torch.uint8).numpy()
-                is_its_own = there.data_ptr() == tensor.data_ptr()
-                yield self._name_of(entry), buffer_of(found.copy() if copies and is_its_own else found)
+                yield self._name_of(entry), tensor.detach().reshape(-1).view(torch.uint8)
+
+    def _copy(self) -> bool:
+        """Whether there was memory for it."""
+        memory = self._marks.reserve(self.num_bytes)
+        if memory is None:
+            return False
+        into, at = torch.from_numpy(memory), 0
+        for _, tensor in self._live():
+            into[at : at + tensor.numel()].copy_(tensor)
+            at += tensor.numel()
+        self._kept = memory
+        return True
+
+    def take(self, writer: Writer) -> None:
+        """By whoever writes the file, before `write`: copied where nobody has; at once written, without memory."""
+        with self.slot.lock:
+            if self.is_taken or self._marks.is_over:  # it may be marked for the next save by now
+                return
+            self.is_taken = True
+            self.unhook()
+            if not self._copy():
+                self.write_live(writer)
 
     def write(self, writer: Writer) -> None:
-        """By whoever writes the file: copies where nobody has, and frees what was copied."""
-        slot = self.slot
-        with slot.lock:
-            if not self.is_taken:
-                self.is_taken, slot.rules.before_change = True, None
-                if not self._marks.reserve(self.num_bytes):
-                    self.write_live(writer)
-                    return
-                self._kept = list(self._live(copies=True))
+        """What was copied; its memory is free after that. Nothing: who changed it has written it."""
         kept, self._kept = self._kept, None
         if kept is None:
-            return  # who changed it has written it
-        while kept:
-            name, data = kept.pop()
-            writer.write(name, data)
-        self._marks.free(self.num_bytes)
+            return
+        sizes = [(self.name, self.slot.part.num_bytes), *((self._name_of(e), e.num_bytes) for e in self.entries())]
+        at = 0
+        for name, num_bytes in sizes:
+            writer.write(name, buffer_of(kept[at : at + num_bytes]))
+            at += num_bytes
+        self._marks.free(kept)
 
 
 class Marks:
@@ -133,10 +159,11 @@ class Marks:
     def __init__(
         self, number: int, slots: Sequence[HostedSlice], most_bytes: int, log: Callable[[str], None]
     ) -> None:
-        """Under `order`, while nothing is on its way through these slices. `most_bytes`: to copy at once; 0: all."""
-        self.number, self._most_bytes, self._log = number, most_bytes, log
+        """Under `order`, while nothing is on its way through these slices, which come in the order in which updates
+        do. `most_bytes`: to copy at once; 0: all."""
+        self.number, self._log = number, log
         self.num_copied = self.num_waited = 0
-        self._used = 0
+        self.memory = CopyMemory(most_bytes, len(slots))
         self._changed = threading.Condition()
         self._writer: Writer | None = None
         self.trouble = ""  # why this save cannot be made any more
@@ -148,26 +175,35 @@ class Marks:
         without = next((slot.part.id for slot in slots if not slot.uploaded), None)
         if without is not None:
             raise StoreError(f"slice {without} has no values yet")
-        for slot in slots:
-            with slot.lock:
-                marked = MarkedSlice(slot, self)
-                slot.rules.before_change = marked.keep
-                self.slices.append(marked)
+        try:
+            for slot in slots:
+                self._mark(slot)
+        except StoreError:
+            self.end()
+            self.release()
+            raise
         self._left.extend(self.slices)
+
+    def _mark(self, slot: HostedSlice) -> None:
+        if not slot.lock.acquire(timeout=MARK_SECONDS):
+            raise StoreError(f"slice {slot.part.id} is still being written for the save before")
+        try:
+            marked = MarkedSlice(slot, self)
+            slot.rules.before_change = marked.keep
+            self.slices.append(marked)
+        finally:
+            slot.lock.release()
 
     # -- memory -------------------------------------------------------------------------------------------
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Whether so much may be copied now."""
+    def reserve(self, num_bytes: int) -> Bytes | None:
+        """Memory for a copy; None: so much may not be copied now."""
         with self._changed:
-            if self._most_bytes and self._used + num_bytes > self._most_bytes:
-                return False
-            self._used += num_bytes
-            return True
+            return self.memory.take(num_bytes)
 
-    def free(self, num_bytes: int) -> None:
+    def free(self, memory: Bytes) -> None:
         with self._changed:
-            self._used -= num_bytes
+            self.memory.give_back(memory)
 
     def was_copied(self, marked: MarkedSlice) -> None:
         """By who was about to change it."""
@@ -176,10 +212,17 @@ class Marks:
             self._copied.append(marked)
 
     def next(self) -> MarkedSlice | None:
-        """What is to be written next; first what takes up memory."""
+        """What is to be written next. First what is not copied yet, the last to be changed first, so that updates
+        need not copy it; where memory is bounded, first what takes it up."""
         with self._changed:
             while self._copied or self._left:
-                marked = (self._copied or self._left).popleft()
+                if self._left and not (self._copied and self.memory.most_bytes):
+                    marked = self._left.pop()
+                    if marked.is_taken:  # it will be; whoever takes it there waits until it is
+                        self._copied.append(marked)
+                        continue
+                else:
+                    marked = self._copied.popleft()
                 if marked.slot.part.id not in self._claimed:
                     self._claimed.add(marked.slot.part.id)
                     return marked
@@ -194,8 +237,8 @@ class Marks:
             writer = self._writer
         if is_first:
             self._log(
-                f"save {self.number}: the {self._most_bytes} bytes of --save-memory are used up; updates wait until "
-                "their slices are written"
+                f"save {self.number}: the {self.memory.most_bytes} bytes of --save-memory are used up; updates wait "
+                "until their slices are written"
             )
         if self.is_over:
             return
@@ -224,12 +267,15 @@ class Marks:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Nobody keeps anything for it from now on."""
+        """Nobody keeps anything for it from now on, and nothing of it is kept."""
         for marked in self.slices:
             with marked.slot.lock:
-                if marked.slot.rules.before_change == marked.keep:
-                    marked.slot.rules.before_change = None
-        self.slices = []
+                marked.let_go()
+        with self._changed:
+            self.slices = []
+            self._copied.clear()
+            self._left.clear()
+            self.memory.drop()
 
     def check(self) -> None:
         if self.is_over:
