@@ -205,6 +205,19 @@ def test_a_newer_save_takes_the_place_of_the_one_before(house):
         asker.expect(1).wait(SECONDS)
 
 
+def test_the_end_of_a_save_may_come_before_its_beginning(house):
+    """A worker that stood still reads both at once: nothing is noted for a save that nobody ends again."""
+    _, job, asker = begin(house)
+    asker.end(3)
+    step(job)
+    with pytest.raises(StoreError, match="save 3 is over"):
+        asker.expect(3).wait(SECONDS)
+    step(job)
+    assert not job.boundary._watchers and not job._hearing.saves._notes
+    with job.boundary.waiting():
+        assert asker.expect(4).wait(SECONDS) == Done()
+
+
 def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
     """A large state, and a cut that takes its time: the script waits at its boundary, and goes on with the cut."""
     monkeypatch.setattr(saves, "MOST_NOTED_BYTES", 4000)

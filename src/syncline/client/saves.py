@@ -36,7 +36,7 @@ class Saves:
         self._name, self._boundary, self._state = name, boundary, state
         self._num_landed, self._facts, self._say = num_landed, facts, say
         self._change = threading.Condition()
-        self._number = 0
+        self._number = self._ended = 0  # what is expected; the highest that is over
         self._notes: list[Note] = []
         self._expecting: Request | None = None
         self._wanted: tuple[Request, WriteScript] | None = None
@@ -64,6 +64,8 @@ class Saves:
         with self._change:
             if number < self._number:
                 raise StoreError(f"save {number} is over: {self._number} has begun")
+            if number <= self._ended:  # the word of its end was quicker
+                raise StoreError(f"save {number} is over")
             if number > self._number:
                 self._let_go(f"save {number} has begun")
             self._number, self._expecting = number, request
@@ -176,6 +178,7 @@ class Saves:
 
     def _end(self, number: int) -> None:
         with self._change:
+            self._ended = max(self._ended, number)
             if number == self._number:
                 self._let_go(f"save {number} is over")
                 threading.Thread(target=self._look_away, name="save", daemon=True).start()
