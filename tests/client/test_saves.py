@@ -218,6 +218,28 @@ def test_the_end_of_a_save_may_come_before_its_beginning(house):
         assert asker.expect(4).wait(SECONDS) == Done()
 
 
+def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monkeypatch):
+    _, job, asker = begin(house)
+    first, unwatch = asker.expect(1), job.boundary.unwatch
+    until(lambda: job.boundary._watchers)
+
+    def late(watcher: Any) -> None:
+        until(lambda: job._hearing.saves._number == 2)
+        time.sleep(0.2)
+        unwatch(watcher)
+
+    monkeypatch.setattr(job.boundary, "unwatch", late)
+    asker.end(1)
+    with pytest.raises(StoreError, match="save 1 is over"):
+        first.wait(SECONDS)
+    second = asker.expect(2)
+    until(lambda: job._hearing.saves._number == 2)
+    time.sleep(0.3)
+    step(job)
+    step(job)
+    assert second.wait(SECONDS) == Done()
+
+
 def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
     """A large state, and a cut that takes its time: the script waits at its boundary, and goes on with the cut."""
     monkeypatch.setattr(saves, "MOST_NOTED_BYTES", 4000)

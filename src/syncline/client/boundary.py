@@ -46,6 +46,11 @@ class Boundary:
         with self._lock:
             self._watchers = tuple(known for known in self._watchers if known is not watcher)
 
+    def watch_while(self, watcher: Watcher, is_wanted: Callable[[], bool]) -> None:
+        """It looks from now on, or no more. Who comes last with this sees what is wanted now."""
+        with self._lock:
+            (self.watch if is_wanted() else self.unwatch)(watcher)
+
     def passed(self, position: Position) -> None:
         """The script comes for its next batch, or begins its next step; before anything of it is read."""
         clock = self.clock()

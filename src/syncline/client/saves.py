@@ -38,6 +38,7 @@ class Saves:
         self._change = threading.Condition()
         self._number = self._ended = 0  # what is expected; the highest that is over
         self._notes: list[Note] = []
+        self._is_found = False  # the cut's note is known: no more are wanted
         self._expecting: Request | None = None
         self._wanted: tuple[Request, WriteScript] | None = None
         self._told = ""
@@ -72,7 +73,7 @@ class Saves:
             is_ready = self._is_ready
         if is_ready:
             self._answer_expect()
-        self._boundary.watch(self)
+        self._boundary.watch_while(self, self._wants_notes)
         self._boundary.look_where_it_waits()
 
     def _want(self, request: Request, message: WriteScript) -> None:
@@ -92,7 +93,7 @@ class Saves:
 
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
         with self._change:
-            if not self._number or (self._notes and self._notes[-1].clock >= clock):
+            if not self._number or self._is_found or (self._notes and self._notes[-1].clock >= clock):
                 is_new = False
             else:
                 is_new = self._note(position, after, clock)
@@ -157,9 +158,9 @@ class Saves:
             wanted, self._wanted = self._wanted, None
             if wanted is None:
                 return
-            self._notes = [note]
+            self._notes, self._is_found = [note], True
             self._change.notify_all()
-        self._boundary.unwatch(self)
+        self._boundary.watch_while(self, self._wants_notes)
         request, message = wanted
         try:
             script = write_script(self._name, note, message)
@@ -185,15 +186,16 @@ class Saves:
 
     def _look_away(self) -> None:
         """Not in the thread that hears: the script may be noting just now."""
+        self._boundary.watch_while(self, self._wants_notes)
+
+    def _wants_notes(self) -> bool:
         with self._change:
-            is_over = not self._number
-        if is_over:
-            self._boundary.unwatch(self)
+            return bool(self._number) and not self._is_found
 
     def _let_go(self, reason: str) -> None:
         expecting, self._expecting = self._expecting, None
         wanted, self._wanted = self._wanted, None
-        self._number, self._notes = 0, []
+        self._number, self._notes, self._is_found = 0, [], False
         self._change.notify_all()
         for request in (expecting, wanted[0] if wanted is not None else None):
             if request is not None:
