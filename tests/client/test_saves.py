@@ -14,6 +14,7 @@ from tests.saved_scripts import NAME, Asker, finish, takes_up
 from syncline import Rule
 from syncline.client import saves
 from syncline.client.boundary import Boundary
+from syncline.core.handing import AskUses, Uses
 from syncline.core.message import Done
 from syncline.core.saving import Finish, Save, Saved, WriteScript
 from syncline.errors import ConfigError, StoreError, WaitTimeout
@@ -238,6 +239,36 @@ def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monke
     step(job)
     step(job)
     assert second.wait(SECONDS) == Done()
+
+
+def test_while_a_large_state_is_noted_the_coordinator_is_heard(house):
+    """The end of a save that was given up must not wait for what is copied for it: beats would go unanswered."""
+    _, job, asker = begin(house)
+    step(job)
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(Counter):
+        def state_dict(self) -> dict[str, int]:
+            if threading.current_thread().name == "save":
+                inside.set()
+                assert go_on.wait(SECONDS)
+            return super().state_dict()
+
+    job.state["slow"] = Slow()
+    try:
+        waiting = job.boundary.waiting()
+        waiting.__enter__()
+        told = asker.expect()
+        assert inside.wait(SECONDS)
+        asker.end()
+        assert isinstance(asker.endpoint.call(AskUses()).wait(SECONDS / 4), Uses)
+        with pytest.raises(StoreError, match="save 1 is over"):
+            told.wait(SECONDS / 4)
+    finally:
+        go_on.set()
+        waiting.__exit__(None, None, None)
+    until(lambda: not job.boundary._watchers)
+    assert not job._hearing.saves._notes, "what was noted for a save that is over is let go"
 
 
 def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):

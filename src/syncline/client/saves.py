@@ -70,9 +70,7 @@ class Saves:
             if number > self._number:
                 self._let_go(f"save {number} has begun")
             self._number, self._expecting = number, request
-            is_ready = self._is_ready
-        if is_ready:
-            self._answer_expect()
+        self._answer_expect()
         self._boundary.watch_while(self, self._wants_notes)
         self._boundary.look_where_it_waits()
 
@@ -80,7 +78,7 @@ class Saves:
         with self._change:
             if message.number != self._number:
                 raise StoreError(f"{self._name} was told nothing of save {message.number}")
-            found = next((note for note in self._notes if note.covers(message.clock)), None)
+            found = self._covering(message.clock)
             if found is None and self._notes and message.clock <= self._notes[-1].clock:
                 raise StoreError(f"{self._name} was behind step {message.clock} when it noted its state first")
             self._wanted = (request, message)
@@ -93,15 +91,12 @@ class Saves:
 
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
         with self._change:
-            if not self._number or self._is_found or (self._notes and self._notes[-1].clock >= clock):
-                is_new = False
-            else:
-                is_new = self._note(position, after, clock)
-        if self._is_ready:
-            self._answer_expect()
+            number = 0 if self._is_found or (self._notes and self._notes[-1].clock >= clock) else self._number
+        is_new = bool(number) and self._note(number, position, after, clock)
+        self._answer_expect()
         wanted = self._wanted
         if wanted is not None:
-            found = next((note for note in self._notes if note.covers(wanted[1].clock)), None)
+            found = self._covering(wanted[1].clock)
             if found is not None:
                 threading.Thread(target=self._write, args=(found,), name="script", daemon=True).start()
             elif clock > wanted[1].clock:
@@ -112,21 +107,31 @@ class Saves:
     def handed_out(self) -> None:
         """Notes are taken before."""
 
-    def _note(self, position: Position, after: int, clock: int) -> bool:
+    def _note(self, number: int, position: Position, after: int, clock: int) -> bool:
+        """One at a time, by the lock of the boundary; not under ours: it may take long, and others must be heard."""
         try:
-            self._notes.append(self._state.take(position, after, clock, self._facts()))
+            note = self._state.take(position, after, clock, self._facts())
         except Exception as error:  # of an object of the script's
-            text = f"the script's state cannot be saved: {error}"
-            if text != self._told:
-                self._told = text
-                self._say(text)
-            expecting, self._expecting = self._expecting, None
-            if expecting is not None:
-                expecting.refuse(StoreError(f"{self._name}: {text}"))
+            self._cannot_note(number, f"the script's state cannot be saved: {error}")
             return False
+        with self._change:
+            if number != self._number:
+                return False
+            self._notes.append(note)
         if faults.armed is not None:
             faults.reach("save.noted")
         return True
+
+    def _cannot_note(self, number: int, text: str) -> None:
+        if text != self._told:
+            self._told = text
+            self._say(text)
+        with self._change:
+            expecting = self._expecting if number == self._number else None
+            if expecting is not None:
+                self._expecting = None
+        if expecting is not None:
+            expecting.refuse(StoreError(f"{self._name}: {text}"))
 
     @property
     def _is_ready(self) -> bool:
@@ -134,10 +139,16 @@ class Saves:
         return bool(self._notes) and self._num_landed() > self._notes[0].after
 
     def _answer_expect(self) -> None:
+        """As soon as it is so."""
         with self._change:
-            expecting, self._expecting = self._expecting, None
+            expecting = self._expecting if self._is_ready else None
+            if expecting is not None:
+                self._expecting = None
         if expecting is not None:
             expecting.reply(Done())
+
+    def _covering(self, clock: int) -> Note | None:
+        return next((note for note in self._notes if note.covers(clock)), None)
 
     def _hold(self) -> None:
         """What is noted must not grow without end: the script waits, all of its commits are on their way."""
