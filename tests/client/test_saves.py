@@ -289,6 +289,25 @@ def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
     assert len(done) == 6
 
 
+def test_a_save_that_is_late_costs_a_script_one_wait_and_not_its_memory(house, tmp_path, monkeypatch):
+    """Another worker is at no boundary for minutes: this one goes on, and has its newest states for the cut."""
+    monkeypatch.setattr(saves, "MOST_NOTED_BYTES", 60_000)
+    monkeypatch.setattr(saves, "HELD_SECONDS", 0.3)
+    _, job, asker = begin(house)
+    job.state["large"] = np.zeros(2500)
+    told = asker.expect()
+    until(lambda: job.boundary._watchers)
+    kept = []
+    for _ in range(40):
+        step(job)
+        kept.append(len(job._hearing.saves._notes))
+    assert told.wait(SECONDS) == Done()
+    assert max(kept) <= 3 and job._hearing.saves._patience == 0.0
+    with pytest.raises(StoreError, match="keeps its state of step 5 no more"):
+        asker.written(tmp_path, 5)
+    assert asker.written(tmp_path, 40).clock == 40
+
+
 def test_a_folder_that_cannot_be_written_is_an_answer(house, tmp_path):
     _, job, asker = begin(house)
     asker.expect()

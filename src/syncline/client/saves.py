@@ -21,8 +21,9 @@ from syncline.net.rpc import Request
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter
 
-#: With more than this in notes the script waits at its boundary for the cut, for so long at most.
-MOST_NOTED_BYTES, HELD_SECONDS = 256 << 20, 5.0
+#: With more than this in notes the script waits at its boundary for the cut, for so long in all; then the oldest go,
+#: down to so many: a cut that is still to come lies behind them.
+MOST_NOTED_BYTES, HELD_SECONDS, LEAST_NOTES = 256 << 20, 5.0, 2
 
 
 class Saves:
@@ -39,6 +40,7 @@ class Saves:
         self._number = self._ended = 0  # what is expected; the highest that is over
         self._notes: list[Note] = []
         self._is_found = False  # the cut's note is known: no more are wanted
+        self._patience, self._has_dropped = HELD_SECONDS, False
         self._expecting: Request | None = None
         self._wanted: tuple[Request, WriteScript] | None = None
         self._told = ""
@@ -80,12 +82,17 @@ class Saves:
                 raise StoreError(f"{self._name} was told nothing of save {message.number}")
             found = self._covering(message.clock)
             if found is None and self._notes and message.clock <= self._notes[-1].clock:
-                raise StoreError(f"{self._name} was behind step {message.clock} when it noted its state first")
+                raise StoreError(self._why_not(message.clock))
             self._wanted = (request, message)
         if found is not None:
             self._write(found)
         else:
             self._boundary.look_where_it_waits()
+
+    def _why_not(self, clock: int) -> str:
+        if self._has_dropped:
+            return f"{self._name} keeps its state of step {clock} no more: the cut was late, and notes are large"
+        return f"{self._name} was behind step {clock} when it noted its state first"
 
     # -- at a boundary ------------------------------------------------------------------------------------
 
@@ -100,7 +107,7 @@ class Saves:
             if found is not None:
                 threading.Thread(target=self._write, args=(found,), name="script", daemon=True).start()
             elif clock > wanted[1].clock:
-                self._refuse_wanted(f"{self._name} was behind step {wanted[1].clock} when it noted its state first")
+                self._refuse_wanted(self._why_not(wanted[1].clock))
         if is_new and not waits:
             self._hold()
 
@@ -151,12 +158,20 @@ class Saves:
         return next((note for note in self._notes if note.covers(clock)), None)
 
     def _hold(self) -> None:
-        """What is noted must not grow without end: the script waits, all of its commits are on their way."""
-        until = time.monotonic() + HELD_SECONDS
+        """What is noted must not grow without end: the script waits, all of its commits are on their way; but not at
+        every boundary of a save that is late, since some other worker is at none."""
         with self._change:
-            while len(self._notes) > 1 and self._num_noted_bytes > MOST_NOTED_BYTES:
-                if not self._is_ready or not self._change.wait(until - time.monotonic()):
-                    return
+            until = time.monotonic() + self._patience
+            while self._is_too_much and self._is_ready and (left := until - time.monotonic()) > 0:
+                self._change.wait(left)
+            self._patience = max(0.0, until - time.monotonic()) if self._is_too_much else self._patience
+            while self._is_too_much and len(self._notes) > LEAST_NOTES and self._notes[0].clock < self._num_landed():
+                del self._notes[0]
+                self._has_dropped = True
+
+    @property
+    def _is_too_much(self) -> bool:
+        return len(self._notes) > 1 and self._num_noted_bytes > MOST_NOTED_BYTES
 
     @property
     def _num_noted_bytes(self) -> int:
@@ -207,6 +222,7 @@ class Saves:
         expecting, self._expecting = self._expecting, None
         wanted, self._wanted = self._wanted, None
         self._number, self._notes, self._is_found = 0, [], False
+        self._patience, self._has_dropped = HELD_SECONDS, False
         self._change.notify_all()
         for request in (expecting, wanted[0] if wanted is not None else None):
             if request is not None:
