@@ -14,8 +14,7 @@ from syncline.client.boundary import Boundary, Position
 from syncline.client.encoding import TREE
 from syncline.client.script import Note, ScriptState
 from syncline.core.manifest import SavedScript
-from syncline.core.message import Done
-from syncline.core.saving import EndSave, Expect, WriteScript, WrittenScript
+from syncline.core.saving import EndSave, Expect, Noted, WriteScript, WrittenScript
 from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.store.folders import open_folder
@@ -151,8 +150,9 @@ class Saves:
             expecting = self._expecting if self._is_ready else None
             if expecting is not None:
                 self._expecting = None
+                answer = Noted(self._notes[-1].clock, self._boundary.stride)
         if expecting is not None:
-            expecting.reply(Done())
+            expecting.reply(answer)
 
     def _covering(self, clock: int) -> Note | None:
         return next((note for note in self._notes if note.covers(clock)), None)
@@ -195,7 +195,7 @@ class Saves:
             return
         if faults.armed is not None:
             faults.reach("script.written")
-        request.reply(WrittenScript(script))
+        request.reply(WrittenScript(script, note.clock))
 
     def _refuse_wanted(self, reason: str) -> None:
         with self._change:

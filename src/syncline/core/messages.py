@@ -69,6 +69,7 @@ from syncline.core.saving import (
     GateClosed,
     GivenTakenUp,
     Mark,
+    Noted,
     OpenGate,
     Save,
     Saved,
@@ -122,7 +123,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
     Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseGate, GateClosed, Mark, OpenGate,
-    WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish,
+    WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Noted,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
