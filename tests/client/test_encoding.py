@@ -107,6 +107,7 @@ def test_what_holds_itself_is_refused():
 @pytest.mark.parametrize(
     "tree",
     [
+        {"tensor": [0, "qint8", [8], "cpu"]},
         {"array": [0, "<f8", [2]]}, {"array": [0, "O", [1]]}, {"array": [0, "V8", [1]]},
         {"array": [0, "<f4", [-1, -2]]},
         {"array": [0, "<f4", [1 << 62, 1 << 62, 0]]}, {"array": [7, "<f4", [2]]}, {"tensor": [0, "load", [1], "cpu"]},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from syncline.core.cutting import CUT_SECONDS, Cut, ledger_at, taken_up
 from syncline.core.leasing import LeaseState, Leasing
 from syncline.core.loader import Loader
-from syncline.core.saving import GateClosed
+from syncline.core.saving import GateClosed, Noted
 from syncline.core.spans import Span, count
 
 A, B = ("worker-0", 1), ("worker-1", 2)
@@ -53,6 +53,20 @@ def test_what_was_committed_before_there_were_slices_of_its_kind_is_not_for_them
     one = closed((*A, 5), (*B, 7), registered=[(*A, 2), (*B, 2)])
     assert cut.decide({"server-0": one, "server-1": two}, 0.0) == "further", "it may be on its way"
     assert cut.close().through == [(*A, 5), (*B, 7)]
+
+
+def test_between_two_commits_of_a_batch_is_no_cut() -> None:
+    cut = Cut(3, ["server-0", "server-1"], CUT_SECONDS, {A: Noted(4, 2), B: Noted(4, 1)})
+    level = dict.fromkeys(cut.servers, closed((*A, 5), (*B, 5)))
+    assert cut.decide(level, 0.0) == "further"
+    assert (cut.close().turn, cut.close().through) == (1, [(*A, 6), (*B, 5)])
+    assert cut.behind() == ["worker-0"]
+    assert cut.decide(level, CUT_SECONDS) == "level", "commits have waited enough"
+    assert cut.clocks == {A: 5, B: 5}
+    assert cut.decide(dict.fromkeys(cut.servers, closed((*A, 6), (*B, 6))), 0.0) == "level"
+    noted = Cut(3, ["server-0"], CUT_SECONDS, {A: Noted(4, 3)})
+    assert noted.decide({"server-0": closed((*A, 2))}, 0.0) == "further"
+    assert noted.close().through == [(*A, 4)], "what was noted first lies before nothing that is in"
 
 
 def test_a_server_without_slices_has_no_say() -> None:

@@ -13,7 +13,7 @@ from tests.saved_scripts import NAME, Asker, finish, takes_up
 
 from syncline.client.current import current_in_thread
 from syncline.client.job import Job
-from syncline.core.message import Done
+from syncline.core.saving import Noted
 from syncline.errors import ConfigError, StoreError
 from syncline.testing.local import local_job
 from syncline.torch.data import DataLoader
@@ -90,7 +90,7 @@ def save_at(asker: Asker, folder: Any, clock: int) -> tuple[Callable[[int], None
         if step == clock - 2:
             found.append(asker.expect())
         if step == clock + 1:
-            assert found[0].wait(SECONDS) == Done()
+            assert isinstance(found[0].wait(SECONDS), Noted)
             found.append(asker.written(folder, clock))
 
     return after, found
@@ -197,7 +197,7 @@ def test_an_accumulated_gradient_is_no_boundary(made, tmp_path):
             script.opt.zero_grad()
         states[number] = torch.get_rng_state()
         script.log.append(number)
-    assert told[0].wait(SECONDS) == Done()
+    assert isinstance(told[0].wait(SECONDS), Noted)
     with pytest.raises(StoreError):  # it was told in the middle of them
         asker.written(tmp_path / NAME, 1)
     written = asker.written(tmp_path / NAME, 2)  # behind the fourth micro-batch
@@ -217,7 +217,7 @@ def test_local_steps_keep_their_optimizer_and_nothing_between_two_averages(made,
         momentum[step] = script.opt.state_dict()["state"][0]["momentum_buffer"].clone()
 
     script.run(2, after)
-    assert told[0].wait(SECONDS) == Done()
+    assert isinstance(told[0].wait(SECONDS), Noted)
     digest = finish(tmp_path / NAME, asker.written(tmp_path / NAME, 2))  # behind six steps
     again, _ = made(sync_every=3)
     takes_up(again, tmp_path / NAME, digest)
@@ -279,7 +279,7 @@ def test_objects_of_torch_come_back(made, tmp_path):
         job.state[name] = thing
     job.state["tensor"] = torch.arange(3)
     with job.boundary.waiting():
-        assert asker.expect().wait(SECONDS) == Done()
+        assert isinstance(asker.expect().wait(SECONDS), Noted)
         written = asker.written(tmp_path / NAME, 0)
     again, _ = made()
     takes_up(again, tmp_path / NAME, finish(tmp_path / NAME, written))
@@ -328,7 +328,7 @@ def test_a_script_with_a_loop_of_its_own(made, tmp_path):
         script.opt.step()
         script.scheduler.step()
         state = torch.get_rng_state()
-    assert told[0].wait(SECONDS) == Done()
+    assert isinstance(told[0].wait(SECONDS), Noted)
     digest = finish(tmp_path / NAME, asker.written(tmp_path / NAME, 5))
     again, _ = made()
     takes_up(again, tmp_path / NAME, digest)

@@ -30,6 +30,7 @@ class Boundary:
     def __init__(self) -> None:
         self.clock: Callable[[], int] = lambda: 0  #: commits begun so far
         self.is_clean: Callable[[], bool] = lambda: True  #: whether all that was read is in them
+        self.stride = 1  #: commits between the last two boundaries that were apart
         self.is_in_loop: Callable[[], bool] = lambda: False
         self._lock = threading.RLock()
         self._watchers: tuple[Watcher, ...] = ()
@@ -46,12 +47,24 @@ class Boundary:
         with self._lock:
             self._watchers = tuple(known for known in self._watchers if known is not watcher)
 
+    def watch_while(self, watcher: Watcher, is_wanted: Callable[[], bool]) -> None:
+        """It looks from now on, or no more. Who comes last with this sees what is wanted now."""
+        with self._lock:
+            (self.watch if is_wanted() else self.unwatch)(watcher)
+
     def passed(self, position: Position) -> None:
         """The script comes for its next batch, or begins its next step; before anything of it is read."""
         clock = self.clock()
-        after, self._last, self._position = self._last, clock, position
+        after, self._position = self._go_to(clock), position
         if self._watchers:
-            self._look(position, min(after, clock - 1), clock, waits=False)
+            self._look(position, after, clock, waits=False)
+
+    def _go_to(self, clock: int) -> int:
+        """This is a boundary; the clock behind which it is the first."""
+        before, self._last = self._last, clock
+        if 0 <= before < clock:
+            self.stride = clock - before
+        return min(before, clock - 1)
 
     def stepped(self) -> None:
         """A step was made, or may begin: in a script without a loop over one of our loaders that is a boundary, once
@@ -81,8 +94,7 @@ class Boundary:
         with self._lock:
             if self._watchers and self._waits_at is not None:
                 clock = self.clock()
-                after, self._last = min(self._last, clock - 1), clock
-                self._look(self._waits_at, after, clock, waits=True)
+                self._look(self._waits_at, self._go_to(clock), clock, waits=True)
 
     def _look(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
         with self._lock:

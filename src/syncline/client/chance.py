@@ -36,5 +36,5 @@ def put_back(states: dict[str, Any], device: str = "") -> None:
                 torch.set_rng_state(states["torch"])
             if "cuda" in states and torch.cuda.is_available():
                 torch.cuda.set_rng_state(states["cuda"], device or "cuda")
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise StoreError(f"the random states of the checkpoint cannot be put back: {error}") from error

@@ -130,7 +130,7 @@ def decode(tree: Any, read: Callable[[int], Bytes], device: Any = "cpu") -> Any:
         return _decode(tree, read, device, 0)
     except StoreError:
         raise
-    except (TypeError, ValueError, KeyError, IndexError, OverflowError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise StoreError(f"a script's state cannot be read: {type(error).__name__}: {error}") from None
 
 

@@ -3,7 +3,8 @@
 Every server with slices closes its gate, lets what has begun come to its end, and says of every worker how far its
 slices are. When all say the same, and that of all their slices, the job is *level* there: no step is on some slices
 only. Else each is told the highest that any of them has, and lets that in; a rest that comes in with it may take
-others further.
+others further. Where a script makes several commits of a batch, a level place among them is no cut: all are told its
+next boundary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from syncline.core.handing import Use
 from syncline.core.leasing import LeaseState, Leasing
 from syncline.core.places import without
-from syncline.core.saving import CloseGate, GateClosed
+from syncline.core.saving import CloseGate, GateClosed, Noted
 from syncline.core.slices import Identity, highest_clocks
 
 #: Commits wait while gates are closed: a job that is not level after so long is tried again later.
@@ -29,7 +30,11 @@ MOST_TRIES = 3
 class Cut:
     """One try to find all servers level."""
 
-    def __init__(self, number: int, servers: Iterable[str], until: float) -> None:
+    def __init__(
+        self, number: int, servers: Iterable[str], until: float, noted: Mapping[Identity, Noted] | None = None
+    ) -> None:
+        """`noted`: where boundaries of workers are, by what they said of them."""
+        self._noted = noted or {}
         self.number, self.servers, self.until = number, sorted(servers), until
         self.turn = 0
         self.clocks: dict[Identity, int] = {}  # the highest that any server has
@@ -52,9 +57,19 @@ class Cut:
         told = [_clocks(answer) for answer in self._answers.values() if answer.has_slices]
         self.clocks = {life: clock for life, clock in highest_clocks(told).items() if clock}
         if not self.behind():
-            return "level"
+            further = {life: self._boundary(life, clock) for life, clock in self.clocks.items()}
+            if further == self.clocks or now >= self.until:
+                return "level"
+            self.clocks = further
         self.turn += 1
         return "further" if now < self.until else "late"
+
+    def _boundary(self, life: Identity, clock: int) -> int:
+        """The first one of this worker's from here on, if its batches go on as they did."""
+        noted = self._noted.get(life)
+        if noted is None:
+            return clock
+        return max(noted.clock, clock + (noted.clock - clock) % max(1, noted.num_commits))
 
     @property
     def uses(self) -> list[Use]:

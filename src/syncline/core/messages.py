@@ -84,6 +84,7 @@ from syncline.core.saving import (
     GateClosed,
     GivenTakenUp,
     Mark,
+    Noted,
     OpenGate,
     Save,
     Saved,
@@ -137,7 +138,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
     OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskUses, Uses, Confirm,
     Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseGate, GateClosed, Mark, OpenGate,
-    WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Metrics, Steer,
+    WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Noted, Metrics, Steer,
     Come, Called, Attend, Begin, Begun, AskStint, GivenStint, AskReading, GivenReading,
     Own, WriteOwn, WrittenOwn,
 )  # fmt: skip

@@ -24,10 +24,18 @@ class Saved(Message, frozen=True):
 
 
 class Expect(Message, frozen=True):
-    """To a worker: a save is coming. From now on it notes its script's state at every boundary; answered with `Done`
+    """To a worker: a save is coming. From now on it notes its script's state at every boundary; answered with `Noted`
     when it has done so for the first time."""
 
     number: int
+
+
+class Noted(Message, frozen=True):
+    """The clock of the worker's newest boundary, and how many commits lie between two: a cut among them would have a
+    part of a batch."""
+
+    clock: int
+    num_commits: int = 1
 
 
 class WriteScript(Message, frozen=True):
@@ -43,9 +51,10 @@ class WriteScript(Message, frozen=True):
 
 
 class WrittenScript(Message, frozen=True):
-    """It is on disk."""
+    """It is on disk. `clock`: of the boundary where it was noted; beyond the script's, a batch is only partly in."""
 
     script: SavedScript
+    clock: int = 0
 
 
 class EndSave(Message, frozen=True):

@@ -182,12 +182,20 @@ class Recording:
                 answer = call.wait(0)
                 if isinstance(answer, WrittenScript):
                     found.append(answer.script)
+                    self._tell_between(answer)
             except SynclineError as error:
                 self._lacks(name, error)
         return sorted(found, key=lambda script: script.worker)
 
     def _lacks(self, name: str, error: SynclineError) -> None:
         self._c.event(f"the state of {name}'s script is not in this save: {error}")
+
+    def _tell_between(self, answer: WrittenScript) -> None:
+        if answer.clock > answer.script.clock:
+            self._c.event(
+                f"this save lies in the middle of a batch of {answer.script.worker}'s: of {answer.clock} commits it "
+                f"has {answer.script.clock}; whoever takes it up goes on with the next batch"
+            )
 
     def _check_goes_on(self) -> None:
         if self._c.over.is_set():

@@ -18,7 +18,8 @@ from syncline.core.cutting import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut
 from syncline.core.frequency import Every, every
 from syncline.core.message import Done, Message
 from syncline.core.saves import Checkpoint
-from syncline.core.saving import EndSave, Expect, Finish, OpenGate, Save, Saved
+from syncline.core.saving import EndSave, Expect, Finish, Noted, OpenGate, Save, Saved
+from syncline.core.slices import Identity
 from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 from syncline.roles.coordinator.gating import Asking, find_level
@@ -282,7 +283,7 @@ class Saving:
             if not self._may_begin() or not primaries <= set(self._c.membership.servers()):
                 return
             self.is_cutting = True
-        cut = Cut(under_way.number, primaries, time.monotonic() + CUT_SECONDS)
+        cut = Cut(under_way.number, primaries, time.monotonic() + CUT_SECONDS, self._noted(under_way))
         try:
             taken = find_level(self._c, cut, asking)
         except SynclineError as error:
@@ -301,6 +302,19 @@ class Saving:
             self._is_done(under_way, None)
             return
         threading.Thread(target=self._write, args=(under_way, taken), name="save", daemon=True).start()
+
+    def _noted(self, under_way: UnderWay) -> dict[Identity, Noted]:
+        """Where workers' boundaries are; the last try takes any place: a script may do otherwise than before."""
+        if under_way.wanted.num_tries + 1 >= MOST_TRIES:
+            return {}
+        answers = {name: call.answer for name, call in under_way.expects.items()}
+        with self._c.lock:
+            members = self._c.membership.state.members
+            return {
+                (name, members[name].incarnation): answer
+                for name, answer in answers.items()
+                if isinstance(answer, Noted) and name in members
+            }
 
     def _is_saved(self, taken: Taken) -> bool:
         """Whether nothing has happened since the last one."""
@@ -333,7 +347,7 @@ class Saving:
     # -- in the thread of the save ------------------------------------------------------------------------
 
     def _write(self, under_way: UnderWay, taken: Taken) -> None:
-        asked = [name for name, call in under_way.expects.items() if isinstance(call.answer, Done)]
+        asked = [name for name, call in under_way.expects.items() if isinstance(call.answer, Noted | Done)]
         try:
             made = self.recording.write(taken, asked, under_way.chief, under_way.wanted.turn)
         except ConnectionLost as error:

@@ -1,0 +1,87 @@
+"""Scripts with several optimizers: a save has a batch in all of its commits, or in none."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.core.saving import Save
+from syncline.roles.coordinator import saving
+from syncline.store.checkpoints import choose
+from syncline.store.folders import open_folder
+from syncline.testing.local import local_job
+from syncline.torch.data import DataLoader
+from syncline.torch.optimizer import DistributedOptimizer
+
+SECONDS = 20.0
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)])
+
+
+class Between:
+    """The cut begins when every worker has made the first commit of a batch, and not the second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+        self._begins, self.is_over = threading.Event(), threading.Event()
+        self._all_there = threading.Barrier(num_workers + 1)
+        find_level = saving.find_level
+
+        def late(*args: Any) -> Any:
+            self._begins.set()
+            if not self.is_over.is_set():
+                self._all_there.wait(SECONDS)
+                self.is_over.set()
+            return find_level(*args)
+
+        monkeypatch.setattr(saving, "find_level", late)
+
+    def stand(self) -> None:
+        """Called by a script between its two steps."""
+        if self._begins.is_set() and not self.is_over.is_set():
+            self._all_there.wait(SECONDS)
+            time.sleep(0.2)
+
+
+def work(job: Any, between: Between) -> None:
+    torch.manual_seed(1)
+    models = torch.nn.ModuleList([torch.nn.Linear(1, 40), torch.nn.Linear(1, 40)])
+    opts = []
+    for model in models:
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        opts.append(DistributedOptimizer(inner, model=models, job=job))
+    for number, batch in enumerate(DataLoader(Numbers(), batch_size=2, job=job)):
+        if number == 2 and job.rank == 0:
+            job._link.try_call(Save("a test"))
+        for opt, model in zip(opts, models, strict=True):
+            opt.zero_grad()
+            model(batch).square().mean().backward()
+            opt.step()
+            if opt is opts[0]:
+                between.stand()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_two_commits_of_a_batch_are_both_in_a_save_or_neither(policy, tmp_path, monkeypatch):
+    between = Between(monkeypatch, 2)
+    with local_job(workers=2, servers=2, policy=policy, checkpoint=str(tmp_path), slice_bytes=64, keep=9) as jobs:
+        jobs.run(lambda job: work(job, between), SECONDS)
+        assert between.is_over.is_set()
+        found = choose(open_folder(str(tmp_path)), print)
+        assert found is not None
+    manifest = found.manifest
+    assert len({part.file for part in manifest.slices}) == 2
+    clocks = {clock for part in manifest.slices for _, _, clock in part.clocks}
+    assert clocks and all(clock % 2 == 0 for clock in clocks), clocks
+    assert [script.worker for script in manifest.scripts] == ["worker-0", "worker-1"]
+    assert all(script.clock in clocks for script in manifest.scripts)
