@@ -8,6 +8,7 @@ from typing import Any
 
 from syncline.config import JobConfig
 from syncline.core.changes import Change
+from syncline.core.leasing import LeaseState
 from syncline.core.membership import JobState
 from syncline.core.policy import parse_policy
 
@@ -16,6 +17,7 @@ from .faults import Fault, Scenario, scenario_of
 from .hosting import Hosted
 from .ledger import Ledger
 from .reader import Reader
+from .saving import Saves
 from .server import Server
 from .worker import Worker
 from .world import Process, Violation, World
@@ -39,6 +41,7 @@ class Job:
             workers=scenario.workers, servers=scenario.servers, most_workers=len(scenario.scripts),
             policy=scenario.policy, replicas=scenario.replicas,
         )  # fmt: skip
+        self.saves = Saves(self.ledger)
         self.done: dict[str, int] = {}
         self.finished: set[str] = set()
         self.first_incarnations: dict[str, int] = {}
@@ -74,6 +77,8 @@ class Job:
             world.at(when, lambda name=name: world.start(Server(self, name)))
         for name, when in scenario.retires.items():
             world.at(when, lambda name=name: self._retire(name))
+        for when in scenario.saves:
+            world.at(when, self._save)
         for fault in scenario.faults:
             world.at(fault.when, lambda fault=fault: self._strike(fault))
             self._quiet_from = max(self._quiet_from, fault.when + fault.seconds)
@@ -89,6 +94,14 @@ class Job:
         process = self.world.current.get(name)
         if isinstance(process, Server) and process.is_alive:
             process.asks["retire"] = ()
+
+    def _save(self) -> None:
+        coordinator: Any = self.world.current["coordinator"]
+        coordinator.run(coordinator.want_save)
+
+    def leases(self) -> LeaseState:
+        """What a new job begins with."""
+        return LeaseState()
 
     def has_finished(self) -> None:
         if self.finished >= set(self.scenario.scripts):
@@ -177,6 +190,10 @@ class Job:
         return found
 
     def released(self, coordinator: Coordinator, change: Change) -> None:
+        gates = {p.life: p.gate for p in self.world.current.values() if isinstance(p, Server) and p.gate is not None}
+        shut = {life: gate for life, gate in gates.items() if gate.number <= coordinator.state.saves.num_begun}
+        if shut and any(p.name in change.servers for p in self.world.current.values() if p.life in shut):
+            self.ledger.fail(f"generation {change.generation} is released, and gates are closed: {shut}")
         if not coordinator.state.lost:
             self.ledger.released(self.primaries(coordinator.state), change.fenced.items())
 

@@ -21,6 +21,7 @@ class Samples:
     def __init__(self, fail: Callable[[str], None], epochs: int, num_samples: int) -> None:
         self.fail, self.epochs, self.num_samples = fail, epochs, num_samples
         self.read: dict[Entry, tuple[Sample, ...]] = {}
+        self.before: set[Sample] = set()  # done in the checkpoint that this job has taken up
         self.late: set[Entry] = set()  # steps that count for nothing
         self.excused: set[Sample] = set()  # by what the coordinator has reported, or set aside
         self._revoked: dict[int, set[Sample]] = {}  # by slice: of steps that are not on it, as reported
