@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from syncline.core.gates import Gate, clocks_to_tell, gate_of
 
-A, B = ("worker-0", 1), ("worker-1", 2)
+A, B, C = ("worker-0", 1), ("worker-1", 2), ("worker-2", 3)
 
 
 def test_nothing_passes_in_the_first_turn() -> None:
@@ -28,6 +28,15 @@ def test_rests_and_leaves_pass_while_anything_is_lacking() -> None:
     gate = gate_of(1, 1, [(*A, 5)])
     assert gate.lets_pass("rest", B, 0, is_whole=False) and gate.lets_pass("leave", B, 0, is_whole=False)
     assert not gate.lets_pass("rest", B, 0, is_whole=True) and not gate.lets_pass("leave", B, 0, is_whole=True)
+
+
+def test_slices_of_one_server_may_be_apart() -> None:
+    """Where primaries have changed: a step that one of them has is to be on all of them first."""
+    gate = Gate(1).reaching({A: 5, B: 3, C: 4}, {A: 4, B: 3}, {A, B})
+    assert gate.lacking({A: 4, B: 3}, {A, B}) == {A: 5}
+    assert gate.lets_pass("commit", A, 5, is_whole=False) and not gate.lets_pass("commit", A, 6, is_whole=False)
+    assert not gate.lets_pass("commit", B, 3, is_whole=False) and not gate.lets_pass("commit", C, 4, is_whole=False)
+    assert gate_of(1, 1, [(*A, 6)]).reaching({A: 5}, {}, {A}).through == {A: 6}
 
 
 def test_what_is_lacking_of_through() -> None:

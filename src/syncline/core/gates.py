@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
-from syncline.core.slices import Identity
+from syncline.core.slices import Identity, highest_clocks
 
 #: What can change what is in a round, or in a slice.
 Kind = Literal["commit", "clip", "rest", "leave"]
@@ -24,12 +24,20 @@ class Gate:
     turn: int = 0
     through: Mapping[Identity, int] = dataclasses.field(default_factory=dict)
 
-    def lacking(self, applied: Mapping[Identity, int], there: Collection[Identity]) -> dict[Identity, int]:
-        """What of `through` is not in, by the clocks applied here. Who is not `there` brings nothing more."""
+    def reaching(
+        self, highest: Mapping[Identity, int], least: Mapping[Identity, int], there: Collection[Identity]
+    ) -> Gate:
+        """This gate at a server: where primaries have changed some slices may have a step that is still to be made
+        anew on others here; it passes too, and all of it is to be in."""
+        uneven = {w: clock for w, clock in highest.items() if w in there and least.get(w, 0) < clock}
+        return dataclasses.replace(self, through=highest_clocks([self.through, uneven]))
+
+    def lacking(self, least: Mapping[Identity, int], there: Collection[Identity]) -> dict[Identity, int]:
+        """What of `through` is not in, by the clocks on all slices here. Who is not `there` brings nothing more."""
         return {
             worker: clock
             for worker, clock in self.through.items()
-            if worker in there and applied.get(worker, 0) < clock
+            if worker in there and least.get(worker, 0) < clock
         }
 
     def lets_pass(self, kind: Kind, worker: Identity, clock: int, *, is_whole: bool) -> bool:

@@ -58,7 +58,7 @@ class CommitGate:
             if not self._commits.hosts_any:
                 request.reply(GateClosed([], has_slices=False))
                 return
-            self._holding.close(gate)
+            gate = self._holding.close(gate)
         self._holding.decide()
         faults.reach("save.closed")
         with self._order:

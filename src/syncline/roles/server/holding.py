@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from syncline.core.gates import Gate, Kind
 from syncline.core.rounds import Rounds
-from syncline.core.slices import Identity, highest_clocks
+from syncline.core.slices import Identity, highest_clocks, least_clocks
 from syncline.net.rpc import Request
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.work import Contribution, respond
@@ -76,11 +76,14 @@ class Holding:
 
     def lacking(self) -> dict[Identity, int]:
         """What of the gate's `through` is not applied yet."""
-        return self.gate.lacking(self.applied(), self.there()) if self.gate is not None else {}
+        return self.gate.lacking(self._least(), self.there()) if self.gate is not None else {}
 
     def applied(self) -> dict[Identity, int]:
-        """Every worker's clock in the slices here."""
+        """Every worker's clock in the slices here: the highest, where one of them has come from elsewhere."""
         return highest_clocks(dict(slot.state.clocks) for slot in list(self._slices.values()))
+
+    def _least(self) -> dict[Identity, int]:
+        return least_clocks(slot.state for slot in list(self._slices.values()))
 
     def there(self) -> set[Identity]:
         """Who takes part here."""
@@ -98,11 +101,12 @@ class Holding:
         """The hold is over; `decide` is to follow, outside of `order`."""
         self._is_held = False
 
-    def close(self, gate: Gate) -> None:
-        """The gate is closed, or closed further on; `decide` is to follow, outside of `order`."""
-        self.gate = gate
+    def close(self, gate: Gate) -> Gate:
+        """The gate is closed, or closed further on, as it is here; `decide` is to follow, outside of `order`."""
+        self.gate = gate.reaching(self.applied(), self._least(), self.there())
         self._begin()
         self._idle.notify_all()
+        return self.gate
 
     def open(self) -> None:
         """It is open again; `decide` is to follow, outside of `order`."""
