@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.core.gates import Gate, Kind, clocks_to_tell, gate_of
 from syncline.core.saving import GateClosed
-from syncline.core.slices import highest_clocks
+from syncline.core.slices import highest_clocks, least_clocks
 
 from .hosting import Host, Identity
 from .world import Frame, Session
@@ -71,7 +71,10 @@ class Gated(Host):
         return {(s.name, s.incarnation) for s in self.rounds.standings.values() if not (s.left or s.fenced)}
 
     def _lacking(self) -> dict[Identity, int]:
-        return self.gate.lacking(self._applied(), self._there()) if self.gate is not None else {}
+        return self.gate.lacking(self._least(), self._there()) if self.gate is not None else {}
+
+    def _least(self) -> dict[Identity, int]:
+        return least_clocks(self.hosted[n].state for n in self.primaries())
 
     # -- who leaves ---------------------------------------------------------------------------------------
 
@@ -105,6 +108,8 @@ class Gated(Host):
         if not self.primaries():
             self.reply(session, "gate_closed", (gate.number, gate.turn, GateClosed([], has_slices=False)))
             return
+        if "slices_apart" not in self.job.bugs:
+            gate = gate.reaching(self._applied(), self._least(), self._there())
         self.gate, self.closing = gate, (session, gate)
         if "gate_stays" not in self.job.bugs:
             self.after(GATE_SECONDS, lambda: self._open_late(gate))

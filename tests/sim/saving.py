@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from syncline.core.cutting import MOST_TRIES, Cut, ledger_at
 from syncline.core.leasing import LeaseState
+from syncline.core.membership import JobState
 from syncline.core.saving import GateClosed
 from syncline.core.slices import Identity
 
@@ -123,7 +124,7 @@ class Saving(Handing):
         if "ledger_after_mark" in self.job.bugs:
             self.leases_at_cut = self._ledger_at(cut)
         slices = {n: one for each in self.marks.values() for n, one in each.items()}
-        self.job.saves.made(cut, slices, self.leases_at_cut, self.state.seats)
+        self.job.saves.made(cut, slices, self.leases_at_cut, self.state)
         self.cut, self.marks, self.is_wanted, self.num_tries = None, None, False, 0
         self.state.saves.open = 0
         self.keep()
@@ -173,18 +174,19 @@ class Saves:
         self.num_begun = self.num_given_up = 0
         self.taken: list[Taken] = []
 
-    def made(self, cut: Cut, slices: dict[int, Marked], leases: LeaseState, seats: Any) -> None:
+    def made(self, cut: Cut, slices: dict[int, Marked], leases: LeaseState, state: JobState) -> None:
         """Every server has marked its slices."""
-        if slices.keys() != set(seats):
-            self.ledger.fail(f"save {cut.number} has slices {sorted(slices)} of {sorted(seats)}")
+        if slices.keys() != set(state.seats):
+            self.ledger.fail(f"save {cut.number} has slices {sorted(slices)} of {sorted(state.seats)}")
+        there = {(m.name, m.incarnation) for m in state.members.values() if m.role == "worker"}
         for number, marked in slices.items():
-            self._check_clocks(cut, number, marked)
+            self._check_clocks(cut, number, marked, there - self.ledger.fenced | cut.clocks.keys())
         self.ledger._all_or_none(slices, None)
         done = done_in(leases, self.ledger.samples.epochs, self.ledger.samples.num_samples)
         self._check_samples(cut, slices[0], done)
         self.taken.append(Taken(dict(cut.clocks), leases, frozenset(done)))
 
-    def _check_clocks(self, cut: Cut, number: int, marked: Marked) -> None:
+    def _check_clocks(self, cut: Cut, number: int, marked: Marked, there: set[Identity]) -> None:
         """Of each worker exactly its steps up to the clock of the cut, each once."""
         ledger, highest = self.ledger, {}
         for (name, incarnation, clock), times in marked.ledger.items():
@@ -192,7 +194,7 @@ class Saves:
             highest[who] = max(clock, highest.get(who, 0))
             if times != 1:
                 ledger.fail(f"save {cut.number}: {(*who, clock)} is {times} times in slice {number}")
-        for who in {*highest, *cut.clocks} - ledger.fenced:
+        for who in sorted(there):
             clock = cut.clocks.get(who, 0)
             if marked.clocks.get(who, 0) != clock or highest.get(who, 0) > clock:
                 ledger.fail(
