@@ -123,6 +123,23 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
     )  # fmt: skip
 
 
+def scenario_on(scenario: Scenario) -> Scenario:
+    """Who takes up a checkpoint of this job: another number of workers and servers, and any policy."""
+    seed = scenario.seed
+
+    def number(least: int, most: int, key: str) -> int:
+        return least + int(draw(seed, "on", key) * (most - least + 1))
+
+    workers, servers = number(1, 4, "workers"), number(1, 3, "servers")
+    policy = ("sync", "async", "bounded:1", "sync:spare=1")[number(0, 3 if workers > 1 else 2, "policy")]
+    return dataclasses.replace(
+        scenario, policy=policy, servers=servers, workers=workers, replicas=min(servers, scenario.replicas),
+        slices=servers + number(0, 2, "slices"), window=0 if policy.startswith("sync") else 2 * number(0, 1, "window"),
+        pull_every=1, scripts={f"worker-{k}": ("epoch",) * scenario.epochs for k in range(workers)},
+        late_workers={}, late_servers={}, retires={}, faults=(), saves=(),
+    )  # fmt: skip
+
+
 def fault_of(seed: int, k: int) -> Fault:
     kind = KINDS[int(draw(seed, "fault", k) * len(KINDS))]
     long = draw(seed, "long", k) < 0.5

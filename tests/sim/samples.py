@@ -27,6 +27,11 @@ class Samples:
         self._revoked: dict[int, set[Sample]] = {}  # by slice: of steps that are not on it, as reported
         self._leases: dict[int, tuple[str, int, Span]] = {}
 
+    def take_up(self, done: Iterable[Sample], excused: Iterable[Sample]) -> None:
+        """What a checkpoint says is done, and what was in doubt there."""
+        self.before.update(done)
+        self.excused.update(excused)
+
     # -- events -------------------------------------------------------------------------------------------
 
     def step_sent(self, entry: Entry, samples: tuple[Sample, ...]) -> None:
@@ -63,6 +68,8 @@ class Samples:
         for entry in fresh:
             for sample in self.read.get(entry, ()) if entry not in self.late else ():
                 other = hosted.samples.setdefault(sample, entry)
+                if sample in self.before and sample not in self.excused:
+                    self.fail(f"sample {sample} is applied by {entry}, and was in the checkpoint that was taken up")
                 if other != entry and sample not in self.excused:
                     self.fail(f"sample {sample} is applied twice on slice {number}: by {other} and {entry}")
 
@@ -75,7 +82,7 @@ class Samples:
             if hosted is None:
                 continue
             self.applied(number, hosted, hosted.ledger)
-            there = set(hosted.samples or ()) | self._revoked.get(number, set())
+            there = set(hosted.samples or ()) | self.before | self._revoked.get(number, set())
             missing = sorted(wanted - there - self.excused)
             if missing:
                 self.fail(f"{len(missing)} samples are not applied on slice {number}: {missing[:5]}")

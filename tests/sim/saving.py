@@ -28,9 +28,9 @@ CUT_SECONDS, MARK_SECONDS, AGAIN_SECONDS, URGENT_SECONDS = 0.4, 0.3, 0.05, 0.01
 class Taken:
     """A cut that was made."""
 
-    clocks: dict[Identity, int]
     leases: LeaseState
     done: frozenset[Sample]
+    excused: frozenset[Sample]
 
 
 class Saving(Handing):
@@ -65,7 +65,8 @@ class Saving(Handing):
     def _begin_cut(self) -> None:
         saves = self.state.saves
         primaries = {seat.primary for seat in self.state.seats.values()}
-        if self.state.lost or not primaries <= set(self.membership.servers()):
+        is_in_doubt = bool(self.desk.unheard()) and "cut_in_doubt" not in self.job.bugs
+        if self.state.lost or is_in_doubt or not primaries <= set(self.membership.servers()):
             return
         before = (saves.num_begun, saves.open)
         saves.num_begun += 1
@@ -183,8 +184,8 @@ class Saves:
             self._check_clocks(cut, number, marked, there - self.ledger.fenced | cut.clocks.keys())
         self.ledger._all_or_none(slices, None)
         done = done_in(leases, self.ledger.samples.epochs, self.ledger.samples.num_samples)
-        self._check_samples(cut, slices[0], done)
-        self.taken.append(Taken(dict(cut.clocks), leases, frozenset(done)))
+        self._check_samples(cut, slices[0], done, there)
+        self.taken.append(Taken(leases, frozenset(done), frozenset(self.ledger.samples.excused)))
 
     def _check_clocks(self, cut: Cut, number: int, marked: Marked, there: set[Identity]) -> None:
         """Of each worker exactly its steps up to the clock of the cut, each once."""
@@ -205,7 +206,7 @@ class Saves:
                 if entry not in marked.ledger and not ledger.is_revoked(number, ledger.sent.get(entry, 0.0)):
                     ledger.fail(f"save {cut.number}: {entry} is not in slice {number}; the cut is at {clock}")
 
-    def _check_samples(self, cut: Cut, first: Marked, done: set[Sample]) -> None:
+    def _check_samples(self, cut: Cut, first: Marked, done: set[Sample], there: set[Identity]) -> None:
         """What is done is what the steps in the cut have used, each once."""
         samples = self.ledger.samples
         used: dict[Sample, Entry] = {}
@@ -214,7 +215,9 @@ class Saves:
                 if used.setdefault(sample, entry) != entry and sample not in samples.excused:
                     self.ledger.fail(f"save {cut.number}: sample {sample} is in {used[sample]} and {entry}")
         lost = sorted(done - used.keys() - samples.before - samples.excused)
-        again = sorted((used.keys() | samples.before) - done - samples.excused)
+        # What is reported to be in doubt, those who live know.
+        known = {sample for sample, entry in used.items() if entry[:2] in there}
+        again = sorted((used.keys() | samples.before) - done - (samples.excused - known))
         if lost or again:
             self.ledger.fail(f"save {cut.number}: done and in no step {lost[:5]}, in a step and not done {again[:5]}")
 
