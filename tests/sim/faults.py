@@ -43,6 +43,7 @@ class Scenario:
     data: Loader | None = None  # that workers loop over
     epochs: int = 0
     saves: tuple[float, ...] = ()  # when somebody asks for one
+    gate_seconds: float = 0.6  # until a gate opens by itself: in some jobs hardly longer than a message may take
 
     @property
     def is_even(self) -> bool:
@@ -120,6 +121,7 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
         pull_every=1 if in_rounds else number(1, 3, "pull"), scripts=scripts, late_workers=late,
         late_servers=late_servers, retires=retires, hold_seconds=0.03 if draw(seed, "hold") < 0.2 else 0.15,
         faults=faults, data=data, epochs=epochs, saves=saves,
+        gate_seconds=0.008 if draw(seed, "gate") < 0.15 else 0.6,
     )  # fmt: skip
 
 
@@ -134,8 +136,9 @@ def scenario_on(scenario: Scenario) -> Scenario:
     policy = ("sync", "async", "bounded:1", "sync:spare=1")[number(0, 3 if workers > 1 else 2, "policy")]
     return dataclasses.replace(
         scenario, policy=policy, servers=servers, workers=workers, replicas=min(servers, scenario.replicas),
-        slices=servers + number(0, 2, "slices"), window=0 if policy.startswith("sync") else 2 * number(0, 1, "window"),
-        pull_every=1, scripts={f"worker-{k}": ("epoch",) * scenario.epochs for k in range(workers)},
+        slices=servers + number(0, 2, "slices"), pull_every=1,
+        window=0 if policy.startswith("sync") else 2 * number(0, 1, "window"),
+        scripts={f"worker-{k}": ("epoch",) * scenario.epochs for k in range(workers)},
         late_workers={}, late_servers={}, retires={}, faults=(), saves=(),
     )  # fmt: skip
 

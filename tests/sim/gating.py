@@ -15,9 +15,6 @@ from .world import Frame, Session
 if TYPE_CHECKING:
     from .job import Job
 
-#: A gate that nobody marks or opens opens by itself.
-GATE_SECONDS = 0.6
-
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
@@ -112,7 +109,7 @@ class Gated(Host):
             gate = gate.reaching(self._applied(), self._least(), self._there())
         self.gate, self.closing = gate, (session, gate)
         if "gate_stays" not in self.job.bugs:
-            self.after(GATE_SECONDS, lambda: self._open_late(gate))
+            self.after(self.job.scenario.gate_seconds, lambda: self._open_late(gate))
         self._let_go()
         self.pump()
 

@@ -236,7 +236,7 @@ class Job:
 
 
 def play(seed: int, bugs: Iterable[str] = (), *, keep: frozenset[int] | None = None, verbose: bool = False) -> Job:
-    """Runs this seed; raises a Violation that names it. A cut that was made is taken up by another job, to its end."""
+    """Runs this seed; raises a Violation that names it. A cut that was made is taken up by another job."""
     job = Job(scenario_of(seed, keep), bugs, verbose=verbose).run()
     if job.saves.taken and job.scenario.data is not None:
         taken = job.saves.taken[int(job.world.draw("taken up") * len(job.saves.taken))]

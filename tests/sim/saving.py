@@ -78,13 +78,16 @@ class Saving(Handing):
         self.cut = Cut(saves.open, primaries, self.world.now + CUT_SECONDS)
         self.job.saves.num_begun += 1
         self._close_all(self.cut)
+        self.after(CUT_SECONDS, lambda cut=self.cut: self._is_late(cut))
+
+    def _is_late(self, cut: Cut) -> None:
+        if self.marks is None:
+            self._stop(cut)
 
     def _close_all(self, cut: Cut) -> None:
-        self.closed, turn = {}, cut.turn
+        self.closed = {}
         for server in cut.servers:
             self.say(server, "close_gate", cut.close())
-        left = max(0.0, cut.until - self.world.now)
-        self.after(left, lambda: self._stop(cut) if self.cut is cut and cut.turn == turn and self.marks is None else None)
 
     def on_gate_closed(self, session: Session, frame: Frame) -> None:
         number, turn, answer = frame.body
@@ -99,6 +102,7 @@ class Saving(Handing):
         if verdict == "level" or "no_levelling" in self.job.bugs:
             self._mark(cut)
         elif verdict == "further":
+            self.job.saves.num_further += 1
             self._close_all(cut)
         else:
             self._stop(cut)
@@ -172,7 +176,7 @@ class Saves:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.num_begun = self.num_given_up = 0
+        self.num_begun = self.num_further = self.num_given_up = 0
         self.taken: list[Taken] = []
 
     def made(self, cut: Cut, slices: dict[int, Marked], leases: LeaseState, state: JobState) -> None:
