@@ -15,7 +15,7 @@ from syncline.core.membership import Barriers, JobState, Membership
 from syncline.core.seats import Plan, Seat
 from syncline.errors import ConfigError
 
-from .handing import Handing
+from .saving import Saving
 from .world import Frame, Session, StoreFull, Superseded
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LOOK_SECONDS = 0.05
 APART, MOST_TIMES = 2 / 3, 5
 
 
-class Coordinator(Handing):
+class Coordinator(Saving):
     """One term of the job's coordinator."""
 
     role = "coordinator"
@@ -39,7 +39,7 @@ class Coordinator(Handing):
     def begin(self) -> None:
         self.term, data = self.world.disk.open()
         if data is None:
-            state = JobState(config=self.job.config)
+            state = JobState(config=self.job.config, leases=self.job.leases())
         else:
             state = msgspec.msgpack.decode(data, type=JobState)
         self.membership, self.state = Membership(state), state
@@ -256,7 +256,7 @@ class Coordinator(Handing):
     def pump(self) -> None:
         if not self.membership.formed or not self.is_alive or self.attempt is not None:
             return
-        if self.handing_back is not None:
+        if self.handing_back is not None or self.is_cutting():
             return
         if self.world.now < self.later or not self.membership.servers():
             return

@@ -42,6 +42,8 @@ class Scenario:
     faults: tuple[Fault, ...]
     data: Loader | None = None  # that workers loop over
     epochs: int = 0
+    saves: tuple[float, ...] = ()  # when somebody asks for one
+    gate_seconds: float = 0.6  # until a gate opens by itself: in some jobs hardly longer than a message may take
 
     @property
     def is_even(self) -> bool:
@@ -60,6 +62,8 @@ KINDS = (
 
 #: So many jobs read leases of samples; the others make steps by their scripts.
 LEASED = 0.5
+#: From this seed on, jobs that are saved.
+SAVES = 2_000_000
 #: From this seed on, as many jobs with spare workers, and mostly with several servers.
 SPARE = 1_000_000
 
@@ -102,7 +106,10 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
             policy, servers, replicas, workers, late_servers, retires = "sync:spare=1", 1, 1, max(2, workers), {}, {}
             scripts = {f"worker-{k}": ("epoch",) * epochs for k in range(workers)}
             late = {}
-    if SPARE <= seed < 2 * SPARE:
+    saves: tuple[float, ...] = ()
+    if seed >= SAVES:
+        saves = tuple(0.02 + 0.7 * draw(seed, "save", k) for k in range(number(2, 6, "saves")))
+    if SPARE <= seed < SAVES or (saves and draw(seed, "saves spare") < 0.2):
         workers, late = (workers, late) if workers > 1 else (2, {})
         policy = f"sync:spare={number(1, workers - 1, 'spare')}"
         known = list(scripts.values())
@@ -113,7 +120,26 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
         window=0 if in_rounds else 2 * number(0, 1, "window"), slices=servers + number(0, 2, "slices"),
         pull_every=1 if in_rounds else number(1, 3, "pull"), scripts=scripts, late_workers=late,
         late_servers=late_servers, retires=retires, hold_seconds=0.03 if draw(seed, "hold") < 0.2 else 0.15,
-        faults=faults, data=data, epochs=epochs,
+        faults=faults, data=data, epochs=epochs, saves=saves,
+        gate_seconds=0.008 if draw(seed, "gate") < 0.15 else 0.6,
+    )  # fmt: skip
+
+
+def scenario_on(scenario: Scenario) -> Scenario:
+    """Who takes up a checkpoint of this job: another number of workers and servers, and any policy."""
+    seed = scenario.seed
+
+    def number(least: int, most: int, key: str) -> int:
+        return least + int(draw(seed, "on", key) * (most - least + 1))
+
+    workers, servers = number(1, 4, "workers"), number(1, 3, "servers")
+    policy = ("sync", "async", "bounded:1", "sync:spare=1")[number(0, 3 if workers > 1 else 2, "policy")]
+    return dataclasses.replace(
+        scenario, policy=policy, servers=servers, workers=workers, replicas=min(servers, scenario.replicas),
+        slices=servers + number(0, 2, "slices"), pull_every=1,
+        window=0 if policy.startswith("sync") else 2 * number(0, 1, "window"),
+        scripts={f"worker-{k}": ("epoch",) * scenario.epochs for k in range(workers)},
+        late_workers={}, late_servers={}, retires={}, faults=(), saves=(),
     )  # fmt: skip
 
 

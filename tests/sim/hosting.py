@@ -124,9 +124,7 @@ class Host(SimMember):
     def on_commit(self, session: Session, frame: Frame) -> None:
         if not self._is_welcome(session, frame):
             return
-        if self._holds() or self.held:  # who came first is decided upon first
-            self.held.append((session, frame))
-        else:
+        if not self.keeps(session, frame):
             self._commit(session, frame)
 
     def _commit(self, session: Session, frame: Frame) -> None:
@@ -179,10 +177,7 @@ class Host(SimMember):
         self.pump()
 
     def on_rest(self, session: Session, frame: Frame) -> None:
-        if self._is_welcome(session, frame):
-            if self._holds() or self.held:
-                self.held.append((session, frame))
-                return
+        if self._is_welcome(session, frame) and not self.keeps(session, frame):
             self._rest(session, frame)
 
     def _rest(self, session: Session, frame: Frame) -> None:
@@ -361,7 +356,9 @@ class Host(SimMember):
                 hosted.targets.pop(life, None)
         self._again(life)
 
-    # -- what the changes of a server add --------------------------------------------------------------------
+    # -- what the gate and the changes of a server add -------------------------------------------------------
+
+    def keeps(self, session: Session, frame: Frame) -> bool: ...  # type: ignore[empty-body]
 
     def _holds(self) -> bool: ...  # type: ignore[empty-body]
 

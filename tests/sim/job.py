@@ -8,14 +8,17 @@ from typing import Any
 
 from syncline.config import JobConfig
 from syncline.core.changes import Change
+from syncline.core.cutting import taken_up
+from syncline.core.leasing import LeaseState
 from syncline.core.membership import JobState
 from syncline.core.policy import parse_policy
 
 from .coordinator import Coordinator
-from .faults import Fault, Scenario, scenario_of
+from .faults import Fault, Scenario, scenario_of, scenario_on
 from .hosting import Hosted
 from .ledger import Ledger
 from .reader import Reader
+from .saving import Saves, Taken
 from .server import Server
 from .worker import Worker
 from .world import Process, Violation, World
@@ -27,18 +30,24 @@ DONE_SECONDS = 40.0
 class Job:
     """Runs one scenario to its end, or to the first invariant that does not hold."""
 
-    def __init__(self, scenario: Scenario, bugs: Iterable[str] = (), *, verbose: bool = False) -> None:
-        self.scenario, self.bugs = scenario, frozenset(bugs)
+    def __init__(
+        self, scenario: Scenario, bugs: Iterable[str] = (), *, taken: Taken | None = None, verbose: bool = False
+    ) -> None:
+        """`taken`: a cut through another job, which this one takes up."""
+        self.scenario, self.bugs, self.taken = scenario, frozenset(bugs), taken
         self.world = World(scenario.seed, self.bugs, verbose=verbose)
         self.policy = parse_policy(scenario.policy)
         self.ledger = Ledger(
             self.world, scenario.slices, self.policy, is_even=scenario.is_even, epochs=scenario.epochs,
             num_samples=scenario.data.num_samples if scenario.data is not None else 0,
         )  # fmt: skip
+        if taken is not None:
+            self.ledger.samples.take_up(taken.done, taken.excused)
         self.config = JobConfig(
             workers=scenario.workers, servers=scenario.servers, most_workers=len(scenario.scripts),
             policy=scenario.policy, replicas=scenario.replicas,
         )  # fmt: skip
+        self.saves = Saves(self.ledger)
         self.done: dict[str, int] = {}
         self.finished: set[str] = set()
         self.first_incarnations: dict[str, int] = {}
@@ -74,6 +83,8 @@ class Job:
             world.at(when, lambda name=name: world.start(Server(self, name)))
         for name, when in scenario.retires.items():
             world.at(when, lambda name=name: self._retire(name))
+        for when in scenario.saves:
+            world.at(when, self._save)
         for fault in scenario.faults:
             world.at(fault.when, lambda fault=fault: self._strike(fault))
             self._quiet_from = max(self._quiet_from, fault.when + fault.seconds)
@@ -89,6 +100,16 @@ class Job:
         process = self.world.current.get(name)
         if isinstance(process, Server) and process.is_alive:
             process.asks["retire"] = ()
+
+    def _save(self) -> None:
+        coordinator: Any = self.world.current["coordinator"]
+        coordinator.run(coordinator.want_save)
+
+    def leases(self) -> LeaseState:
+        """What a new job begins with."""
+        if self.taken is None:
+            return LeaseState()
+        return self.taken.leases if "leased_is_kept" in self.bugs else taken_up(self.taken.leases)
 
     def has_finished(self) -> None:
         if self.finished >= set(self.scenario.scripts):
@@ -177,6 +198,10 @@ class Job:
         return found
 
     def released(self, coordinator: Coordinator, change: Change) -> None:
+        gates = {p.life: p.gate for p in self.world.current.values() if isinstance(p, Server) and p.gate is not None}
+        shut = {life: gate for life, gate in gates.items() if gate.number <= coordinator.state.saves.num_begun}
+        if shut and any(p.name in change.servers for p in self.world.current.values() if p.life in shut):
+            self.ledger.fail(f"generation {change.generation} is released, and gates are closed: {shut}")
         if not coordinator.state.lost:
             self.ledger.released(self.primaries(coordinator.state), change.fenced.items())
 
@@ -211,5 +236,9 @@ class Job:
 
 
 def play(seed: int, bugs: Iterable[str] = (), *, keep: frozenset[int] | None = None, verbose: bool = False) -> Job:
-    """Runs this seed; raises a Violation that names it."""
-    return Job(scenario_of(seed, keep), bugs, verbose=verbose).run()
+    """Runs this seed; raises a Violation that names it. A cut that was made is taken up by another job."""
+    job = Job(scenario_of(seed, keep), bugs, verbose=verbose).run()
+    if job.saves.taken and job.scenario.data is not None:
+        taken = job.saves.taken[int(job.world.draw("taken up") * len(job.saves.taken))]
+        Job(scenario_on(job.scenario), bugs, taken=taken, verbose=verbose).run()
+    return job

@@ -220,7 +220,7 @@ class Reader(Worker):
         return False
 
     def _all_given(self, kind: str) -> None:
-        if kind == "place":
+        if kind != "rest":
             super()._all_given(kind)
             return
         self.given, self.asked = {}, {}

@@ -21,10 +21,16 @@ class Samples:
     def __init__(self, fail: Callable[[str], None], epochs: int, num_samples: int) -> None:
         self.fail, self.epochs, self.num_samples = fail, epochs, num_samples
         self.read: dict[Entry, tuple[Sample, ...]] = {}
+        self.before: set[Sample] = set()  # done in the checkpoint that this job has taken up
         self.late: set[Entry] = set()  # steps that count for nothing
         self.excused: set[Sample] = set()  # by what the coordinator has reported, or set aside
         self._revoked: dict[int, set[Sample]] = {}  # by slice: of steps that are not on it, as reported
         self._leases: dict[int, tuple[str, int, Span]] = {}
+
+    def take_up(self, done: Iterable[Sample], excused: Iterable[Sample]) -> None:
+        """What a checkpoint says is done, and what was in doubt there."""
+        self.before.update(done)
+        self.excused.update(excused)
 
     # -- events -------------------------------------------------------------------------------------------
 
@@ -62,6 +68,8 @@ class Samples:
         for entry in fresh:
             for sample in self.read.get(entry, ()) if entry not in self.late else ():
                 other = hosted.samples.setdefault(sample, entry)
+                if sample in self.before and sample not in self.excused:
+                    self.fail(f"sample {sample} is applied by {entry}, and was in the checkpoint that was taken up")
                 if other != entry and sample not in self.excused:
                     self.fail(f"sample {sample} is applied twice on slice {number}: by {other} and {entry}")
 
@@ -74,7 +82,7 @@ class Samples:
             if hosted is None:
                 continue
             self.applied(number, hosted, hosted.ledger)
-            there = set(hosted.samples or ()) | self._revoked.get(number, set())
+            there = set(hosted.samples or ()) | self.before | self._revoked.get(number, set())
             missing = sorted(wanted - there - self.excused)
             if missing:
                 self.fail(f"{len(missing)} samples are not applied on slice {number}: {missing[:5]}")

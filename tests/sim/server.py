@@ -9,11 +9,12 @@ from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.members import Member
 from syncline.core.slices import SliceState, highest_clocks, least_clocks, life_of, reach_of
 
-from .hosting import Host, Hosted, Identity
+from .gating import Gated
+from .hosting import Hosted, Identity
 from .world import Frame, Session
 
 
-class Server(Host):
+class Server(Gated):
     """Hosts slices, as primary or backup."""
 
     # -- changes ------------------------------------------------------------------------------------------
@@ -30,6 +31,8 @@ class Server(Host):
         if change.generation == self.generation:
             self.reply(session, "installed", (change.generation,))
             return
+        if "gate_over_prepare" not in self.job.bugs:
+            self.open_gate()
         if not self.opened:
             self._begin_anew()
         self.prepared, self.installing, self.change = change.generation, None, change
@@ -64,14 +67,6 @@ class Server(Host):
             self.preparing = None
             self._let_go()
 
-    def _let_go(self) -> None:
-        held, self.held = self.held, []
-        for session, frame in held:
-            if frame.kind == "rest":
-                self._rest(session, frame)
-            else:
-                self._commit(session, frame)
-
     def _is_idle(self) -> bool:
         return not any(self.hosted[n].queue for n in self.primaries())
 
@@ -83,6 +78,8 @@ class Server(Host):
             self.reply(session, "prepared", (change.generation, self._standing_of_all(change)))
         elif self.installing is not None and not self.is_settling and self._is_idle():
             self._switch()
+        else:
+            self.tell_closed()
 
     def _standing_of_all(self, change: Prepare) -> Prepared:
         standings = [msgspec.structs.replace(s) for s in self.rounds.standings.values()]

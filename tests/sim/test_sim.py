@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .bugs import BUGS
-from .faults import KINDS, SPARE, scenario_of
+from .faults import KINDS, SAVES, SPARE, scenario_of
 from .job import play
 from .world import Violation
 
 QUICK, PROOF, SOAK = 500, 10_000, 200_000
+QUICK_SAVES, PROOF_SAVES = 60, 1_000
 MOST_FOR_A_BUG = 2_000
 
 
@@ -66,6 +67,29 @@ def test_spare_workers_with_several_servers_in_many_more_jobs(part: int) -> None
     play_all(SPARE + part * size, SPARE + (part + 1) * size)
 
 
+@pytest.mark.slow
+def test_every_cut_is_level() -> None:
+    """Jobs that are saved while all that happens: of every worker the same steps on all slices, of the samples what
+    these have used; and whoever takes that up reads the others, each once."""
+    play_all(SAVES, SAVES + QUICK_SAVES)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("part", range(4))
+def test_every_cut_is_level_in_many_more_jobs(part: int) -> None:
+    size = PROOF_SAVES // 4
+    play_all(SAVES + part * size, SAVES + (part + 1) * size)
+
+
+def test_saves_come_to_their_end() -> None:
+    """Where nothing goes wrong hardly any is tried again; else what holds of every cut would hold of none."""
+    jobs = [play(seed, keep=frozenset()) for seed in range(SAVES, SAVES + 12)]
+    quiet = [job.saves for job in jobs if job.scenario.gate_seconds > 0.1]
+    made = sum(len(saves.taken) for saves in quiet)
+    assert made >= 2 * len(quiet) and made >= 0.7 * sum(saves.num_begun for saves in quiet)
+    assert any(saves.num_further for saves in quiet), "all were level at once"
+
+
 @given(st.integers(0, 1 << 32), st.sets(st.integers(0, 4)))
 @settings(max_examples=60)
 def test_any_seed_with_any_of_its_faults(seed: int, faults: set[int]) -> None:
@@ -110,7 +134,8 @@ def test_a_seed_gives_one_trace(seed: int) -> None:
 
 def test_a_trace_does_not_depend_on_the_process() -> None:
     """The order of a set differs from process to process: nothing may follow from it."""
-    code = "from sim.job import play\nprint([play(seed).world.trace for seed in range(30)])"
+    seeds = [*range(30), *range(SAVES, SAVES + 10)]
+    code = f"from sim.job import play\nprint([play(seed).world.trace for seed in {seeds}])"
     traces = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -145,3 +170,7 @@ def test_seeds_are_of_every_kind() -> None:
     assert {s.policy for s in spare} == {f"sync:spare={n}" for n in (1, 2, 3)}
     assert {(s.servers > 1, s.replicas) for s in spare} == {(False, 1), (True, 1), (True, 2)}
     assert {s.data is None for s in spare} == {True, False} and any(s.late_servers or s.retires for s in spare)
+    saved = [scenario_of(seed) for seed in range(SAVES, SAVES + QUICK_SAVES)]
+    assert all(s.saves for s in saved) and {s.gate_seconds > 0.1 for s in saved} == {True, False}
+    assert {s.policy.partition("=")[0] for s in saved} >= {"sync", "async", "sync:spare"}
+    assert {s.data is None for s in saved} == {True, False} and any(s.late_workers for s in saved)

@@ -48,7 +48,7 @@ class Worker(SimMember):
         self.asked: dict[str, int] = {}  # a rest, or a place: life and request
         self.given: dict[str, Any] = {}
         self.back_at: int | None = None
-        self.needs_place = False
+        self.needs_place = self.has_departed = False
         self.ignored: set[str] = set()  # servers that are gone, by the coordinator's word
         self.frozen_at = 0.0
         self.blocked: set[str] = set()  # servers to which the connection was lost just now
@@ -91,9 +91,13 @@ class Worker(SimMember):
         return self.script[self.place : self.place + 1] == ("step",)
 
     def _leave(self) -> None:
-        if not self.open and "leave" not in self.asks:
+        if self.open or "leave" in self.asks:
+            return
+        self.job.ledger.fenced.add((self.name, self.incarnation))
+        if self.job.scenario.saves and not self.has_departed:  # first no round waits for it any more
+            self._ask_all("depart", ())
+        else:
             self.asks["leave"] = ()
-            self.job.ledger.fenced.add((self.name, self.incarnation))
             self.ask()
 
     def _go_on(self) -> None:
@@ -144,6 +148,8 @@ class Worker(SimMember):
         given, self.given, self.asked = self.given, {}, {}
         if kind == "place":
             self.back_at, self.needs_place = max(given.values()), False
+        elif kind == "depart":
+            self.has_departed = True
         elif self.script[self.place] == "barrier":
             turn = self.script[: self.place + 1].count("barrier")
             self.asks["barrier"] = (turn, self.stretch)

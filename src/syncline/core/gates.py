@@ -24,12 +24,12 @@ class Gate:
     turn: int = 0
     through: Mapping[Identity, int] = dataclasses.field(default_factory=dict)
 
-    def lacking(self, applied: Mapping[Identity, int], there: Collection[Identity]) -> dict[Identity, int]:
-        """What of `through` is not in, by what all slices here have. Who is not `there` brings nothing more."""
+    def lacking(self, least: Mapping[Identity, int], there: Collection[Identity]) -> dict[Identity, int]:
+        """What of `through` is not in, by the clocks on all slices here. Who is not `there` brings nothing more."""
         return {
             worker: clock
             for worker, clock in self.through.items()
-            if worker in there and applied.get(worker, 0) < clock
+            if worker in there and least.get(worker, 0) < clock
         }
 
     def lets_pass(self, kind: Kind, worker: Identity, clock: int, *, is_whole: bool) -> bool:

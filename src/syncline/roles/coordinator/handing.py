@@ -285,6 +285,11 @@ class Handing:
                 "of workers that died it is read again"
             )
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Under the lock: whether workers that live are still to say so."""
+        return bool(self._desk.unheard())
+
     def _ask_workers(self) -> None:
         """Those who have not said yet what they have used; again, when the answer got lost."""
         with self._c.lock:

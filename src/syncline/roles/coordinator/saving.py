@@ -162,9 +162,9 @@ class Saving:
         return max(0.01, min(times) - now)
 
     def _may_begin(self) -> bool:
-        """What is registered has its values, and there is something."""
-        registry = self._c.registry
-        return bool(registry.layout.segments) and len(registry.ready) == len(registry.layout.segments)
+        """What is registered has its values, and there is something; and it is known what was used of the samples."""
+        registry, segments = self._c.registry, self._c.registry.layout.segments
+        return bool(segments) and len(registry.ready) == len(segments) and not self._c.handing.is_in_doubt
 
     def _is_due(self, now: float) -> bool:
         if not self._is_on:
