@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 import threading
 import time
@@ -14,8 +15,10 @@ from tests.saved_scripts import NAME, Asker, finish, takes_up
 from syncline import Rule
 from syncline.client import saves
 from syncline.client.boundary import Boundary
+from syncline.core.control import Report
 from syncline.core.handing import AskUses, Uses
 from syncline.core.message import Done
+from syncline.core.pacing import Pace
 from syncline.core.saving import Finish, Noted, Save, Saved, WriteScript
 from syncline.errors import ConfigError, StoreError, WaitTimeout
 
@@ -82,14 +85,15 @@ def test_the_state_of_the_cut_is_written_and_comes_back(house, tmp_path):
 def test_it_says_done_only_when_no_cut_can_lie_before_what_it_noted(house, tmp_path):
     """A commit that is under way may not be in the cut: the state before it would be wanted, and nobody has it."""
     twin, job, asker = begin(house, policy="async", window=2)
-    held = threading.Event()
+    held, pools = threading.Event(), []
     for server in twin.servers.values():
-        kept = server.answer
+        kept, in_order = server.answer, concurrent.futures.ThreadPoolExecutor(1)
+        pools.append(in_order)
 
-        def answer(request: Any, message: Any, kept: Any = kept) -> Any:
+        def answer(request: Any, message: Any, kept: Any = kept, in_order: Any = in_order) -> Any:
             if type(message).__name__ in ("Stage", "CommitStaged") and not held.is_set():
                 late = lambda: held.wait(SECONDS) and request.reply(kept(request, message))  # noqa: E731
-                threading.Thread(target=late, daemon=True).start()
+                in_order.submit(late)
                 return None
             return kept(request, message)
 
@@ -104,6 +108,8 @@ def test_it_says_done_only_when_no_cut_can_lie_before_what_it_noted(house, tmp_p
     second.wait()
     step(job)
     assert isinstance(told.wait(SECONDS), Noted)
+    for pool in pools:
+        pool.shutdown()
 
 
 def test_a_clock_that_was_passed_before_it_was_told_is_refused(house, tmp_path):
@@ -308,6 +314,16 @@ def test_a_save_that_is_late_costs_a_script_one_wait_and_not_its_memory(house, t
     assert asker.written(tmp_path, 40).clock == 40
 
 
+def test_a_worker_tells_the_steps_of_the_job_also_of_those_before_it_was_taken_up(house):
+    twin, job, _ = begin(house, sync_every=4)
+    job.memory.taken_up.own_step = 100_000
+    job.stepped()
+    job.reporting.report()
+    until(lambda: any(isinstance(message, Report) and message.step for message in twin.coordinator.heard))
+    told = [message for message in twin.coordinator.heard if isinstance(message, Report)][-1]
+    assert (told.step, told.job_step) == (1, 100_001)
+
+
 def test_a_folder_that_cannot_be_written_is_an_answer(house, tmp_path):
     _, job, asker = begin(house)
     asker.expect()
@@ -338,6 +354,31 @@ def test_save_is_a_boundary_of_its_own(house, tmp_path):
 
     _in_a_thread(twin, Save, save)
     assert job.save() == "000001-step-1"
+
+
+def test_a_save_that_others_cannot_come_to_is_not_waited_for_and_said_once(house, tmp_path):
+    twin, job, _ = begin(house, checkpoint=str(tmp_path))
+    job.memory.taken_up.is_over = job.memory.taken_up._is_known = True
+    _in_a_thread(twin, Save, lambda message: Saved("", 1))
+    for _ in range(2):
+        step(job)
+        assert job.save() == ""
+    assert sum("made with the next step" in line for line in twin.said) == 1
+
+
+def test_a_worker_that_is_held_by_hand_stands_at_a_boundary(house, tmp_path):
+    _, job, asker = begin(house)
+    step(job)
+    job._hearing.pacing.hear(Pace("worker-0", is_paused=True))
+    script = threading.Thread(target=step, args=(job,), daemon=True)
+    script.start()
+    try:
+        assert isinstance(asker.expect().wait(SECONDS), Noted)
+        assert asker.written(tmp_path, 1).clock == 1
+    finally:
+        job._hearing.pacing.hear(Pace("worker-0"))
+    script.join(SECONDS)
+    assert job.own_step == 2
 
 
 def _in_a_thread(twin: Any, kind: type, act: Any) -> None:

@@ -188,8 +188,8 @@ class Recording:
     def _tell_between(self, answer: WrittenScript) -> None:
         if answer.clock > answer.script.clock:
             self._c.event(
-                f"this save lies in the middle of a batch of {answer.script.worker}'s: of {answer.clock} commits it has "
-                f"{answer.script.clock}; whoever takes it up goes on with the next batch"
+                f"this save lies in the middle of a batch of {answer.script.worker}'s: of {answer.clock} commits it "
+                f"has {answer.script.clock}; whoever takes it up goes on with the next batch"
             )
 
     def _check_goes_on(self) -> None:
