@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
 import threading
@@ -221,7 +222,10 @@ class Job:
         """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
         self.boundary.stepped()
         self._leave_if_retiring()
-        self._hearing.pacing.hold(self._leave_if_retiring, self.exchange.times)
+        pacing = self._hearing.pacing
+        if pacing.is_held:  # in a loop the batch is read already: that is no boundary
+            with contextlib.nullcontext() if self.boundary.is_in_loop() else self.boundary.waiting():
+                pacing.hold(self._leave_if_retiring, self.exchange.times)
 
     def _leave_if_retiring(self) -> None:
         if self._hearing.is_retiring and not self._closed.is_set():
@@ -267,7 +271,8 @@ class Job:
         get the same one.
 
         Its script's state is that of this call: inside of a loop it is best called last. Where a batch was read and
-        is in no step yet, or in local steps, it is made when it is, not waited for, and the name is empty.
+        is in no step yet, or in local steps, it is made when it is, not waited for, and the name is empty; also in
+        `sync` when not all workers call it, since the others wait in their step for this one.
         """
         return self._memory.save()
 
