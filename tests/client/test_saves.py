@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 import threading
 import time
@@ -12,10 +13,9 @@ import pytest
 from tests.saved_scripts import NAME, Asker, finish, takes_up
 
 from syncline import Rule
-from syncline.client import saves
 from syncline.client.boundary import Boundary
-from syncline.core.handing import AskUses, Uses
 from syncline.core.message import Done
+from syncline.core.pacing import Pace
 from syncline.core.saving import Finish, Noted, Save, Saved, WriteScript
 from syncline.errors import ConfigError, StoreError, WaitTimeout
 
@@ -82,14 +82,15 @@ def test_the_state_of_the_cut_is_written_and_comes_back(house, tmp_path):
 def test_it_says_done_only_when_no_cut_can_lie_before_what_it_noted(house, tmp_path):
     """A commit that is under way may not be in the cut: the state before it would be wanted, and nobody has it."""
     twin, job, asker = begin(house, policy="async", window=2)
-    held = threading.Event()
+    held, pools = threading.Event(), []
     for server in twin.servers.values():
-        kept = server.answer
+        kept, in_order = server.answer, concurrent.futures.ThreadPoolExecutor(1)
+        pools.append(in_order)
 
-        def answer(request: Any, message: Any, kept: Any = kept) -> Any:
+        def answer(request: Any, message: Any, kept: Any = kept, in_order: Any = in_order) -> Any:
             if type(message).__name__ in ("Stage", "CommitStaged") and not held.is_set():
                 late = lambda: held.wait(SECONDS) and request.reply(kept(request, message))  # noqa: E731
-                threading.Thread(target=late, daemon=True).start()
+                in_order.submit(late)
                 return None
             return kept(request, message)
 
@@ -104,6 +105,8 @@ def test_it_says_done_only_when_no_cut_can_lie_before_what_it_noted(house, tmp_p
     second.wait()
     step(job)
     assert isinstance(told.wait(SECONDS), Noted)
+    for pool in pools:
+        pool.shutdown()
 
 
 def test_a_clock_that_was_passed_before_it_was_told_is_refused(house, tmp_path):
@@ -206,108 +209,6 @@ def test_a_newer_save_takes_the_place_of_the_one_before(house):
         asker.expect(1).wait(SECONDS)
 
 
-def test_the_end_of_a_save_may_come_before_its_beginning(house):
-    """A worker that stood still reads both at once: nothing is noted for a save that nobody ends again."""
-    _, job, asker = begin(house)
-    asker.end(3)
-    step(job)
-    with pytest.raises(StoreError, match="save 3 is over"):
-        asker.expect(3).wait(SECONDS)
-    step(job)
-    assert not job.boundary._watchers and not job._hearing.saves._notes
-    with job.boundary.waiting():
-        assert isinstance(asker.expect(4).wait(SECONDS), Noted)
-
-
-def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monkeypatch):
-    _, job, asker = begin(house)
-    first, unwatch = asker.expect(1), job.boundary.unwatch
-    until(lambda: job.boundary._watchers)
-
-    def late(watcher: Any) -> None:
-        until(lambda: job._hearing.saves._number == 2)
-        time.sleep(0.2)
-        unwatch(watcher)
-
-    monkeypatch.setattr(job.boundary, "unwatch", late)
-    asker.end(1)
-    with pytest.raises(StoreError, match="save 1 is over"):
-        first.wait(SECONDS)
-    second = asker.expect(2)
-    until(lambda: job._hearing.saves._number == 2)
-    time.sleep(0.3)
-    step(job)
-    step(job)
-    assert isinstance(second.wait(SECONDS), Noted)
-
-
-def test_while_a_large_state_is_noted_the_coordinator_is_heard(house):
-    """The end of a save that was given up must not wait for what is copied for it: beats would go unanswered."""
-    _, job, asker = begin(house)
-    step(job)
-    inside, go_on = threading.Event(), threading.Event()
-
-    class Slow(Counter):
-        def state_dict(self) -> dict[str, int]:
-            if threading.current_thread().name == "save":
-                inside.set()
-                assert go_on.wait(SECONDS)
-            return super().state_dict()
-
-    job.state["slow"] = Slow()
-    try:
-        waiting = job.boundary.waiting()
-        waiting.__enter__()
-        told = asker.expect()
-        assert inside.wait(SECONDS)
-        asker.end()
-        assert isinstance(asker.endpoint.call(AskUses()).wait(SECONDS / 4), Uses)
-        with pytest.raises(StoreError, match="save 1 is over"):
-            told.wait(SECONDS / 4)
-    finally:
-        go_on.set()
-        waiting.__exit__(None, None, None)
-    until(lambda: not job.boundary._watchers)
-    assert not job._hearing.saves._notes, "what was noted for a save that is over is let go"
-
-
-def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
-    """A large state, and a cut that takes its time: the script waits at its boundary, and goes on with the cut."""
-    monkeypatch.setattr(saves, "MOST_NOTED_BYTES", 4000)
-    _, job, asker = begin(house)
-    job.state["large"] = np.zeros(300)
-    told = asker.expect()
-    done: list[int] = []
-    script = threading.Thread(target=lambda: [(step(job), done.append(n)) for n in range(6)], daemon=True)
-    script.start()
-    assert isinstance(told.wait(SECONDS), Noted)
-    until(lambda: len(job._hearing.saves._notes) > 1)
-    noted = len(job._hearing.saves._notes)
-    assert noted < 5
-    assert asker.written(tmp_path, 1).clock == 1
-    script.join(SECONDS)
-    assert len(done) == 6
-
-
-def test_a_save_that_is_late_costs_a_script_one_wait_and_not_its_memory(house, tmp_path, monkeypatch):
-    """Another worker is at no boundary for minutes: this one goes on, and has its newest states for the cut."""
-    monkeypatch.setattr(saves, "MOST_NOTED_BYTES", 60_000)
-    monkeypatch.setattr(saves, "HELD_SECONDS", 0.3)
-    _, job, asker = begin(house)
-    job.state["large"] = np.zeros(2500)
-    told = asker.expect()
-    until(lambda: job.boundary._watchers)
-    kept = []
-    for _ in range(40):
-        step(job)
-        kept.append(len(job._hearing.saves._notes))
-    assert isinstance(told.wait(SECONDS), Noted)
-    assert max(kept) <= 3 and job._hearing.saves._patience == 0.0
-    with pytest.raises(StoreError, match="keeps its state of step 5 no more"):
-        asker.written(tmp_path, 5)
-    assert asker.written(tmp_path, 40).clock == 40
-
-
 def test_a_folder_that_cannot_be_written_is_an_answer(house, tmp_path):
     _, job, asker = begin(house)
     asker.expect()
@@ -338,6 +239,31 @@ def test_save_is_a_boundary_of_its_own(house, tmp_path):
 
     _in_a_thread(twin, Save, save)
     assert job.save() == "000001-step-1"
+
+
+def test_a_save_that_others_cannot_come_to_is_not_waited_for_and_said_once(house, tmp_path):
+    twin, job, _ = begin(house, checkpoint=str(tmp_path))
+    job.memory.taken_up.is_over = job.memory.taken_up._is_known = True
+    _in_a_thread(twin, Save, lambda message: Saved("", 1))
+    for _ in range(2):
+        step(job)
+        assert job.save() == ""
+    assert sum("made with the next step" in line for line in twin.said) == 1
+
+
+def test_a_worker_that_is_held_by_hand_stands_at_a_boundary(house, tmp_path):
+    _, job, asker = begin(house)
+    step(job)
+    job._hearing.pacing.hear(Pace("worker-0", is_paused=True))
+    script = threading.Thread(target=step, args=(job,), daemon=True)
+    script.start()
+    try:
+        assert isinstance(asker.expect().wait(SECONDS), Noted)
+        assert asker.written(tmp_path, 1).clock == 1
+    finally:
+        job._hearing.pacing.hear(Pace("worker-0"))
+    script.join(SECONDS)
+    assert job.own_step == 2
 
 
 def _in_a_thread(twin: Any, kind: type, act: Any) -> None:

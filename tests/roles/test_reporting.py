@@ -31,6 +31,15 @@ def test_the_step_of_the_job_is_no_workers_own(jobs: Any, sync_every: int, step:
     assert ask(job, Watch()).step == step
 
 
+@pytest.mark.parametrize(("policy", "sync_every"), [("sync", 8), ("async", 1)])
+def test_steps_before_a_job_was_taken_up_are_steps_of_the_job(jobs: Any, policy: str, sync_every: int) -> None:
+    """A worker has made few steps of its own since; the next save is due by the step of the job."""
+    job = jobs(policy=policy, sync_every=sync_every).begin()
+    for name, steps in (("worker-0", 1600), ("worker-1", 1700)):
+        job[name].ask(Report(3, 10, 1.0, 0, 0, 0, job_step=steps))
+    assert ask(job, Watch()).step == 1700
+
+
 @pytest.mark.parametrize(
     ("retired", "shares"), [(True, {"worker-0": 1.0}), (False, {"worker-0": 0.75, "worker-1": 0.25})]
 )

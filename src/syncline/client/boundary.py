@@ -37,6 +37,7 @@ class Boundary:
         self._last = -1  # the clock at the boundary before
         self._position = STEP
         self._waits_at: Position | None = None
+        self._turns: dict[tuple[str, str], int] = {}
 
     def watch(self, watcher: Watcher) -> None:
         with self._lock:
@@ -88,6 +89,18 @@ class Boundary:
         finally:
             with self._lock:  # not while somebody looks
                 self._waits_at = before
+
+    def place(self, kind: str, name: str) -> Position:
+        """Where the script comes to now. What a loop comes to is not counted: batches that are done are not looped
+        over again."""
+        turn = self._turns.get((kind, name), 0) + (not self.is_in_loop())
+        self._turns[kind, name] = turn
+        return kind, name, turn
+
+    def standing(self, position: Position | None = None) -> contextlib.AbstractContextManager[None]:
+        """As `waiting`; but in a loop its batch is read already, and what is behind this wait belongs to that one: it
+        is no boundary."""
+        return contextlib.nullcontext() if self.is_in_loop() else self.waiting(position)
 
     def look_where_it_waits(self) -> None:
         """From any thread: if the script waits at a boundary, watchers are told."""

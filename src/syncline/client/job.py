@@ -247,7 +247,10 @@ class Job:
         """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
         self.boundary.stepped()
         self.leave_if_retiring()
-        self._hearing.pacing.hold(self.leave_if_retiring, self.exchange.times)
+        pacing = self._hearing.pacing
+        if pacing.is_held:
+            with self.boundary.standing():
+                pacing.hold(self.leave_if_retiring, self.exchange.times)
         if not self.exchange.uses.num_loops:
             self.validating.look_at_a_boundary()
 
@@ -284,11 +287,11 @@ class Job:
         for action in self._before_settle:
             action()
         turn = self._turns[name] = self._turns.get(name, 0) + 1
-        answer: Message | None = None
+        place, answer = self.boundary.place("barrier", name), None
         while answer is None:
             stretch = self.exchange.step_aside()
             try:
-                with self.boundary.waiting(("barrier", name, turn)):
+                with self.boundary.standing(place):
                     answer = self.ask(Barrier(name, turn, stretch))
             except ValidationCalled as called:
                 called.answer()
@@ -312,7 +315,8 @@ class Job:
         get the same one.
 
         Its script's state is that of this call: inside of a loop it is best called last. Where a batch was read and
-        is in no step yet, or in local steps, it is made when it is, not waited for, and the name is empty.
+        is in no step yet, or in local steps, it is made when it is, not waited for, and the name is empty; also in
+        `sync` when not all workers call it, since the others wait in their step for this one.
         """
         return self._memory.save()
 

@@ -29,7 +29,8 @@ class Memory:
     """The parts of it, put together for one job."""
 
     def __init__(self, job: Job, link: Link, hearing: FromCoordinator, say: Callable[[str], None]) -> None:
-        self._job, self._link, self._hearing = job, link, hearing
+        self._job, self._link, self._hearing, self._say = job, link, hearing, say
+        self._has_told = False  # that a save is made later
         self._pending: list[Callable[[], bool]] = []
         self._num_saves = 0  # outside of loops
         exchange, boundary = job.exchange, job.samples.boundary
@@ -67,6 +68,12 @@ class Memory:
                 return name  # it stands where it was saved, or is on its way there
             answer = job.ask(message)
         assert isinstance(answer, Saved)
+        if not answer.name and not self._has_told:
+            self._has_told = True
+            self._say(
+                "job.save() was called by some workers only, and others wait in their step for this one: the save is "
+                "made with the next step, and nobody waits for it; call it in all workers at the same step"
+            )
         return answer.name
 
     def finish(self) -> None:

@@ -34,6 +34,10 @@ class Pacing:
         if pace.delay_seconds:
             self._wait(lambda: self._pace is not pace, time.monotonic() + pace.delay_seconds, look)
 
+    @property
+    def is_held(self) -> bool:
+        return self._pace.is_paused
+
     def hold(self, look: Callable[[], None], times: StepClock) -> None:
         """Returns when this worker is not held; that is no part of a step."""
         if self._pace.is_paused:

@@ -52,7 +52,7 @@ class Reporting:
         epoch, step, steps = job.samples.progress
         with contextlib.suppress(SynclineError):
             times, taken, seconds = job.exchange.times.times(), job.samples.taken, job.samples.seconds
-            self._link.tell(Report(job.own_step, taken, seconds, epoch, step, steps, times))
+            self._link.tell(Report(job.own_step, taken, seconds, epoch, step, steps, times, job.step))
 
     def _report_regularly(self, closed: threading.Event) -> None:
         last = -1

@@ -167,6 +167,7 @@ class Report(Message, frozen=True):
     epoch_step: int
     epoch_steps: int
     times: StepTimes = StepTimes()
+    job_step: int = 0  # as `job.step`: with what was made before a job was taken up
 
 
 class AskStats(Message, frozen=True):

@@ -17,7 +17,7 @@ class Save(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """A checkpoint exists."""
+    """A checkpoint exists. Without a name: it will, with the next step, for which whoever asked must not wait."""
 
     name: str
     step: int

@@ -22,7 +22,6 @@ from syncline.core.control import (
     Watch,
 )
 from syncline.core.message import Done, Message
-from syncline.core.policy import policy_of
 from syncline.core.progress import progress, shares
 from syncline.core.seats import protection
 from syncline.core.standings import by_name
@@ -136,9 +135,8 @@ class Reporting:
         updates = max((beat.num_updates for beat, _ in self._c.beats.values()), default=0)
         if updates and self._c.config.sync_every == 1:
             return updates
-        steps = [report.step for report in self._c.reports.values()]  # in one process nobody beats
-        in_rounds = policy_of(self._c.config).in_rounds
-        return max(steps, default=0) if in_rounds else sum(steps)
+        # In one process nobody beats: what workers know of it.
+        return max((report.job_step or report.step for report in self._c.reports.values()), default=0)
 
     def saves(self) -> SaveCounts:
         """Under the lock."""
