@@ -16,7 +16,7 @@ from syncline.core.control import Leave
 from syncline.core.rolls import Roll
 from syncline.core.saving import CloseGate, GateClosed, Mark, OpenGate
 from syncline.core.seats import Seat
-from syncline.core.traffic import AskClip, Committed, GiveClip, Rest
+from syncline.core.traffic import AskClip, Committed, GiveClip, LoadState, Rest
 from syncline.errors import ProtocolError
 
 from .conftest import WAIT, House, Waiting, eventually
@@ -317,6 +317,25 @@ def test_who_has_made_its_last_step_before_a_server_had_slices_is_not_waited_for
     clocks = close_gates(house.tell, list(house.servers))
     assert clocks == {("worker-0", one.incarnation): 2, ("worker-1", two.incarnation): 1}
     mark(house.tell, list(house.servers))
+
+
+def test_no_cut_lies_between_the_servers_loads_of_state(make_house: MakeHouse) -> None:
+    house = three(make_house, 1)
+    (chief,) = house.workers.values()
+    for server in house.servers:
+        chief.ask(server, LoadState([], [], about=1)).wait(WAIT)
+    with pytest.raises(ProtocolError, match="given their state"):
+        closed(house, "server-0")
+    for server in house.servers:
+        chief.ask(server, LoadState([], [], about=2)).wait(WAIT)
+    close_gates(house.tell, list(house.servers))
+    calls = [chief.ask(server, LoadState([], [], about=1)) for server in house.servers]
+    assert not any(call.arrives(0.02) for call in calls), "it is behind the cut"
+    mark(house.tell, list(house.servers))
+    for call in calls:
+        call.wait(WAIT)
+    chief.vanish()
+    eventually(lambda: not any(server.commits.holding.loading for server in house.servers.values()))
 
 
 def test_after_a_move_slices_of_one_server_come_level_too(make_house: MakeHouse) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from syncline.client.placement import Placement
 from syncline.core.layout import Slice
 from syncline.core.message import Message
 from syncline.core.traffic import AskState, GivenState, LoadState, StateEntry
-from syncline.errors import ProtocolError
+from syncline.errors import ProtocolError, SynclineError
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.net.transport import buffer_of
 
@@ -43,7 +44,17 @@ def _read_one(endpoint: Endpoint, number: int, seconds: float, key: str) -> list
 
 
 def write_state(placement: Placement, slices: Sequence[Slice], entries: Entries, seconds: float) -> None:
-    """Gives the rules their state on these slices."""
+    """Gives the rules their state on these slices: on all of them before a cut, or behind it."""
+    endpoints = list(placement.endpoints.values())
+    wait_all([endpoint.call(LoadState([], [], about=1)) for endpoint in endpoints], seconds)
+    try:
+        _write_state(placement, slices, entries, seconds)
+    finally:
+        with contextlib.suppress(SynclineError):  # who is not there, or has other slices, has forgotten it
+            wait_all([endpoint.call(LoadState([], [], about=2)) for endpoint in endpoints], seconds)
+
+
+def _write_state(placement: Placement, slices: Sequence[Slice], entries: Entries, seconds: float) -> None:
     calls = []
     for server, endpoint in placement.endpoints.items():
         numbers = [part.id for part in slices if placement.primaries[part.id] == server]

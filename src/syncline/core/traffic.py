@@ -271,7 +271,11 @@ class GivenState(Message, frozen=True):
 
 
 class LoadState(Message, frozen=True):
-    """The chief gives rules their state; what is not named is forgotten."""
+    """The chief gives rules their state; what is not named is forgotten.
+
+    `about`: nothing is given yet; from 1 on until 2 is said, some servers may have it and others not: no cut is made.
+    """
 
     slices: list[int]
     entries: list[StateEntry]
+    about: int = 0

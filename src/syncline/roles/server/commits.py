@@ -18,7 +18,7 @@ from syncline.core.rounds import Rounds
 from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.slices import Identity
 from syncline.core.standings import Standing
-from syncline.core.traffic import AskClip, CommitStaged, GiveClip, Rest, Stage
+from syncline.core.traffic import AskClip, CommitStaged, GiveClip, LoadState, Rest, Stage
 from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
@@ -304,6 +304,25 @@ class Commits:
             works = self.flow.enqueue(verdict)
         self.flow.run(works)
         request.reply(Done())
+
+    def about_to_load(self, request: Request, message: LoadState) -> None:
+        """No cut lies between the servers' loads."""
+        with self.order:
+            later = functools.partial(self.about_to_load, request, message)
+            if message.about == 1 and self.holding.keeps(request, "rest", 0, later):
+                return
+            self.check_generation(request)
+            worker = (request.peer.name, request.peer.incarnation)
+            self.holding.loading.discard(worker)
+            if message.about == 1 and request.endpoint.is_open:
+                self.holding.loading.add(worker)
+        request.reply(Done())
+
+    def lost(self, worker: Identity) -> None:
+        """Its last connection is gone."""
+        with self.order:
+            self.holding.loading.discard(worker)
+        self.departures.lost(worker)
 
     def leave(self, request: Request) -> None:
         peer = request.peer

@@ -66,6 +66,8 @@ class CommitGate:
                 if time.monotonic() >= until:
                     self._holding.open()
                 self._flow.idle.wait(max(0.0, min(until - time.monotonic(), 0.5)))
+            if self._is_current(gate) and self._holding.loading:
+                self._holding.open()
             is_told = self._is_current(gate)
             answer = self._closed(gate)
             self._told = gate if is_told else self._told
@@ -80,12 +82,17 @@ class CommitGate:
             raise ProtocolError(f"{self._name} is closing")
         if self._holding.is_held:
             raise ProtocolError(f"{self._name}: no cut for save {gate.number}: a generation is being prepared")
+        self._check_loaded(gate)
         before = self._holding.gate
         if before is not None and not before.is_replaced_by(gate.number, gate.turn):
             raise ProtocolError(
                 f"{self._name} is asked to close its gate for save {gate.number}, turn {gate.turn}; it is closed for "
                 f"save {before.number}, turn {before.turn}"
             )
+
+    def _check_loaded(self, gate: Gate) -> None:
+        if self._holding.loading:
+            raise ProtocolError(f"{self._name}: no cut for save {gate.number}: rules are being given their state")
 
     def _is_current(self, gate: Gate) -> bool:
         return self._holding.gate is gate

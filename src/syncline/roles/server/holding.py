@@ -38,6 +38,7 @@ class Holding:
         self._is_held = False  # while a generation changes
         self.gate: Gate | None = None  # closed, for a cut
         self._queue: collections.deque[Asked] | None = None  # what came since, until all of it is decided upon
+        self.loading: set[Identity] = set()  # who gives rules their state, on some servers before others
         self._is_deciding = False
         self._in_hand: Asked | None = None  # its turn has come
 
@@ -158,5 +159,6 @@ class Holding:
         """Primaries have changed: all that waits is to be asked anew."""
         found = list(self.waiting())
         self._queue, self._is_held = None, False
+        self.loading.clear()
         self.open()
         return found

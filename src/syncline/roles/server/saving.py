@@ -25,8 +25,8 @@ from syncline.store.tensors import TensorWriter
 OpenWriter = Callable[[str, str, Sequence[Planned]], Writer]
 #: One digests while the other writes.
 NUM_WRITERS = 2
-#: As of `nice`: a tenth of what a step gets where both want the same core.
-LESS_PRIORITY = 10
+#: As of `nice`: a third of what a step gets where both want the same core.
+LESS_PRIORITY = 5
 _END_SECONDS = 30.0
 
 

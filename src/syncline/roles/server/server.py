@@ -309,7 +309,7 @@ class Server:
             self._leaving.discard(endpoint)
             left = {other.peer for other in self._endpoints}
         if endpoint.peer.role == "worker" and endpoint.peer not in left and self._commits is not None:
-            self._commits.departures.lost((endpoint.peer.name, endpoint.peer.incarnation))
+            self._commits.lost((endpoint.peer.name, endpoint.peer.incarnation))
         if reason == BROKEN_OFF:
             if endpoint.peer not in left:
                 self._log(f"{endpoint.peer} is gone: {reason}")  # once, for all its connections
@@ -345,7 +345,10 @@ class Server:
 
     def _load_state(self, request: Request, message: LoadState) -> None:
         self.commits.ranks.check_chief(request.peer, "loads state")
-        self._states.load(request, message)
+        if message.about:
+            self.commits.about_to_load(request, message)
+        else:
+            self._states.load(request, message)
 
     def _prefer(self, request: Request, message: Prefer) -> None:
         self.commits.flow.prefer(message.slices)
