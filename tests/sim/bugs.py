@@ -62,7 +62,7 @@ BUGS: dict[str, tuple[str, int]] = {
     "gate_stays": ("a gate opens only when it is told to", 2_000_042),
     "gate_over_prepare": ("a gate that is closed for a cut stays closed through the next generation", 2_000_028),
     "told_busy": ("clocks are told while updates are on their way through the slices", 2_000_012),
-    "slices_apart": ("a server tells the highest clock of its slices although one of them lacks that step", 2_000_014),
+    "slices_apart": ("a server tells its slices' highest clock although one of them lacks that step", 2_000_014),
     "mark_open": ("slices are marked whose gate has opened meanwhile", 2_000_042),
     "no_levelling": ("slices are marked although servers are apart", 2_000_008),
     "uses_not_in_cut": ("what servers say was used is not in the ledger of a cut", 2_000_000),
