@@ -12,7 +12,7 @@ from tests.roles.played import SECONDS, Disk, ask, jobs, until
 from tests.roles.saves import begun, folder, manifest
 
 from syncline.core.control import AskStatus, Barrier, Beat, Install, Leave, Passed, Register, Registered
-from syncline.core.handing import AskLease, OpenEpoch
+from syncline.core.handing import AskLease, AskUses, OpenEpoch, Uses
 from syncline.core.layout import Parameter
 from syncline.core.loader import Loader
 from syncline.core.message import Done
@@ -71,6 +71,22 @@ def test_what_was_used_at_the_cut_and_not_confirmed_is_done(jobs: Any, folder: p
     for name in ("server-0", "server-1"):
         job[name].uses = [(lease.lease, 0, 4)]
     job["worker-0"].ask(Save())
+    assert manifest(folder).leases.epochs["train"][0].num_done == 4
+
+
+def test_no_cut_while_a_worker_is_to_say_what_it_has_used(jobs: Any, folder: pathlib.Path) -> None:
+    """Slice 0 came back without that: it would be read once more by whoever takes the checkpoint up."""
+    job = begun(jobs, folder)
+    job["worker-1"].ask(OpenEpoch("train", 0, Loader(40, 4)))
+    lease = job["worker-1"].ask(AskLease("train", 0, []))
+    job["worker-1"].holds.add(AskUses)
+    with job.coordinator.lock:
+        job.coordinator.membership.state.leases.unheard = {"worker-1": job["worker-1"].incarnation}
+    call = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["worker-1"].held), "it is asked what it has used")
+    assert not call.arrives(0.2) and not job["server-0"].all(CloseGate)
+    job["worker-1"].held[0].reply(Uses([(lease.lease, 0, 4)]))
+    assert isinstance(call.wait(SECONDS), Saved)
     assert manifest(folder).leases.epochs["train"][0].num_done == 4
 
 

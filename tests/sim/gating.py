@@ -114,6 +114,7 @@ class Gated(Host):
             self.reply(session, "gate_closed", (gate.number, gate.turn, GateClosed([], has_slices=False)))
             return
         self.gate, self.closing = gate, (session, gate)
+        self.world.at(self.world.now + 1.5 * self.job.scenario.gate_seconds, lambda: self._check_open(gate))
         if "gate_stays" not in self.job.bugs:
             self.after(self.job.scenario.gate_seconds, lambda: self._open_late(gate))
         self._let_go()
@@ -146,6 +147,10 @@ class Gated(Host):
                 self.reply(self.closing[0], "gate_refused", (gate.number,))
             self.open_gate()
             self._let_go()
+
+    def _check_open(self, gate: Gate) -> None:
+        if self.gate is gate and self.is_alive and not self.is_paused:
+            self.job.ledger.fail(f"{self.life} has its gate closed for long: {gate}")
 
     def on_open_gate(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame) and self.gate is not None and self.gate.number <= frame.body[0]:
