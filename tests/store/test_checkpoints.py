@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 
 import msgspec
@@ -9,6 +10,10 @@ import pytest
 from tests.store.made import make
 
 from syncline import faults
+from syncline.core.leasing import LeaseState
+from syncline.core.ledger import Epoch
+from syncline.core.loader import Loader
+from syncline.core.spans import Span
 from syncline.errors import StoreError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
@@ -73,6 +78,22 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: pathlib.Path
     assert not own.exists("manifest.json")
     with pytest.raises(StoreError, match="not the one that was meant"):
         checkpoints.read_manifest(folder.join(made.name), "0" * 64)
+
+
+def test_a_checkpoint_whose_ledger_cannot_be_is_passed_over(tmp_path: pathlib.Path) -> None:
+    """Its samples would be read twice, or there would be none: whoever takes it up must not begin to count."""
+    folder = open_folder(tmp_path)
+    first, second = make(folder, 1), make(folder, 2)
+    ledger = LeaseState(loaders={"train": Loader(10, 2)}, epochs={"train": {0: Epoch(10, 0, [Span(0, 10)])}})
+    lying = msgspec.structs.replace(second.manifest, leases=ledger)
+    with pytest.raises(StoreError, match="batches of 0"):
+        checkpoints.write_manifest(folder.join(second.name), lying)
+    text = msgspec.json.encode(lying) + b"\n"
+    content = text + hashlib.sha256(text).hexdigest().encode() + b"\n"
+    (tmp_path / second.name / "manifest.json").write_bytes(content)
+    said: list[str] = []
+    chosen = checkpoints.choose(folder, said.append)
+    assert chosen is not None and chosen.name == first.name and "batches of 0" in said[0]
 
 
 def test_the_points_of_a_save_are_passed_in_order(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from syncline.core.layout import ALIGN, ITEM_BYTES, MAX_SEGMENT_BYTES, Segment, Slice, aligned, check_parameters
 from syncline.core.manifest import FORMAT, Manifest, SavedFile, SavedSlice, SavedTensor
+from syncline.core.sound_leases import check_leases
 from syncline.core.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, MAX_TENSORS, check_entries
 from syncline.errors import LayoutError, RuleError, StoreError
 
@@ -70,6 +71,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         files = _check_files(manifest)
         _check_segments(manifest.segments)
         _check_slices(manifest, files)
+        check_leases(manifest.leases)
     except (StoreError, LayoutError, RuleError) as error:
         raise StoreError(f"{where} is damaged: {error}") from error
 
