@@ -11,7 +11,7 @@ from syncline.core.layout import ALIGN, ITEM_BYTES, MAX_SEGMENT_BYTES, Segment, 
 from syncline.core.manifest import FORMAT, Manifest, SavedFile, SavedSlice, SavedTensor
 from syncline.core.sound_leases import check_leases
 from syncline.core.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, MAX_TENSORS, check_entries
-from syncline.errors import LayoutError, RuleError, StoreError
+from syncline.errors import DamagedError, LayoutError, RuleError, StoreError
 
 KINDS = ("whole", "weights")
 _NAME = re.compile(r"(\d{6,18})-step-(\d{1,18})")
@@ -59,13 +59,13 @@ def decode_manifest(text: bytes, where: str) -> Manifest:
             )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise StoreError(f"{where} is damaged: it is no manifest ({error})") from error
+        raise DamagedError(f"{where} is damaged: it is no manifest ({error})") from error
     check_manifest(manifest, where)
     return manifest
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
-    """Raises StoreError at the first thing that cannot be."""
+    """Raises DamagedError at the first thing that cannot be."""
     try:
         _check_head(manifest)
         files = _check_files(manifest)
@@ -73,7 +73,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         _check_slices(manifest, files)
         check_leases(manifest.leases)
     except (StoreError, LayoutError, RuleError) as error:
-        raise StoreError(f"{where} is damaged: {error}") from error
+        raise DamagedError(f"{where} is damaged: {error}") from error
 
 
 def _require(holds: bool, words: str) -> None:

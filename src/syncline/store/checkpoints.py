@@ -15,7 +15,7 @@ from syncline import faults
 from syncline.core.manifest import Manifest, SavedFile
 from syncline.core.retention import Standing, outdated
 from syncline.core.soundness import check_manifest, checkpoint_name, decode_manifest, number_in
-from syncline.errors import StoreError
+from syncline.errors import DamagedError, StoreError
 from syncline.store.disk import MANIFEST
 from syncline.store.folders import Folder
 from syncline.store.tensors import TensorReader, in_threads
@@ -77,17 +77,20 @@ def _look(folder: Folder, name: str, number: int) -> Found:
 
 
 def read_manifest(folder: Folder, digest: str = "") -> tuple[Manifest, str]:
-    """The manifest in a checkpoint's own folder, sound, and its digest; `digest`: it must be this one."""
+    """The manifest in a checkpoint's own folder, sound, and its digest; `digest`: it must be this one.
+
+    DamagedError: it is none, or cannot be true. MissingError: there is none. Any other StoreError says nothing of it.
+    """
     where = f"{folder.url}/{MANIFEST}"
     size = folder.size(MANIFEST)
     if size > _MOST_MANIFEST_BYTES:
-        raise StoreError(f"{where} is damaged: it has {size} bytes, at most {_MOST_MANIFEST_BYTES} are read")
+        raise DamagedError(f"{where} is damaged: it has {size} bytes, at most {_MOST_MANIFEST_BYTES} are read")
     content = folder.read(MANIFEST)
     end = _END.search(content[-66:])
     text = content[:-65]
     found = hashlib.sha256(text).hexdigest()
     if end is None or end[1].decode() != found:
-        raise StoreError(f"{where} is damaged: its last line is not the sha256 of the rest")
+        raise DamagedError(f"{where} is damaged: its last line is not the sha256 of the rest")
     if digest and digest != found:
         raise StoreError(f"{where} is not the one that was meant: its digest is {found[:12]}…, not {digest[:12]}…")
     return decode_manifest(text, where), found

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 
 from syncline.core.soundness import number_in
-from syncline.errors import StoreError
+from syncline.errors import DamagedError, StoreError
 from syncline.store.checkpoints import files_of, read_manifest, verify
 from syncline.store.disk import MANIFEST, discard
 from syncline.store.folders import Folder
@@ -41,12 +41,15 @@ def copy_checkpoint(source: Folder, target: Folder, name: str) -> str:
 
 
 def _has(folder: Folder, digest: str) -> bool:
-    """Whether this checkpoint is there already; what is there in its place must not be a checkpoint."""
+    """Whether this checkpoint is there already; what is there in its place must not be a checkpoint.
+
+    A store that only gives trouble says nothing of what is in it: nothing is removed then, StoreError.
+    """
     try:
         manifest, found = read_manifest(folder)
     except MissingError:
         return False
-    except StoreError:
+    except DamagedError:
         folder.remove(MANIFEST)  # it was no checkpoint
         return False
     if found != digest:
@@ -54,7 +57,7 @@ def _has(folder: Folder, digest: str) -> bool:
     try:
         verify(folder, manifest)
         return True
-    except StoreError:
+    except DamagedError:
         folder.remove(MANIFEST)
         return False
 

@@ -79,7 +79,11 @@ class RemoteFolder:
     def exists(self, name: str) -> bool:
         with explained(self.url, "cannot be looked at"):
             self._driver.invalidate_cache(self._root)
-            return bool(self._driver.exists(f"{self._root}/{name}"))
+            try:
+                self._driver.info(f"{self._root}/{name}")  # drivers' `exists` takes any trouble for a no
+            except FileNotFoundError:
+                return False
+            return True
 
     def size(self, name: str) -> int:
         with explained(f"{self.url}/{name}", "cannot be looked at"):
