@@ -128,6 +128,20 @@ class RemoteFolder:
         with explained(self.url, "cannot be made"):
             self._driver.makedirs(self._root, exist_ok=True)
 
+    def claim(self, name: str, data: bytes) -> bool:
+        """Makes the folder, with this file in it; False: somebody else has made it, as far as the store can tell."""
+        if self.list():
+            return False
+        self.make()
+        with explained(f"{self.url}/{name}", "cannot be written"):
+            try:
+                self._driver.pipe_file(f"{self._root}/{name}", data, mode="create")
+            except FileExistsError:
+                return False
+            except (TypeError, NotImplementedError):  # a driver that cannot: the last to write has it
+                self._driver.pipe_file(f"{self._root}/{name}", data)
+        return self.read(name) == data
+
     def check_writable(self) -> None:
         self.make()
         probe = f".syncline-{os.getpid()}"
