@@ -73,3 +73,23 @@ def test_a_store_out_of_reach_is_not_one_without_a_checkpoint(monkeypatch: pytes
     monkeypatch.setattr(type(folder._driver), "info", fail)  # type: ignore[attr-defined]
     with pytest.raises(StoreError, match="cannot be looked at"):
         folder.exists("manifest.json")
+
+
+def test_a_copy_that_came_to_no_end_is_pruned(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = open_folder(tmp_path / "here"), open_folder(tmp_path / "there")
+    made = [make(source, number) for number in (1, 2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.shutil, "copyfileobj", fail)
+        with pytest.raises(StoreError, match="see that the disk is sound"):
+            mirror.copy_checkpoint(source, target, made[0].name)
+    mirror.copy_checkpoint(source, target, made[1].name)
+    assert target.list() == [made[0].name, made[1].name]
+    assert checkpoints.prune(target, 2, "a") == [made[0].name]
+
+
+def test_what_another_job_copies_under_the_same_name_is_left_to_it(tmp_path: pathlib.Path) -> None:
+    source, target = open_folder(tmp_path / "here"), open_folder(tmp_path / "there")
+    made = make(source, 1)
+    checkpoints.begin(target, 1, 10, "b", "another")
+    with pytest.raises(StoreError, match="another job"):
+        mirror.copy_checkpoint(source, target, made.name)
