@@ -19,6 +19,7 @@ from syncline import faults
 from syncline.config import num_cores
 from syncline.core import tensor_file
 from syncline.core.manifest import SavedFile, SavedTensor
+from syncline.core.soundness import check_file_name
 from syncline.errors import DamagedError, StoreError
 from syncline.store.disk import PART, LocalFolder, create, discard, write_all
 from syncline.store.folders import Folder
@@ -48,6 +49,7 @@ class TensorWriter:
         metadata: dict[str, str] | None = None,
     ) -> None:
         """Its header is written at once; nothing has the file's own name before `finish`."""
+        check_file_name(name)
         self._folder, self._name = folder, name
         self._header, entries = tensor_file.plan(plan, metadata)
         self._entries = {entry.name: entry for entry in entries}
@@ -160,6 +162,7 @@ class TensorReader:
 
     def __init__(self, folder: Folder, file: SavedFile) -> None:
         """Opens nothing yet: the header is looked at before the first tensor."""
+        check_file_name(file.name)
         self._folder, self._file = folder, file
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
         self._begin = 0
@@ -191,6 +194,7 @@ class TensorReader:
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, in memory of their own, once their digest is right."""
+        self.check()  # no memory is taken for what the file does not hold
         found = np.empty(self._tensor(name).end - self._tensor(name).begin, np.uint8)
         self.read_into(name, [found.data])
         return found
@@ -212,6 +216,7 @@ class TensorReader:
 
     def verify(self, name: str) -> None:
         """As `read`, with nothing kept."""
+        self.check()
         tensor = self._tensor(name)
         scratch = _scratch().data
         whole, rest = divmod(tensor.end - tensor.begin, scratch.nbytes)
