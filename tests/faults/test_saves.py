@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -47,3 +51,22 @@ def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
     assert once_each(result(again.output)[1]), again.output
     if role != "worker":  # else others went on without it for some rounds
         assert result(again.output) == expected()
+
+
+@pytest.mark.slow
+def test_with_one_replica_a_lost_server_comes_back_from_a_checkpoint_that_is_no_older(commands: Any) -> None:
+    """With the momenta, which no worker has a copy of: the job ends as if nothing had been."""
+    saves = "if own['steps'] == 6:\n            job.save()\n            time.sleep(5.0)"
+    script = commands.script(SCRIPT.replace("time.sleep(pause)", saves))
+    words = ("run", "--checkpoint", "saves", "-s", "2", "-w", "2", script, "0")
+    process, deadline = commands.start(*words), time.monotonic() + 60.0
+    while not (commands.folder / "saves" / "000001-step-6" / "manifest.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(1.0)  # both workers have asked, perhaps one after the other
+    os.kill(commands.members()["server-1"], signal.SIGKILL)
+    ended = commands.finish(process)
+    assert ended.code == 0, ended.output
+    told = r"\d slices? came back from 00000\d-step-6, which is no older, with the rule's state; 0 acknowledged"
+    assert re.search(told, ended.output), ended.output
+    assert result(ended.output) == expected()

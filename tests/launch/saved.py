@@ -39,6 +39,8 @@ for epoch in range(EPOCHS):
         seen[epoch, batch] = 1
         x = job.kv.push_pull({{"x": gradient, "seen": seen}}).wait()["x"]
         own["steps"] += 1
+        if own["steps"] == 3:
+            print("at work", flush=True)
         time.sleep(pause)
 job.barrier('end')
 if job.is_chief:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -58,10 +56,7 @@ def test_sigterm_of_the_whole_job_saves_first(commands: Any) -> None:
     script, saves = commands.script(SCRIPT), commands.folder / "saves"
     words = ("run", "--checkpoint", "saves", "-w", "2", "-s", "1", script)
     process = commands.start(*words, "0.2")
-    deadline = time.monotonic() + 60.0
-    while not commands.members() or not _is_at_work(commands, process):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    commands.wait_for("at work", "worker-0")
     os.kill(process.pid, signal.SIGTERM)
     ended = commands.finish(process)
     assert ended.code == 128 + signal.SIGTERM, ended.output
@@ -71,12 +66,6 @@ def test_sigterm_of_the_whole_job_saves_first(commands: Any) -> None:
     assert len(saved(saves)) == 1
     again = commands.run(*words, "0")
     assert again.code == 0 and once_each(result(again.output)[1]), again.output
-
-
-def _is_at_work(commands: Any, process: Any) -> bool:
-    (name,) = [path.name for path in (commands.folder / "runs").iterdir() if path.is_dir()]
-    status = commands.run("status", name, "--json")
-    return status.code == 0 and '"num_done": ' in status.output and '"num_done": 0' not in status.output
 
 
 @pytest.mark.slow
@@ -108,29 +97,6 @@ def test_embedded_jobs_save_and_go_on_too(commands: Any) -> None:
     again = commands.finish(commands.start("0", program=(script,)))
     assert again.code == 0 and "takes up" in again.output, again.output
     assert result(again.output) == result(whole.output)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--save-every", "soon", "--checkpoint", "saves"), "--save-every 'soon': give a duration"),
-        (("--save-every", "0steps", "--checkpoint", "saves"), "--save-every '0steps': give a number of steps"),
-        (("--save-every", "5m"), "--save-every needs to know where to save: say --checkpoint DIR"),
-        (("--fresh", "--resume", "x", "--checkpoint", "saves"), "--fresh and --resume exclude each other"),
-        (("--resume", "nothing"), "--resume nothing: there is no checkpoint"),
-        (("--checkpoint", "train.py/saves"), "train.py/saves"),
-        (("--checkpoint", "nowhere://x"), "nowhere://"),
-        (("--checkpoint", "saves", "--checkpoint-mirror", "train.py/saves"), "train.py/saves"),
-        (("--save-memory", "much"), "--save-memory 'much': give a size"),
-        (("--keep", "1"), "keep = 1: must be at least 2"),
-    ],
-)
-def test_what_cannot_be_is_said_at_launch(commands: Any, flags: tuple[str, ...], words: str) -> None:
-    script = commands.script(SCRIPT)
-    refused = commands.run("run", *flags, script, "0")
-    assert refused.code == 2 and words in refused.output, refused.output
-    assert "Traceback" not in refused.output
-    assert not pathlib.Path(commands.folder, "runs").exists(), "nothing has started"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+import msgspec
 import pytest
 from tests.roles.played import SECONDS, Disk, ask, jobs, until
 from tests.roles.saves import begun, folder, manifest
@@ -292,3 +293,19 @@ def test_barriers_and_leases_do_not_wait_for_a_script_that_has_ended(jobs: Any, 
     assert isinstance(job["worker-0"].ask(Barrier("b", 1, 0)), Passed)
     job["worker-0"].ask(OpenEpoch("train", 0, Loader(8, 4)))
     assert len(job["worker-0"].ask(AskLease("train", 0, [])).span) == 8, "all of it is its own"
+
+
+def test_a_folder_that_hosts_do_not_share_is_no_checkpoint(jobs: Any, folder: pathlib.Path) -> None:
+    """A server on another host has written to a disk of its own."""
+    job = begun(jobs, folder)
+    job["server-1"].holds.add(WriteMarked)
+    call = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "it is asked")
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (asked,) = job["server-1"].held
+    message = msgspec.structs.replace(asked.message, folder=str(elsewhere))
+    asked.reply(job["server-1"].write_marked(message))
+    with pytest.raises(StoreError, match="must be a folder that all hosts share"):
+        call.wait(SECONDS)
+    assert not list(folder.glob("*/manifest.json"))

@@ -375,7 +375,8 @@ class Launcher:
 
     def _stop_all(self) -> None:
         went_well = self._signal is None and self._failure is None and not self._due
-        if self._signal == signal.SIGTERM and self._save is not None and not self._has_ended:
+        is_formed = self._standings is not None and self._standings.formed
+        if self._signal == signal.SIGTERM and self._save is not None and is_formed and not self._has_ended:
             self._save_first(self._save)
         self._watching.stop()
         self._standby.close()

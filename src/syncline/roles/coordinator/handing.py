@@ -274,6 +274,8 @@ class Handing:
         """
         if self._c.membership.state.leases.epochs:
             spans = self._desk.uses_are_lost()
+            if not spans:
+                return  # nothing was being read
             self._c.event(
                 f"what was used just before was lost with slice 0: {spans}. Of workers that live it counts as read, "
                 "of workers that died it is read again"

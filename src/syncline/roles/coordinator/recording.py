@@ -76,6 +76,7 @@ class Recording:
             checkpoints.begin(root, number, step, saves.lineage)
             manifest = self._gather(taken, folder, workers, chief, number, step)
             faults.reach("save.answered")
+            _check_is_here(folder, manifest)
             digest = checkpoints.write_manifest(folder, manifest)
         except BaseException:
             _remove(folder)
@@ -204,6 +205,14 @@ class Recording:
 
     def close(self) -> None:
         self._mirroring.close()
+
+
+def _check_is_here(folder: Folder, manifest: Manifest) -> None:
+    """What others have written is seen from here too: every file is there, with its size and its header."""
+    try:
+        checkpoints.check_files(folder, manifest)
+    except StoreError as error:
+        raise StoreError(f"{error}; --checkpoint must be a folder that all hosts share, or a store") from error
 
 
 def _clocks_in(slices: Iterable[SavedSlice], taken: Taken, workers: Collection[str]) -> dict[str, int]:

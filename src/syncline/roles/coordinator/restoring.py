@@ -50,6 +50,7 @@ class Back:
     from_workers: dict[int, Brought] = dataclasses.field(default_factory=dict)
     from_disk: dict[int, SavedSlice] = dataclasses.field(default_factory=dict)
     num_revoked: int = 0
+    is_known: bool = True  # whether anybody knows what was acknowledged
 
     def told(self) -> str:
         words = []
@@ -82,7 +83,7 @@ def restore(coordinator: Coordinator, asking: Asking) -> None:
     back = _bring(coordinator, asking, with_values, seats, segments) if with_values else Back()
     if with_values:
         # Said before it is kept: a coordinator that dies in between says it again, never not at all.
-        least = "at least " if _a_worker_is_gone(coordinator) or not back.from_workers else ""
+        least = "at least " if _a_worker_is_gone(coordinator) or not back.is_known else ""
         is_spare = bool(parse_policy(coordinator.config.policy).spare)
         coordinator.event(
             f"{back.told()}; {least}{counted(back.num_revoked, 'acknowledged update')} "
@@ -115,7 +116,7 @@ def _bring(
     copies = _copies(coordinator, lost)
     found = {number: freshest(copies, number) for number in lost}
     checkpoint, saved = _saved(coordinator)
-    back = Back(checkpoint=checkpoint.name if checkpoint is not None else "")
+    back = Back(checkpoint.name if checkpoint is not None else "", is_known=None not in found.values())
     for number, one in found.items():
         if number in saved and is_no_older(saved[number], one[1] if one else None):
             back.from_disk[number] = saved[number]
