@@ -25,6 +25,7 @@ class SaveState(msgspec.Struct):
     """Where a job comes from, and what it has saved."""
 
     lineage: str = ""  # drawn when a job begins; one that is taken up goes on with it
+    token: str = ""  # of this job alone: others of its lineage may save in the same folder
     seconds: float = 0.0  # of training before this coordinator began
     taken_up: Checkpoint | None = None
     last: Checkpoint | None = None  # the newest of this job

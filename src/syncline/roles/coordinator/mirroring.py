@@ -60,7 +60,8 @@ class Mirroring:
             checkpoints.point(target, "last", made.name, step=made.step)
             best = checkpoints.pointed(source, "best")
             kept = {best["checkpoint"]} if best else set()
-            checkpoints.prune(target, config.keep, self._c.membership.state.saves.lineage, kept)
+            saves = self._c.membership.state.saves
+            checkpoints.prune(target, config.keep, saves.lineage, kept, token=saves.token)
         except StoreError as error:
             self._c.event(f"{made.name} has no second copy: {error}; the job goes on")
         except Exception as error:  # a bug of ours costs the copy, not the job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,12 +18,13 @@ from syncline.core.message import Message
 from syncline.core.saves import Checkpoint
 from syncline.core.saving import WriteMarked, WriteScript, WrittenMarked, WrittenScript
 from syncline.core.slices import Identity
-from syncline.core.soundness import checkpoint_name
-from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError, WaitTimeout
+from syncline.core.soundness import number_in
+from syncline.errors import ConnectionLost, DamagedError, ProtocolError, StoreError, SynclineError, WaitTimeout
 from syncline.net.rpc import Call
 from syncline.roles.coordinator.mirroring import Mirroring
 from syncline.store import checkpoints
 from syncline.store.folders import Folder, open_folder
+from syncline.store.trouble import MissingError
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -67,25 +68,22 @@ class Recording:
         root = open_folder(config.checkpoint)
         root.make()
         step = taken.num_updates * config.sync_every
-        number = checkpoints.next_number(root)
-        folder, saves = root.join(checkpoint_name(number, step)), self._c.membership.state.saves
-        with self._c.lock:
-            saves.open_folder = folder.url
-            self._c.keep()
+        saves = self._c.membership.state.saves
+        folder = checkpoints.begin(root, checkpoints.next_number(root), step, saves.lineage, saves.token)
         try:
-            checkpoints.begin(root, number, step, saves.lineage)
-            manifest = self._gather(taken, folder, workers, chief, number, step)
+            with self._c.lock:
+                saves.open_folder = folder.url
+                self._c.keep()
+            manifest = self._gather(taken, folder, workers, chief, step)
             faults.reach("save.answered")
             _check_is_here(folder, manifest)
             digest = checkpoints.write_manifest(folder, manifest)
         except BaseException:
-            _remove(folder)
+            _remove(folder, saves.token)
             raise
         return Checkpoint(root.url, folder.url, folder.name, digest, step, taken.num_updates, taken.seconds)
 
-    def _gather(
-        self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, number: int, step: int
-    ) -> Manifest:
+    def _gather(self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, step: int) -> Manifest:
         marked = self._ask_servers(taken, folder)
         lives = {name: (name, taken.workers.get(name, 0)) for name in workers}
         clocks = {name: taken.clocks[life] for name, life in lives.items() if life in taken.clocks}
@@ -107,7 +105,7 @@ class Recording:
         state, config = self._c.membership.state, self._c.config
         return Manifest(
             name=folder.name,
-            number=number,
+            number=number_in(folder.name) or 0,
             lineage=state.saves.lineage,
             job=self._c.job,
             step=step,
@@ -191,14 +189,17 @@ class Recording:
 
     # -- afterwards ---------------------------------------------------------------------------------------
 
-    def tidy(self, made: Checkpoint, *, waits: bool) -> None:
+    def tidy(self, made: Checkpoint, *, waits: bool = False) -> None:
         """It exists: the pointer to it, a second copy, and older ones go. No trouble here makes it a failure."""
-        root, saves = open_folder(made.root), self._c.membership.state.saves
+        saves = self._c.membership.state.saves
         try:
+            root = open_folder(made.root)
             checkpoints.point(root, "last", made.name, step=made.step)
-            checkpoints.prune(root, self._c.config.keep, saves.lineage)
+            checkpoints.prune(root, self._c.config.keep, saves.lineage, token=saves.token)
         except StoreError as error:
             self._c.event(f"{made.name} is saved, but: {error}")
+        except Exception as error:  # a bug of ours, or of a driver, costs the order of the folder, not the job
+            self._c.event(f"{made.name} is saved, but: {type(error).__name__}: {error}")
         self._mirroring.wants(made)
         if waits:
             self._mirroring.wait(self._c.config.wait_seconds)
@@ -225,23 +226,29 @@ def _clocks_in(slices: Iterable[SavedSlice], taken: Taken, workers: Collection[s
     return found
 
 
-def adopt(url: str) -> Checkpoint | None:
-    """What a coordinator that died had under way: a checkpoint, if its manifest was there; else it is removed."""
+def adopt(url: str, token: str, say: Callable[[str], None]) -> Checkpoint | None:
+    """What a coordinator that died had under way: a checkpoint, if its manifest was there; else it is removed.
+
+    Where that cannot be told, since its store gives trouble, it stays as it is, and that is said.
+    """
     if not url:
         return None
-    folder = open_folder(url)
     try:
+        folder = open_folder(url)
         manifest, digest = checkpoints.read_manifest(folder)
-    except StoreError:
-        _remove(folder)
+    except (MissingError, DamagedError):
+        _remove(folder, token)
+        return None
+    except StoreError as error:
+        say(f"the coordinator was away in the middle of a save; what there is of it stays: {error}")
         return None
     updates = max((part.version for part in manifest.slices), default=0)
     return Checkpoint(folder.parent().url, folder.url, folder.name, digest, manifest.step, updates, manifest.seconds)
 
 
-def _remove(folder: Folder) -> None:
+def _remove(folder: Folder, token: str) -> None:
     try:
-        folder.remove_all()
+        checkpoints.abandon(folder, token)
     except StoreError:
         return  # the next save removes what has no manifest
 

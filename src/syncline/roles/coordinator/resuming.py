@@ -72,7 +72,7 @@ class Resuming:
     def form(self) -> None:
         """Under the lock, when the job forms: it goes on from what was chosen, or begins."""
         state, config = self._c.membership.state, self._c.config
-        state.saves.lineage = secrets.token_hex(8)
+        state.saves.lineage, state.saves.token = secrets.token_hex(8), secrets.token_hex(8)
         found = self._chosen
         if found is None:
             return

@@ -218,7 +218,7 @@ class Saving:
         """An earlier coordinator died within a save: that one is over; what it has written whole exists."""
         saves = self._c.membership.state.saves
         self._tell_all(EndSave(saves.open))
-        found = adopt(saves.open_folder)
+        found = adopt(saves.open_folder, saves.token, self._c.event)
         with self._c.lock:
             if found is not None:
                 saves.last, saves.num_saved = found, saves.num_saved + 1
@@ -228,6 +228,8 @@ class Saving:
             saves.open, saves.open_folder = 0, ""
             self._is_taking_over = False
             self._c.try_keep()
+        if found is not None:  # what comes after a save was not done yet
+            threading.Thread(target=self.recording.tidy, args=(found,), name="tidy", daemon=True).start()
 
     def _begin(self, now: float) -> UnderWay | None:
         """Under the lock. Its number is kept: whoever comes after this coordinator ends it."""
@@ -325,8 +327,10 @@ class Saving:
             self._is_done(under_way, StoreError(f"{type(error).__name__}: {error}"))
             raise
         else:
-            self.recording.tidy(made, waits=under_way.wanted.is_final)
-            self._is_done(under_way, None, made)
+            try:
+                self.recording.tidy(made, waits=under_way.wanted.is_final)
+            finally:
+                self._is_done(under_way, None, made)
 
     def _is_done(self, under_way: UnderWay, error: SynclineError | None, made: Checkpoint | None = None) -> None:
         """The save is made, or given up. Said, counted, and answered to whoever asked for it."""
