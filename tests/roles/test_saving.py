@@ -79,7 +79,7 @@ def test_what_was_used_at_the_cut_and_not_confirmed_is_done(jobs: Any, folder: p
 def test_a_worker_that_is_slow_to_its_boundary_holds_up_nobody(
     jobs: Any, folder: pathlib.Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("syncline.roles.coordinator.saving.EXPECT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.roles.coordinator.wanted.EXPECT_SECONDS", 0.05)
     job = begun(jobs, folder)
     job["worker-1"].holds.add(Expect)
     job["worker-0"].ask(Save())
@@ -87,7 +87,7 @@ def test_a_worker_that_is_slow_to_its_boundary_holds_up_nobody(
 
 
 def test_the_chief_is_waited_for(jobs: Any, folder: pathlib.Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("syncline.roles.coordinator.saving.EXPECT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.roles.coordinator.wanted.EXPECT_SECONDS", 0.05)
     job = begun(jobs, folder)
     job["worker-0"].holds.add(Expect)
     call = job["worker-0"].endpoint.call(Save())

@@ -19,6 +19,8 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     step: int
     num_updates: int = 0  # of the slice that has had the most
     seconds: float = 0.0  # that its lineage had trained
+    versions: int = 0  # of all its slices together
+    num_bytes: int = 0
 
 
 class SaveState(msgspec.Struct):

@@ -17,7 +17,8 @@ class Save(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """A checkpoint exists."""
+    """A checkpoint exists. Without a name: it is made soon, at the next boundaries; who asked is to go on, since others
+    wait for its step."""
 
     name: str
     step: int
@@ -77,6 +78,7 @@ class GateClosed(Message, frozen=True):
     late: list[Use] = []
     num_updates: int = 0
     has_slices: bool = True
+    versions: int = 0  # of all its slices together
 
 
 class Mark(Message, frozen=True):

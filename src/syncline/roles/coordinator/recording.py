@@ -34,7 +34,7 @@ SCRIPT_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Taken:
     """What is known of a job at a cut, apart from what is in its slices."""
 
@@ -45,7 +45,9 @@ class Taken:
     segments: tuple[Segment, ...]
     leases: LeaseState
     num_updates: int
+    versions: int
     seconds: float
+    gate_seconds: float = 0.0  # from the first gate that was told to close to the last that has opened
 
 
 class Recording:
@@ -81,7 +83,7 @@ class Recording:
         except BaseException:
             _remove(folder, saves.token)
             raise
-        return Checkpoint(root.url, folder.url, folder.name, digest, step, taken.num_updates, taken.seconds)
+        return checkpoint_of(folder, manifest, digest)
 
     def _gather(self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, step: int) -> Manifest:
         marked = self._ask_servers(taken, folder)
@@ -242,8 +244,24 @@ def adopt(url: str, token: str, say: Callable[[str], None]) -> Checkpoint | None
     except StoreError as error:
         say(f"the coordinator was away in the middle of a save; what there is of it stays: {error}")
         return None
-    updates = max((part.version for part in manifest.slices), default=0)
-    return Checkpoint(folder.parent().url, folder.url, folder.name, digest, manifest.step, updates, manifest.seconds)
+    return checkpoint_of(folder, manifest, digest)
+
+
+def checkpoint_of(folder: Folder, manifest: Manifest, digest: str) -> Checkpoint:
+    """What a job remembers of one."""
+    versions = [part.version for part in manifest.slices]
+    num_bytes = sum(file.num_bytes for file in checkpoints.files_of(manifest))
+    return Checkpoint(
+        folder.parent().url,
+        folder.url,
+        manifest.name,
+        digest,
+        manifest.step,
+        max(versions, default=0),
+        manifest.seconds,
+        sum(versions),
+        num_bytes,
+    )
 
 
 def _remove(folder: Folder, token: str) -> None:

@@ -13,11 +13,11 @@ from syncline.core.control import Register
 from syncline.core.cutting import taken_up
 from syncline.core.layout import Segment
 from syncline.core.manifest import Manifest
-from syncline.core.saves import Checkpoint
 from syncline.core.saving import AskTakenUp, GivenTakenUp
 from syncline.core.words import counted
 from syncline.errors import LayoutError, SynclineError
 from syncline.net.rpc import Request
+from syncline.roles.coordinator.recording import checkpoint_of
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
 
@@ -77,11 +77,7 @@ class Resuming:
         if found is None:
             return
         manifest = self._manifest = found.manifest
-        updates = max((part.version for part in manifest.slices), default=0)
-        root = found.folder.parent().url
-        state.saves.taken_up = Checkpoint(
-            root, found.folder.url, found.name, found.digest, manifest.step, updates, manifest.seconds
-        )
+        state.saves.taken_up = checkpoint_of(found.folder, manifest, found.digest)
         state.saves.lineage, state.saves.seconds = manifest.lineage, manifest.seconds
         state.leases = taken_up(manifest.leases)
         self._c.event(f"takes up {found.folder.url}: {describe(manifest, time.time())}")

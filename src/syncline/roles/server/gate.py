@@ -94,7 +94,8 @@ class CommitGate:
         slots = self._commits.hosted()
         clocks = clocks_to_tell(gate, self._holding.applied(), self._holding.there())
         updates = max((slot.state.version for slot in slots), default=0)
-        return GateClosed(clocks, uses_here(slots), late_here(slots), updates)
+        versions = sum(slot.state.version for slot in slots)
+        return GateClosed(clocks, uses_here(slots), late_here(slots), updates, versions=versions)
 
     def _open_after(self, gate: Gate, until: float) -> None:
         """It is marked or opened before, or opens by itself; what was held goes on."""
