@@ -17,8 +17,8 @@ class Save(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """A checkpoint exists. Without a name: it is made soon, at the next boundaries; who asked is to go on, since others
-    wait for its step."""
+    """A checkpoint exists. Without a name: it is made soon, at the next boundaries; who asked is to go on, since
+    others wait for its step."""
 
     name: str
     step: int

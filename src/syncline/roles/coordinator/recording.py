@@ -56,6 +56,7 @@ class Recording:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._mirroring = Mirroring(coordinator)
+        self._has_said = False  # what the saves of now lack
 
     @property
     def root(self) -> str:
@@ -197,7 +198,7 @@ class Recording:
         try:
             root = open_folder(made.root)
             checkpoints.point(root, "last", made.name, step=made.step)
-            checkpoints.prune(root, self._c.config.keep, saves.lineage, token=saves.token)
+            checkpoints.prune(root, self._c.config.keep, saves.lineage, self._needed(made), token=saves.token)
         except StoreError as error:
             self._c.event(f"{made.name} is saved, but: {error}")
         except Exception as error:  # a bug of ours, or of a driver, costs the order of the folder, not the job
@@ -205,6 +206,20 @@ class Recording:
         self._mirroring.wants(made)
         if waits:
             self._mirroring.wait(self._c.config.wait_seconds)
+
+    def _needed(self, made: Checkpoint) -> set[str]:
+        """What the job was taken up from stays as long as anything is in it that is in no other."""
+        with self._c.lock:
+            known, lacking = self._c.membership.state.saves.taken_up, self._c.resuming.lacking()
+        if known is None or not lacking:
+            return set()
+        if not self._has_said:
+            self._has_said = True
+            self._c.event(
+                f"{made.name} is without {lacking[0]!r}, which {known.name} has and the script has not registered "
+                f"yet: {known.name} is kept until then"
+            )
+        return {known.name}
 
     def close(self) -> None:
         self._mirroring.close()
