@@ -6,6 +6,7 @@ SynclineError
 ├── RuleError              a rule that does not exist, or that cannot update this parameter
 ├── DataError              a data set that is missing or damaged
 ├── StoreError             what must be remembered cannot be kept on disk, or what was kept cannot be used
+│   └── DamagedError       what was kept is not what it was; trouble with a disk or a store is none
 ├── ProtocolError          what came over a connection breaks the protocol
 │   ├── FrameError         a frame cut short, too long, or not ours
 │   ├── TokenError         the other side does not know the job's token
@@ -44,6 +45,10 @@ class DataError(SynclineError):
 
 class StoreError(SynclineError):
     """What must be remembered cannot be kept on disk, or what was kept cannot be used."""
+
+
+class DamagedError(StoreError):
+    """What was kept is not what it was; trouble with a disk or a store is none."""
 
 
 class ProtocolError(SynclineError):

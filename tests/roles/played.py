@@ -102,6 +102,7 @@ class Played:
         self.copies: list[Copy] = []
         self.uses: list[tuple[int, int, int]] = []
         self.num_updates = 0
+        self.num_versions = 0  # of slices that are behind the others in updates
         self.marked: dict[int, Slice] = {}
         self.gives_back: list[tuple[int, int]] = []
         self.process = f"process of {name} {id(self)}"
@@ -154,7 +155,8 @@ class Played:
             known[clock[:2]] = max(clock, known.get(clock[:2], clock))
         self.clocks = list(known.values())
         uses = self.uses if 0 in self.slices() else []
-        return GateClosed(self.clocks, uses, num_updates=self.num_updates)
+        versions = self.num_updates * len(self.slices()) + self.num_versions
+        return GateClosed(self.clocks, uses, num_updates=self.num_updates, versions=versions)
 
     def slices(self) -> dict[int, Slice]:
         """Of which it is the primary."""

@@ -30,6 +30,8 @@ from syncline.core.saving import (
     WriteScript,
 )
 from syncline.errors import ConfigError, StoreError
+from syncline.roles.coordinator.recording import adopt
+from syncline.store import checkpoints
 from syncline.store.checkpoints import pointed
 from syncline.store.folders import open_folder
 
@@ -93,7 +95,7 @@ def test_no_cut_while_a_worker_is_to_say_what_it_has_used(jobs: Any, folder: pat
 def test_a_worker_that_is_slow_to_its_boundary_holds_up_nobody(
     jobs: Any, folder: pathlib.Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("syncline.roles.coordinator.saving.EXPECT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.roles.coordinator.wanted.EXPECT_SECONDS", 0.05)
     job = begun(jobs, folder)
     job["worker-1"].holds.add(Expect)
     job["worker-0"].ask(Save())
@@ -101,7 +103,7 @@ def test_a_worker_that_is_slow_to_its_boundary_holds_up_nobody(
 
 
 def test_the_chief_is_waited_for(jobs: Any, folder: pathlib.Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("syncline.roles.coordinator.saving.EXPECT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.roles.coordinator.wanted.EXPECT_SECONDS", 0.05)
     job = begun(jobs, folder)
     job["worker-0"].holds.add(Expect)
     call = job["worker-0"].endpoint.call(Save())
@@ -325,3 +327,76 @@ def test_a_folder_that_hosts_do_not_share_is_no_checkpoint(jobs: Any, folder: pa
     with pytest.raises(StoreError, match="must be a folder that all hosts share"):
         call.wait(SECONDS)
     assert not list(folder.glob("*/manifest.json"))
+
+
+# -- what the store has against it ------------------------------------------------------------------------
+
+
+def test_an_unforeseen_error_after_a_save_stops_neither_saves_nor_the_end(
+    jobs: Any, folder: pathlib.Path, monkeypatch: Any
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("syncline.store.checkpoints.prune", broken)
+    job = begun(jobs, folder)
+    assert isinstance(job["worker-0"].ask(Save()), Saved)
+    assert any("is saved, but: RuntimeError" in line for line in job.log)
+    assert job["worker-0"].ask(Save()).name == "000002-step-7"
+    calls = [job[name].endpoint.call(Finish()) for name in ("worker-0", "worker-1")]
+    assert [call.wait(SECONDS) for call in calls] == [Done(), Done()]
+
+
+def test_another_job_in_the_same_folder_gets_another_number(
+    jobs: Any, folder: pathlib.Path, monkeypatch: Any
+) -> None:
+    """Both have found the same number; what fails in one takes nothing of the other away."""
+    job = begun(jobs, folder)
+    other = checkpoints.begin(open_folder(str(folder)), 1, 7, "another", "its own")
+    monkeypatch.setattr("syncline.store.checkpoints.next_number", lambda folder: len(list(folder.list())))
+    assert job["worker-0"].ask(Save()).name == "000002-step-7"
+    assert other.list() == ["begun.json"]
+    job["server-1"].holds.add(WriteMarked)
+    call = job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "it is asked")
+    job["server-1"].held[0].refuse(StoreError("no space left"))
+    with pytest.raises(StoreError, match="no space left"):
+        call.wait(SECONDS)
+    assert other.list() == ["begun.json"]
+
+
+@pytest.mark.parametrize("trouble", [True, False])
+def test_what_a_coordinator_left_is_removed_only_when_it_is_no_checkpoint(
+    jobs: Any, folder: pathlib.Path, monkeypatch: Any, trouble: bool
+) -> None:
+    """It died right after the manifest was there; the next one's first look at the store fails."""
+    job = begun(jobs, folder)
+    name = job["worker-0"].ask(Save()).name
+    token, said = job.disk.last.saves.token, []
+    assert token
+    path = folder / name / "manifest.json"
+    if trouble:
+        whole = open_folder(str(folder / name))
+
+        def fail(*_: Any) -> Any:
+            raise StoreError("the store cannot be reached")
+
+        monkeypatch.setattr(type(whole), "read", fail)
+    else:
+        path.write_bytes(b"no manifest\n")
+    assert adopt(str(folder / name), token, said.append) is None
+    assert path.exists() == trouble
+    assert bool(said) == trouble
+
+
+def test_what_the_next_coordinator_finds_whole_is_pointed_at(jobs: Any, folder: pathlib.Path) -> None:
+    job = begun(jobs, folder)
+    name = job["worker-0"].ask(Save()).name
+    job.coordinator.close()
+    (folder / "last").unlink()
+    state = job.disk.last
+    state.saves.open, state.saves.open_folder, state.saves.last = 1, str(folder / name), None
+    job.disk.states.append(msgspec.msgpack.encode(state))
+    again = _next(jobs, job)
+    until((folder / "last").exists, "it is pointed at")
+    assert any("was whole already" in line for line in again.log)

@@ -14,11 +14,15 @@ import msgspec
 import pytest
 from tests.store.made import Made, make
 
+from syncline.core.layout import Parameter, arrange
+from syncline.core.manifest import Manifest, SavedFile, SavedSlice, SavedTensor
+from syncline.core.placement import place
 from syncline.core.rule import Rule
-from syncline.core.soundness import decode_manifest
+from syncline.core.soundness import decode_manifest, slice_tensor
 from syncline.errors import StoreError
 from syncline.store import checkpoints, weights
 from syncline.store.folders import open_folder
+from syncline.store.tensors import TensorReader, TensorWriter
 
 NUM_MUTATIONS = 1000
 FILES = ("server-0.safetensors", "server-1.safetensors", "worker-0.script.safetensors", "manifest.json")
@@ -227,3 +231,60 @@ def test_a_state_that_is_smaller_than_its_piece_is_refused(two: tuple[pathlib.Pa
     text = msgspec.json.encode(msgspec.structs.replace(second.manifest, segments=tuple(segments)))
     with pytest.raises(StoreError, match="cannot be"):
         decode_manifest(text, "here")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/x.safetensors", "a/b.safetensors", "..", "a\n.safetensors", "manifest.json", "begun.json"],
+)
+def test_no_name_in_a_manifest_leads_anywhere_else(two: tuple[pathlib.Path, list[Made]], name: str) -> None:
+    path, (_, second) = two
+    file = msgspec.structs.replace(second.manifest.files[0], name=name)
+    files = (file, *second.manifest.files[1:])
+    slices = tuple(
+        msgspec.structs.replace(one, file=name) if one.file == second.manifest.files[0].name else one
+        for one in second.manifest.slices
+    )
+    script = second.manifest.scripts[0]
+    odd = msgspec.structs.replace(script, file=msgspec.structs.replace(script.file, name=name))
+    for facts in ({"files": files, "slices": slices}, {"scripts": (odd,)}):
+        text = msgspec.json.encode(msgspec.structs.replace(second.manifest, **facts))
+        with pytest.raises(StoreError, match="cannot be named"):
+            decode_manifest(text, "here")
+    with pytest.raises(StoreError, match="cannot be named"):
+        TensorWriter(open_folder(path), name, [("a", "uint8", (1,))])
+    with pytest.raises(StoreError, match="cannot be named"):
+        TensorReader(open_folder(path), file)
+
+
+def test_no_memory_is_taken_for_what_a_manifest_only_claims(tmp_path: pathlib.Path) -> None:
+    """A thousand bytes tell of terabytes: the files are looked at first."""
+    parameter = Parameter("w", "float32", (1 << 40,))
+    segment = arrange([parameter], [Rule("Adam", lr=0.1)], "mean", index=0, ordinal=0, first_parameter=0)
+    segment, _ = place(segment, ["server-0"], {}, 1 << 42, 0)
+    end, tensors = 0, []
+    for part in segment.slices:
+        shape, begin, end = (part.num_bytes // 4,), end, end + part.num_bytes
+        tensors.append(SavedTensor(slice_tensor(part.id), "float32", shape, begin, end, "0" * 64))
+    file = SavedFile("server-0.safetensors", end + 100, "0" * 64, tuple(tensors))
+    slices = tuple(SavedSlice(part.id, file.name, slice_tensor(part.id), 1) for part in segment.slices)
+    manifest = Manifest(
+        name="000001-step-1",
+        number=1,
+        lineage="a",
+        job="j",
+        step=1,
+        segments=(segment,),
+        files=(file,),
+        slices=slices,
+    )
+    own = checkpoints.begin(open_folder(tmp_path), 1, 1, "a")
+    checkpoints.write_manifest(own, manifest)
+    own.write(file.name, bytes(100))
+    for use in (lambda: weights.load(tmp_path), lambda: weights.export(tmp_path, tmp_path / "x.safetensors")):
+        with pytest.raises(StoreError, match="has 100 bytes"):
+            use()
+    with TensorReader(own, file) as reader:
+        for read in (reader.read, reader.verify):
+            with pytest.raises(StoreError, match="has 100 bytes"):
+                read(tensors[0].name)

@@ -85,6 +85,11 @@ class Cut:
         """Of the slice that has had the most."""
         return max((answer.num_updates for answer in self._answers.values()), default=0)
 
+    @property
+    def versions(self) -> int:
+        """Of all slices together: nothing comes into any of them without a change of it."""
+        return sum(answer.versions for answer in self._answers.values())
+
     def behind(self) -> list[str]:
         """Workers whose commits are on some servers only, by the last answers."""
         found = {name for answer in self._answers.values() for name, _, _ in answer.behind}

@@ -19,12 +19,15 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     step: int
     num_updates: int = 0  # of the slice that has had the most
     seconds: float = 0.0  # that its lineage had trained
+    versions: int = 0  # of all its slices together
+    num_bytes: int = 0
 
 
 class SaveState(msgspec.Struct):
     """Where a job comes from, and what it has saved."""
 
     lineage: str = ""  # drawn when a job begins; one that is taken up goes on with it
+    token: str = ""  # of this job alone: others of its lineage may save in the same folder
     seconds: float = 0.0  # of training before this coordinator began
     taken_up: Checkpoint | None = None
     last: Checkpoint | None = None  # the newest of this job

@@ -17,7 +17,8 @@ class Save(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """A checkpoint exists. Without a name: it will, with the next step, for which whoever asked must not wait."""
+    """A checkpoint exists. Without a name: it is made soon, at the next boundaries; who asked is to go on, since
+    others wait for its step."""
 
     name: str
     step: int
@@ -92,6 +93,7 @@ class GateClosed(Message, frozen=True):
     behind: list[Clock] = []
     registered: list[tuple[str, int, int]] = []
     first_segment: int = 0
+    versions: int = 0  # of all its slices together
 
 
 class Mark(Message, frozen=True):

@@ -19,12 +19,14 @@ from syncline.core.layout import (
 )
 from syncline.core.manifest import FORMAT, Manifest, SavedFile, SavedSlice, SavedState, SavedTensor
 from syncline.core.rule import check_state
+from syncline.core.sound_leases import check_leases
 from syncline.core.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, MAX_TENSORS, check_entries
-from syncline.errors import LayoutError, RuleError, StoreError
+from syncline.errors import DamagedError, LayoutError, RuleError, StoreError
 
 KINDS = ("whole", "weights")
-_NAME = re.compile(r"(\d{6,18})-step-(\d{1,18})")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
+_NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,18})")
+#: A plain name, and none that a checkpoint's folder has besides.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST = 1 << 62
 
@@ -38,6 +40,11 @@ def number_in(name: str) -> int | None:
     """The number of a checkpoint by its folder's name; None: it is not one's."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def check_file_name(name: str) -> None:
+    """Raises StoreError where this is no name of a checkpoint's file: it may lead out of the folder."""
+    _require(_FILE_NAME.fullmatch(name) is not None, f"a file cannot be named {name!r}")
 
 
 def slice_tensor(number: int) -> str:
@@ -68,20 +75,21 @@ def decode_manifest(text: bytes, where: str) -> Manifest:
             )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise StoreError(f"{where} is damaged: it is no manifest ({error})") from error
+        raise DamagedError(f"{where} is damaged: it is no manifest ({error})") from error
     check_manifest(manifest, where)
     return manifest
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
-    """Raises StoreError at the first thing that cannot be."""
+    """Raises DamagedError at the first thing that cannot be."""
     try:
         _check_head(manifest)
         files = _check_files(manifest)
         _check_segments(manifest.segments)
         _check_slices(manifest, files)
+        check_leases(manifest.leases)
     except (StoreError, LayoutError, RuleError) as error:
-        raise StoreError(f"{where} is damaged: {error}") from error
+        raise DamagedError(f"{where} is damaged: {error}") from error
 
 
 def _require(holds: bool, words: str) -> None:
@@ -111,7 +119,7 @@ def _check_files(manifest: Manifest) -> dict[str, dict[str, SavedTensor]]:
 
 
 def _check_file(file: SavedFile) -> dict[str, SavedTensor]:
-    _require(_FILE_NAME.fullmatch(file.name) is not None, f"a file cannot be named {file.name!r}")
+    check_file_name(file.name)
     _require(len(file.tensors) <= MAX_TENSORS, f"{file.name} has {len(file.tensors)} tensors; at most {MAX_TENSORS}")
     digests = [file.header_digest, *(tensor.digest for tensor in file.tensors)]
     _require(all(_DIGEST.fullmatch(digest) for digest in digests), f"{file.name}: a digest is none")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS
-from syncline.errors import StoreError
+from syncline.errors import DamagedError, StoreError
 
 #: What the format's own reader takes at most.
 MAX_HEADER_BYTES = 100_000_000
@@ -102,10 +102,10 @@ def plan(tensors: Iterable[Planned], metadata: Mapping[str, str] | None = None) 
 def header_bytes(first: bytes, file_bytes: int, what: str) -> int:
     """How long the header is, with its length in front, by the first bytes of a file of this size."""
     if len(first) < LENGTH_BYTES:
-        raise StoreError(f"{what} is cut short: it has no header")
+        raise DamagedError(f"{what} is cut short: it has no header")
     found = LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little")
     if found > LENGTH_BYTES + MAX_HEADER_BYTES or found > file_bytes:
-        raise StoreError(f"{what} is damaged: a header of {found - LENGTH_BYTES} bytes in a file of {file_bytes}")
+        raise DamagedError(f"{what} is damaged: a header of {found - LENGTH_BYTES} bytes in a file of {file_bytes}")
     return found
 
 
@@ -126,7 +126,7 @@ def parse(header: bytes, file_bytes: int, what: str) -> list[Entry]:
             raise StoreError(f"{what} has {len(told)} tensors; at most {MAX_TENSORS}")
         tensors = msgspec.convert(told, dict[str, _Told])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise StoreError(f"{what} is damaged: its header is none ({error})") from error
+        raise DamagedError(f"{what} is damaged: its header is none ({error})") from error
     entries = []
     for name, tensor in tensors.items():
         if tensor.dtype not in _OURS:
@@ -134,7 +134,7 @@ def parse(header: bytes, file_bytes: int, what: str) -> list[Entry]:
         entries.append(Entry(name, _OURS[tensor.dtype], tensor.shape, *tensor.data_offsets))
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     if len(header) + check_entries(entries, what) != file_bytes:
-        raise StoreError(f"{what} is damaged: its tensors do not fill it")
+        raise DamagedError(f"{what} is damaged: its tensors do not fill it")
     return entries
 
 
@@ -144,7 +144,7 @@ def check_entries(entries: Iterable[Any], what: str) -> int:
     for entry in entries:
         size = num_bytes_of(entry.dtype, entry.shape, f"{what}: {entry.name!r}")
         if entry.begin != end or entry.end != end + size:
-            raise StoreError(
+            raise DamagedError(
                 f"{what} is damaged: {entry.name!r} is said to lie at {entry.begin} to {entry.end}, "
                 f"it has {size} bytes and begins at {end}"
             )

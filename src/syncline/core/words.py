@@ -6,3 +6,12 @@ from __future__ import annotations
 def counted(number: int, noun: str) -> str:
     """`1 slice`, `2 slices`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def size(num_bytes: float) -> str:
+    """`512 MiB`, `1.3 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -15,16 +15,17 @@ from syncline import faults
 from syncline.core.manifest import Manifest, SavedFile
 from syncline.core.retention import Standing, outdated
 from syncline.core.soundness import check_manifest, checkpoint_name, decode_manifest, number_in
-from syncline.errors import StoreError
+from syncline.errors import DamagedError, StoreError
+from syncline.store.begun import BEGUN, begun_here, read_begun
 from syncline.store.disk import MANIFEST
 from syncline.store.folders import Folder
 from syncline.store.tensors import TensorReader, in_threads
 from syncline.store.trouble import MissingError
 
-BEGUN = "begun.json"
 POINTERS = ("best", "last")
 _MOST_MANIFEST_BYTES = 1 << 29
 _MOST_POINTER_BYTES = 1 << 16
+_MOST_CLAIMS = 100
 _END = re.compile(rb"\n([0-9a-f]{64})\n\Z")
 
 
@@ -77,17 +78,20 @@ def _look(folder: Folder, name: str, number: int) -> Found:
 
 
 def read_manifest(folder: Folder, digest: str = "") -> tuple[Manifest, str]:
-    """The manifest in a checkpoint's own folder, sound, and its digest; `digest`: it must be this one."""
+    """The manifest in a checkpoint's own folder, sound, and its digest; `digest`: it must be this one.
+
+    DamagedError: it is none, or cannot be true. MissingError: there is none. Any other StoreError says nothing of it.
+    """
     where = f"{folder.url}/{MANIFEST}"
     size = folder.size(MANIFEST)
     if size > _MOST_MANIFEST_BYTES:
-        raise StoreError(f"{where} is damaged: it has {size} bytes, at most {_MOST_MANIFEST_BYTES} are read")
+        raise DamagedError(f"{where} is damaged: it has {size} bytes, at most {_MOST_MANIFEST_BYTES} are read")
     content = folder.read(MANIFEST)
     end = _END.search(content[-66:])
     text = content[:-65]
     found = hashlib.sha256(text).hexdigest()
     if end is None or end[1].decode() != found:
-        raise StoreError(f"{where} is damaged: its last line is not the sha256 of the rest")
+        raise DamagedError(f"{where} is damaged: its last line is not the sha256 of the rest")
     if digest and digest != found:
         raise StoreError(f"{where} is not the one that was meant: its digest is {found[:12]}…, not {digest[:12]}…")
     return decode_manifest(text, where), found
@@ -163,12 +167,26 @@ def next_number(folder: Folder) -> int:
     return 1 + max((number for name in folder.list() if (number := number_in(name)) is not None), default=0)
 
 
-def begin(folder: Folder, number: int, step: int, lineage: str) -> Folder:
-    """The folder of a checkpoint that is to be; whose it is stands in it, should it come to no end."""
-    made = folder.join(checkpoint_name(number, step))
-    made.make()
-    made.write(BEGUN, msgspec.json.encode({"lineage": lineage}))
-    return made
+def begin(folder: Folder, number: int, step: int, lineage: str, token: str = "") -> Folder:
+    """The folder of a checkpoint that is to be; whose it is stands in it, should it come to no end.
+
+    Nobody else has it, or its number: where another job saves here too, it is a later one than was asked for.
+    """
+    content = msgspec.json.encode(begun_here(lineage, token))
+    for _ in range(_MOST_CLAIMS):
+        made = folder.join(checkpoint_name(number, step))
+        if made.claim(BEGUN, content):
+            if not any(number_in(name) == number and name != made.name for name in folder.list()):
+                return made
+            made.remove_all()  # whoever sees another of its number gives way
+        number = max(number + 1, next_number(folder))
+    raise StoreError(f"{folder.url}: other jobs save here; give this one a folder of its own (--checkpoint)")
+
+
+def abandon(folder: Folder, token: str) -> None:
+    """Takes away what a try of this job has left; never what another has made under its name."""
+    if read_begun(folder).token == token:
+        folder.remove_all()
 
 
 def write_manifest(folder: Folder, manifest: Manifest) -> str:
@@ -212,14 +230,17 @@ def pointed(folder: Folder, name: str) -> dict[str, Any] | None:
     return found if number_in(str(found.get("checkpoint"))) is not None else None
 
 
-def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = (), *, wholly: bool = False) -> list[str]:
+def prune(
+    folder: Folder, keep: int, lineage: str, best: Collection[str] = (), *, token: str = "", wholly: bool = False
+) -> list[str]:
     """Removes what retention lets go of this lineage; their names, oldest first. What `best` points at stays too.
 
+    `token`: unfinished ones that this job began are over; others' when nobody can be at them any more.
     `wholly`: one counts as sound only when all its tensors have been read; else when its files are as they must be.
     """
     fact = pointed(folder, "best")
     kept = {*best, *([fact["checkpoint"]] if fact else [])}
-    gone = outdated([_standing(folder, found, wholly) for found in find(folder)], keep, lineage, kept)
+    gone = outdated([_standing(folder, found, token, wholly) for found in find(folder)], keep, lineage, kept)
     for name in gone:
         folder.join(name).remove_all()
         if faults.armed is not None:
@@ -227,9 +248,9 @@ def prune(folder: Folder, keep: int, lineage: str, best: Collection[str] = (), *
     return gone
 
 
-def _standing(folder: Folder, found: Found, wholly: bool) -> Standing:
+def _standing(folder: Folder, found: Found, token: str, wholly: bool) -> Standing:
     if found.manifest is None:
-        lineage = _begun_by(folder.join(found.name)) if found.is_unfinished else ""
+        lineage = _left_by(folder.join(found.name), token) if found.is_unfinished else ""
         return Standing(found.name, found.number, lineage, is_sound=False, is_unfinished=found.is_unfinished)
     try:
         (verify if wholly else check_files)(folder.join(found.name), found.manifest)
@@ -240,8 +261,10 @@ def _standing(folder: Folder, found: Found, wholly: bool) -> Standing:
     return Standing(found.name, found.number, found.manifest.lineage, is_sound, is_whole=is_whole)
 
 
-def _begun_by(folder: Folder) -> str:
+def _left_by(folder: Folder, token: str) -> str:
+    """The lineage whose unfinished try this is, if it is over."""
     try:
-        return str(msgspec.json.decode(folder.read(BEGUN), type=dict[str, Any]).get("lineage", ""))
-    except (StoreError, msgspec.MsgspecError, ValueError, RecursionError):
+        begun = read_begun(folder)
+    except StoreError:
         return ""
+    return begun.lineage if begun.token == token or begun.is_over else ""

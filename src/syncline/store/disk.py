@@ -120,6 +120,18 @@ class LocalFolder:
             for path in reversed(missing):
                 sync_folder(path.parent)
 
+    def claim(self, name: str, data: bytes) -> bool:
+        """Makes the folder, with this file in it; False: somebody else has made it."""
+        self.parent().make()
+        with explained(self.url, "cannot be made"):
+            try:
+                os.mkdir(self.path)
+            except FileExistsError:
+                return False
+            sync_folder(self.path.parent)
+        self.write(name, data)
+        return True
+
     def check_writable(self) -> None:
         """Raises StoreError, with the remedy, where nothing can be written."""
         self.make()

@@ -53,6 +53,9 @@ class Folder(Protocol):
     def make(self) -> None:
         """The folder and those above it, where they are missing."""
 
+    def claim(self, name: str, data: bytes) -> bool:
+        """Makes the folder, with this file in it; False: somebody else has made it."""
+
     def check_writable(self) -> None:
         """Makes it, and writes to it: trouble is to show at launch."""
 

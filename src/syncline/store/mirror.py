@@ -7,8 +7,12 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
+import msgspec
+
+from syncline.core.manifest import Manifest
 from syncline.core.soundness import number_in
-from syncline.errors import StoreError
+from syncline.errors import DamagedError, StoreError
+from syncline.store.begun import BEGUN, begun_here, read_begun
 from syncline.store.checkpoints import files_of, read_manifest, verify
 from syncline.store.disk import MANIFEST, discard
 from syncline.store.folders import Folder
@@ -29,7 +33,7 @@ def copy_checkpoint(source: Folder, target: Folder, name: str) -> str:
     manifest, digest = read_manifest(here)
     if _has(there, digest):
         return digest
-    there.make()
+    _claim(here, there, manifest)
     for file in files_of(manifest):
         with _on_this_machine(here, file.name) as path:
             there.put(path, file.name)
@@ -40,13 +44,29 @@ def copy_checkpoint(source: Folder, target: Folder, name: str) -> str:
     return digest
 
 
+def _claim(here: Folder, there: Folder, manifest: Manifest) -> None:
+    """Whose copy it is stands there before anything else: retention removes one that came to no end."""
+    begun = begun_here(manifest.lineage, read_begun(here).token)
+    data = msgspec.json.encode(begun)
+    if there.claim(BEGUN, data):
+        return
+    other = read_begun(there)
+    if other.token != begun.token and not other.is_over:
+        raise StoreError(f"{there.url} is being copied by another job; mirror this one to a folder of its own")
+    there.make()
+    there.write(BEGUN, data)
+
+
 def _has(folder: Folder, digest: str) -> bool:
-    """Whether this checkpoint is there already; what is there in its place must not be a checkpoint."""
+    """Whether this checkpoint is there already; what is there in its place must not be a checkpoint.
+
+    A store that only gives trouble says nothing of what is in it: nothing is removed then, StoreError.
+    """
     try:
         manifest, found = read_manifest(folder)
     except MissingError:
         return False
-    except StoreError:
+    except DamagedError:
         folder.remove(MANIFEST)  # it was no checkpoint
         return False
     if found != digest:
@@ -54,7 +74,7 @@ def _has(folder: Folder, digest: str) -> bool:
     try:
         verify(folder, manifest)
         return True
-    except StoreError:
+    except DamagedError:
         folder.remove(MANIFEST)
         return False
 

@@ -79,7 +79,11 @@ class RemoteFolder:
     def exists(self, name: str) -> bool:
         with explained(self.url, "cannot be looked at"):
             self._driver.invalidate_cache(self._root)
-            return bool(self._driver.exists(f"{self._root}/{name}"))
+            try:
+                self._driver.info(f"{self._root}/{name}")  # drivers' `exists` takes any trouble for a no
+            except FileNotFoundError:
+                return False
+            return True
 
     def size(self, name: str) -> int:
         with explained(f"{self.url}/{name}", "cannot be looked at"):
@@ -123,6 +127,20 @@ class RemoteFolder:
         """Where folders are real; elsewhere they come with what is put into them."""
         with explained(self.url, "cannot be made"):
             self._driver.makedirs(self._root, exist_ok=True)
+
+    def claim(self, name: str, data: bytes) -> bool:
+        """Makes the folder, with this file in it; False: somebody else has made it, as far as the store can tell."""
+        if self.list():
+            return False
+        self.make()
+        with explained(f"{self.url}/{name}", "cannot be written"):
+            try:
+                self._driver.pipe_file(f"{self._root}/{name}", data, mode="create")
+            except FileExistsError:
+                return False
+            except (TypeError, NotImplementedError):  # a driver that cannot: the last to write has it
+                self._driver.pipe_file(f"{self._root}/{name}", data)
+        return self.read(name) == data
 
     def check_writable(self) -> None:
         self.make()

@@ -19,7 +19,8 @@ from syncline import faults
 from syncline.config import num_cores
 from syncline.core import tensor_file
 from syncline.core.manifest import SavedFile, SavedTensor
-from syncline.errors import StoreError
+from syncline.core.soundness import check_file_name
+from syncline.errors import DamagedError, StoreError
 from syncline.store.disk import PART, LocalFolder, create, discard, write_all
 from syncline.store.folders import Folder
 from syncline.store.trouble import MissingError, explained
@@ -48,6 +49,7 @@ class TensorWriter:
         metadata: dict[str, str] | None = None,
     ) -> None:
         """Its header is written at once; nothing has the file's own name before `finish`."""
+        check_file_name(name)
         self._folder, self._name = folder, name
         self._header, entries = tensor_file.plan(plan, metadata)
         self._entries = {entry.name: entry for entry in entries}
@@ -160,6 +162,7 @@ class TensorReader:
 
     def __init__(self, folder: Folder, file: SavedFile) -> None:
         """Opens nothing yet: the header is looked at before the first tensor."""
+        check_file_name(file.name)
         self._folder, self._file = folder, file
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
         self._begin = 0
@@ -186,11 +189,12 @@ class TensorReader:
                 try:
                     self._open()
                 except MissingError as error:
-                    raise StoreError(f"{self._where} is missing: the checkpoint is damaged") from error
+                    raise DamagedError(f"{self._where} is missing: the checkpoint is damaged") from error
                 self._is_open = True
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, in memory of their own, once their digest is right."""
+        self.check()  # no memory is taken for what the file does not hold
         found = np.empty(self._tensor(name).end - self._tensor(name).begin, np.uint8)
         self.read_into(name, [found.data])
         return found
@@ -208,10 +212,11 @@ class TensorReader:
         else:
             digest = self._read_remote(views, tensor)
         if digest != tensor.digest:
-            raise StoreError(f"{self._where} is damaged: {name!r} is not what was saved (its digest differs)")
+            raise DamagedError(f"{self._where} is damaged: {name!r} is not what was saved (its digest differs)")
 
     def verify(self, name: str) -> None:
         """As `read`, with nothing kept."""
+        self.check()
         tensor = self._tensor(name)
         scratch = _scratch().data
         whole, rest = divmod(tensor.end - tensor.begin, scratch.nbytes)
@@ -231,14 +236,14 @@ class TensorReader:
         with explained(self._where, "cannot be read"):
             size = self._folder.size(file.name)
             if size != file.num_bytes:
-                raise StoreError(f"{self._where} is damaged: it has {size} bytes, {file.num_bytes} were saved")
+                raise DamagedError(f"{self._where} is damaged: it has {size} bytes, {file.num_bytes} were saved")
             first = self._folder.read(file.name, 0, tensor_file.LENGTH_BYTES)
             self._begin = tensor_file.header_bytes(first, size, self._where)
             header = self._folder.read(file.name, 0, self._begin)
             if new_digest(header).hexdigest() != file.header_digest:
-                raise StoreError(f"{self._where} is damaged: its header is not what was saved (its digest differs)")
+                raise DamagedError(f"{self._where} is damaged: its header is not what was saved (its digest differs)")
             if list(map(_place, tensor_file.parse(header, size, self._where))) != list(map(_place, file.tensors)):
-                raise StoreError(f"{self._where} is damaged: its header has other tensors than the manifest")
+                raise DamagedError(f"{self._where} is damaged: its header has other tensors than the manifest")
             if self._folder.is_local:
                 self._descriptor = os.open(self._folder.path / file.name, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -261,14 +266,14 @@ class TensorReader:
             while done < view.nbytes:
                 count = os.preadv(self._descriptor, [view[done:]], offset + begin + done)
                 if not count:
-                    raise StoreError(f"{self._where} is damaged: it was cut while it was read")
+                    raise DamagedError(f"{self._where} is damaged: it was cut while it was read")
                 done += count
             begin += view.nbytes
 
     def _read_remote(self, views: Iterable[memoryview], tensor: SavedTensor) -> str:
         data = memoryview(self._folder.read(self._file.name, self._begin + tensor.begin, self._begin + tensor.end))
         if data.nbytes != tensor.end - tensor.begin:
-            raise StoreError(f"{self._where} is damaged: {tensor.name!r} is cut short")
+            raise DamagedError(f"{self._where} is damaged: {tensor.name!r} is cut short")
         begin = 0
         for view in views:
             view[:] = data[begin : begin + view.nbytes]

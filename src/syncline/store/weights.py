@@ -92,7 +92,6 @@ class Weights:
 
     def read(self) -> dict[str, tuple[Weight, npt.NDArray[np.uint8]]]:
         """All of them, each in memory of its own."""
-        found = {weight.name: (weight, np.empty(weight.num_bytes, np.uint8)) for weight in self.plan()}
 
         def read(source: _Source) -> None:
             rest = np.empty(sum(run.num_bytes for run in source.runs if run.weight is None), np.uint8)
@@ -105,7 +104,8 @@ class Weights:
                     views.append(found[run.weight][1][run.begin : run.begin + run.num_bytes].data)
             readers[source.file].read_into(source.tensor, views)
 
-        with self._readers() as readers:
+        with self._readers() as readers, self._fitting():
+            found = {weight.name: (weight, np.empty(weight.num_bytes, np.uint8)) for weight in self.plan()}
             in_threads(read, self._sources, self._num_bytes)
         return found
 
@@ -126,16 +126,26 @@ class Weights:
                             write_all(descriptor, data[begin : begin + run.num_bytes], begins[run.weight] + run.begin)
                         begin += run.num_bytes
 
-                with self._readers() as readers:
+                with self._readers() as readers, self._fitting():
                     in_threads(copy, self._sources, self._num_bytes)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
 
     @contextlib.contextmanager
+    def _fitting(self) -> Iterator[None]:
+        try:
+            yield
+        except MemoryError as error:
+            raise StoreError(f"{self.chosen.folder.url} does not fit into memory; name fewer weights") from error
+
+    @contextlib.contextmanager
     def _readers(self) -> Iterator[dict[str, TensorReader]]:
+        """Of all files, looked at: what they hold is what the manifest claims, before memory is taken for it."""
         files = {file.name: TensorReader(self.chosen.folder, file) for file in self.chosen.manifest.files}
         try:
+            for reader in files.values():
+                reader.check()
             yield files
         finally:
             for reader in files.values():

@@ -28,7 +28,7 @@ class Asking(Protocol):
 
 def find_level(coordinator: Coordinator, cut: Cut, asking: Asking) -> Taken | None:
     """Gates are closed, in turns, until the job is level; then it is marked. None: something was urgent."""
-    verdict = "further"
+    verdict, began = "further", time.monotonic()
     while verdict == "further":
         answers = asking.ask_servers(dict.fromkeys(cut.servers, cut.close()), gives_way=True, until=cut.until)
         if not answers and time.monotonic() < cut.until:
@@ -50,10 +50,12 @@ def find_level(coordinator: Coordinator, cut: Cut, asking: Asking) -> Taken | No
             segments=segments,
             leases=ledger_at(state.leases, cut.uses, cut.late),
             num_updates=cut.num_updates,
+            versions=cut.versions,
             seconds=state.saves.seconds + coordinator.reporting.seconds(),
         )
     faults.reach("gate.closed")
     if not asking.ask_servers(dict.fromkeys(cut.servers, Mark(cut.number)), gives_way=False, until=cut.until + 1.0):
         raise WaitTimeout("the servers did not mark their slices in time")
+    taken.gate_seconds = time.monotonic() - began
     faults.reach("save.marked")
     return taken

@@ -63,7 +63,8 @@ class Mirroring:
             if best:
                 copy_checkpoint(source, target, best["checkpoint"])
                 checkpoints.point(target, "best", **best)
-            checkpoints.prune(target, config.keep, self._c.membership.state.saves.lineage, kept)
+            saves = self._c.membership.state.saves
+            checkpoints.prune(target, config.keep, saves.lineage, kept, token=saves.token)
         except StoreError as error:
             self._c.event(f"{made.name} has no second copy: {error}; the job goes on")
         except Exception as error:  # a bug of ours costs the copy, not the job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,12 +18,13 @@ from syncline.core.message import Message
 from syncline.core.saves import Checkpoint
 from syncline.core.saving import WriteMarked, WriteScript, WrittenMarked, WrittenScript
 from syncline.core.slices import Identity
-from syncline.core.soundness import checkpoint_name
-from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError, WaitTimeout
+from syncline.core.soundness import number_in
+from syncline.errors import ConnectionLost, DamagedError, ProtocolError, StoreError, SynclineError, WaitTimeout
 from syncline.net.rpc import Call
 from syncline.roles.coordinator.mirroring import Mirroring
 from syncline.store import checkpoints
 from syncline.store.folders import Folder, open_folder
+from syncline.store.trouble import MissingError
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -33,7 +34,7 @@ SCRIPT_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Taken:
     """What is known of a job at a cut, apart from what is in its slices."""
 
@@ -44,7 +45,9 @@ class Taken:
     segments: tuple[Segment, ...]
     leases: LeaseState
     num_updates: int
+    versions: int
     seconds: float
+    gate_seconds: float = 0.0  # from the first gate that was told to close to the last that has opened
 
 
 class Recording:
@@ -54,6 +57,7 @@ class Recording:
         self._c = coordinator
         self._mirroring = Mirroring(coordinator)
         self._newest: Manifest | None = None  # of the checkpoint that was made last
+        self._has_said = False  # what the saves of now lack
 
     @property
     def root(self) -> str:
@@ -69,27 +73,24 @@ class Recording:
         root = open_folder(config.checkpoint)
         root.make()
         step = taken.num_updates * config.sync_every
-        number = checkpoints.next_number(root)
-        folder, saves = root.join(checkpoint_name(number, step)), self._c.membership.state.saves
-        with self._c.lock:
-            saves.open_folder = folder.url
-            self._c.keep()
+        saves = self._c.membership.state.saves
+        folder = checkpoints.begin(root, checkpoints.next_number(root), step, saves.lineage, saves.token)
         try:
-            checkpoints.begin(root, number, step, saves.lineage)
-            manifest = self._gather(taken, folder, workers, chief, number, step)
+            with self._c.lock:
+                saves.open_folder = folder.url
+                self._c.keep()
+            manifest = self._gather(taken, folder, workers, chief, step)
             faults.reach("save.answered")
             _check_is_here(folder, manifest)
             manifest = self._c.bests.with_readings(manifest, turn)
             digest = checkpoints.write_manifest(folder, manifest)
             self._newest = manifest
         except BaseException:
-            _remove(folder)
+            _remove(folder, saves.token)
             raise
-        return Checkpoint(root.url, folder.url, folder.name, digest, step, taken.num_updates, taken.seconds)
+        return checkpoint_of(folder, manifest, digest)
 
-    def _gather(
-        self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, number: int, step: int
-    ) -> Manifest:
+    def _gather(self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, step: int) -> Manifest:
         marked = self._ask_servers(taken, folder)
         lives = {name: (name, taken.workers.get(name, 0)) for name in workers}
         clocks = {name: taken.clocks[life] for name, life in lives.items() if life in taken.clocks}
@@ -111,7 +112,7 @@ class Recording:
         state, config = self._c.membership.state, self._c.config
         return Manifest(
             name=folder.name,
-            number=number,
+            number=number_in(folder.name) or 0,
             lineage=state.saves.lineage,
             job=self._c.job,
             step=step,
@@ -203,21 +204,38 @@ class Recording:
 
     # -- afterwards ---------------------------------------------------------------------------------------
 
-    def tidy(self, made: Checkpoint, *, waits: bool) -> None:
+    def tidy(self, made: Checkpoint, *, waits: bool = False) -> None:
         """It exists: the pointer to it, a second copy, and older ones go. No trouble here makes it a failure."""
-        root, saves = open_folder(made.root), self._c.membership.state.saves
+        saves = self._c.membership.state.saves
         try:
+            root = open_folder(made.root)
             checkpoints.point(root, "last", made.name, step=made.step)
             if self._newest is not None:
                 self._c.bests.judge(made, self._newest)
             average = self._c.stopping.rules.average
             keep = max(self._c.config.keep, average.last if average is not None else 0)
-            checkpoints.prune(root, keep, saves.lineage)
+            checkpoints.prune(root, keep, saves.lineage, self._needed(made), token=saves.token)
         except StoreError as error:
             self._c.event(f"{made.name} is saved, but: {error}")
+        except Exception as error:  # a bug of ours, or of a driver, costs the order of the folder, not the job
+            self._c.event(f"{made.name} is saved, but: {type(error).__name__}: {error}")
         self._mirroring.wants(made)
         if waits:
             self._mirroring.wait(self._c.config.wait_seconds)
+
+    def _needed(self, made: Checkpoint) -> set[str]:
+        """What the job was taken up from stays as long as anything is in it that is in no other."""
+        with self._c.lock:
+            known, lacking = self._c.membership.state.saves.taken_up, self._c.resuming.lacking()
+        if known is None or not lacking:
+            return set()
+        if not self._has_said:
+            self._has_said = True
+            self._c.event(
+                f"{made.name} is without {lacking[0]!r}, which {known.name} has and the script has not registered "
+                f"yet: {known.name} is kept until then"
+            )
+        return {known.name}
 
     def close(self) -> None:
         self._mirroring.close()
@@ -241,23 +259,45 @@ def _clocks_in(slices: Iterable[SavedSlice], taken: Taken, workers: Collection[s
     return found
 
 
-def adopt(url: str) -> Checkpoint | None:
-    """What a coordinator that died had under way: a checkpoint, if its manifest was there; else it is removed."""
+def adopt(url: str, token: str, say: Callable[[str], None]) -> Checkpoint | None:
+    """What a coordinator that died had under way: a checkpoint, if its manifest was there; else it is removed.
+
+    Where that cannot be told, since its store gives trouble, it stays as it is, and that is said.
+    """
     if not url:
         return None
-    folder = open_folder(url)
     try:
+        folder = open_folder(url)
         manifest, digest = checkpoints.read_manifest(folder)
-    except StoreError:
-        _remove(folder)
+    except (MissingError, DamagedError):
+        _remove(folder, token)
         return None
-    updates = max((part.version for part in manifest.slices), default=0)
-    return Checkpoint(folder.parent().url, folder.url, folder.name, digest, manifest.step, updates, manifest.seconds)
+    except StoreError as error:
+        say(f"the coordinator was away in the middle of a save; what there is of it stays: {error}")
+        return None
+    return checkpoint_of(folder, manifest, digest)
 
 
-def _remove(folder: Folder) -> None:
+def checkpoint_of(folder: Folder, manifest: Manifest, digest: str) -> Checkpoint:
+    """What a job remembers of one."""
+    versions = [part.version for part in manifest.slices]
+    num_bytes = sum(file.num_bytes for file in checkpoints.files_of(manifest))
+    return Checkpoint(
+        folder.parent().url,
+        folder.url,
+        manifest.name,
+        digest,
+        manifest.step,
+        max(versions, default=0),
+        manifest.seconds,
+        sum(versions),
+        num_bytes,
+    )
+
+
+def _remove(folder: Folder, token: str) -> None:
     try:
-        folder.remove_all()
+        checkpoints.abandon(folder, token)
     except StoreError:
         return  # the next save removes what has no manifest
 

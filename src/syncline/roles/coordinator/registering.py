@@ -74,7 +74,7 @@ class Registering:
     def _not_ready(self, message: Register) -> Segment | None:
         """The chief asks again, or is another now: the segment that it is to bring the values of."""
         where = self._c.registry.layout.where
-        if any(parameter.name not in where for parameter in message.parameters):
+        if not message.parameters or any(parameter.name not in where for parameter in message.parameters):
             return None
         segment = where[message.parameters[0].name][0]
         known = self._c.registry.ready | self._uploaded.keys() | self._taking_up
@@ -107,10 +107,16 @@ class Registering:
                 self._take_back(segment)
                 request.refuse(error)
                 return
-            if self._c.membership.state.saves.taken_up is None:
-                self._ask_for_values(request, segment.index)
-            else:
+            try:
+                is_saved = self._c.resuming.has(segment)
+            except SynclineError as error:
+                self._take_back(segment)
+                request.refuse(error)
+                return
+            if is_saved:
                 self._take_up(request, segment)
+            else:
+                self._ask_for_values(request, segment.index)
 
         try:
             calls = [e.call(Host(segment, mine[name])) for name, e in endpoints.items() if e is not None]

@@ -12,14 +12,16 @@ from syncline.config import JobConfig
 from syncline.core.control import Register
 from syncline.core.cutting import taken_up
 from syncline.core.layout import Segment
+from syncline.core.leasing import LeaseState
 from syncline.core.manifest import Manifest
-from syncline.core.saves import Checkpoint
 from syncline.core.saving import AskTakenUp, GivenTakenUp
 from syncline.core.words import counted
-from syncline.errors import LayoutError, SynclineError
+from syncline.errors import DamagedError, LayoutError, SynclineError
 from syncline.net.rpc import Request
+from syncline.roles.coordinator.recording import checkpoint_of
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
+from syncline.store.trouble import MissingError
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -35,7 +37,9 @@ class Resuming:
         self._looked_for: tuple[str, str, bool] | None = None  # for what the choice was made, or is being made
         self._is_looking = False
         self._chosen: checkpoints.Chosen | None = None
+        self._leases = LeaseState()  # of what was chosen
         self._manifest: Manifest | None = None
+        self._is_gone = False
 
     # -- before the job forms -----------------------------------------------------------------------------
 
@@ -52,38 +56,44 @@ class Resuming:
 
     def _look(self, config: JobConfig) -> None:
         """All of a checkpoint is read before it is believed: that may take a while."""
-        found, failure = None, ""
+        found, leases, failure = None, LeaseState(), ""
         try:
             found = checkpoints.choose(open_folder(config.resume or config.checkpoint), self._c.event)
             if found is None and config.resume:
                 failure = f"--resume {config.resume}: there is no checkpoint to take up"
+            leases = taken_up(found.manifest.leases) if found is not None else leases
         except SynclineError as error:
             failure = str(error)
         except Exception as error:  # a bug of ours must end in a verdict, not in silence
             failure = f"it has a bug: {type(error).__name__}: {error}"
         with self._c.lock:
-            self._chosen, self._is_looking = found, False
+            self._chosen, self._leases, self._is_looking = found, leases, False
             if failure:
                 self._c.membership.fail("coordinator", failure)
             else:
-                self._c.joining.form_if_ready(False)
+                self._form()
         self._c.ending.conclude()
+
+    def _form(self) -> None:
+        """Under the lock: the job begins, or ends with the reason; this thread is in nobody else's hands."""
+        try:
+            self._c.joining.form_if_ready(False)
+        except SynclineError as error:
+            self._c.membership.fail("coordinator", str(error))
+        except Exception as error:
+            self._c.membership.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
 
     def form(self) -> None:
         """Under the lock, when the job forms: it goes on from what was chosen, or begins."""
         state, config = self._c.membership.state, self._c.config
-        state.saves.lineage = secrets.token_hex(8)
+        state.saves.lineage, state.saves.token = secrets.token_hex(8), secrets.token_hex(8)
         found = self._chosen
         if found is None:
             return
         manifest = self._manifest = found.manifest
-        updates = max((part.version for part in manifest.slices), default=0)
-        root = found.folder.parent().url
-        state.saves.taken_up = Checkpoint(
-            root, found.folder.url, found.name, found.digest, manifest.step, updates, manifest.seconds
-        )
+        state.saves.taken_up = checkpoint_of(found.folder, manifest, found.digest)
         state.saves.lineage, state.saves.seconds = manifest.lineage, manifest.seconds
-        state.leases = taken_up(manifest.leases)
+        state.leases = self._leases
         state.validations.floor = manifest.step
         self._c.stopping.take_up(manifest.steering, manifest.seconds)
         self._c.event(f"takes up {found.folder.url}: {describe(manifest, time.time())}")
@@ -93,21 +103,32 @@ class Resuming:
     # -- when parameters are registered -------------------------------------------------------------------
 
     def manifest(self) -> Manifest | None:
-        """Of what was taken up; read again by a coordinator that came later."""
+        """Of what was taken up; read again by a coordinator that came later. None also when it is no more needed."""
         known = self._c.membership.state.saves.taken_up
-        if known is not None and self._manifest is None:
-            self._manifest, _ = checkpoints.read_manifest(open_folder(known.folder), known.digest)
+        if known is not None and self._manifest is None and not self._is_gone:
+            try:
+                self._manifest, _ = checkpoints.read_manifest(open_folder(known.folder), known.digest)
+            except (MissingError, DamagedError) as error:
+                if not self._c.registry.layout.segments:
+                    raise
+                self._is_gone = True  # retention has removed it, which it does when all of it is registered
+                self._c.event(f"what is registered from now on starts with its own values: {error}")
         return self._manifest
 
     def check(self, who: str, message: Register) -> None:
-        """What the chief registers must be what was saved; a LayoutError says what is not."""
+        """What the chief registers must be what was saved; a LayoutError says what is not.
+
+        Later in a job, when something of the checkpoint is there, it may also be all new.
+        """
         manifest = self.manifest()
-        if manifest is None:
+        if manifest is None or not message.parameters:
             return
         saved = {
             parameter.name: (segment, parameter) for segment in manifest.segments for parameter in segment.parameters
         }
         given = {parameter.name for parameter in message.parameters}
+        if given.isdisjoint(saved) and not saved.keys().isdisjoint(self._c.registry.layout.where):
+            return
         for parameter in message.parameters:
             if parameter.name not in saved:
                 raise LayoutError(
@@ -127,6 +148,27 @@ class Resuming:
                 f"{who} did not register {missing[0]!r}, which the checkpoint {manifest.name} has: "
                 f"it is of another model; {_REMEDY}"
             )
+
+    def has(self, segment: Segment) -> bool:
+        """Whether its values are in what was taken up. Those of one that came later are the chief's; that is said."""
+        manifest = self.manifest()
+        if manifest is None:
+            return False
+        names = [parameter.name for parameter in segment.parameters]
+        if any(p.name in names for saved in manifest.segments for p in saved.parameters):
+            return True
+        self._c.event(
+            f"{names[0]!r} was registered later than {manifest.name} was saved: it starts with its own values"
+        )
+        return False
+
+    def lacking(self) -> list[str]:
+        """Under the lock: parameters of what was taken up that nobody has registered yet. No other save has them."""
+        known = self._c.membership.state.saves.taken_up
+        if known is None or (manifest := self.manifest()) is None:
+            return []
+        where = self._c.registry.layout.where
+        return [p.name for segment in manifest.segments for p in segment.parameters if p.name not in where]
 
     def fresh(self, segment: Segment) -> list[tuple[int, int]]:
         """Groups whose rule is another than was saved: their state starts afresh, which is said."""

@@ -7,7 +7,6 @@ its own, see `recording`), or given up. Nobody waits for any of it but at the ga
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,51 +16,24 @@ from syncline import faults
 from syncline.core.cutting import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut
 from syncline.core.frequency import Every, every
 from syncline.core.message import Done, Message
+from syncline.core.policy import policy_of
 from syncline.core.saves import Checkpoint
 from syncline.core.saving import EndSave, Expect, Finish, Noted, OpenGate, Save, Saved
 from syncline.core.slices import Identity
+from syncline.core.words import size
 from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
-from syncline.net.rpc import Call, Request
+from syncline.net.rpc import Request
 from syncline.roles.coordinator.gating import Asking, find_level
 from syncline.roles.coordinator.recording import Recording, Taken, adopt
+from syncline.roles.coordinator.wanted import UnderWay, Wanted
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
 
-#: For workers other than the chief to come to a boundary; a save without a slow one's script is still a save.
-EXPECT_SECONDS = 10.0
-#: The same where all workers wait for the cut: who is not at a boundary by now does not come to one.
-VALIDATED_SECONDS = 2.0
 #: Where only the folder was said.
 DEFAULT_EVERY = "10m"
 #: Between two looks for the next save.
 LOOK_SECONDS = 1.0
-
-
-@dataclasses.dataclass
-class Wanted:
-    """A save that is to be."""
-
-    reason: str
-    requests: list[Request]
-    not_before: float = 0.0
-    num_tries: int = 0
-    is_final: bool = False
-    hurries: bool = False
-    turn: int = 0  # the validation for which all workers stand still until the cut is made
-    on_cut: Callable[[], None] = lambda: None  # or is not to be had
-
-
-@dataclasses.dataclass
-class UnderWay:
-    """One that has begun: until its cut, whoever asks for a save has this one."""
-
-    number: int
-    wanted: Wanted
-    began: float
-    chief: str
-    expects: dict[str, Call] = dataclasses.field(default_factory=dict)
-    is_cut: bool = False
 
 
 class Saving:
@@ -105,7 +77,7 @@ class Saving:
         """Under the lock."""
         known = self._under_way.wanted if self._under_way and not self._under_way.is_cut else self._wanted
         if known is None:
-            known = self._wanted = Wanted(reason, [])
+            known = self._wanted = Wanted(reason, [], time.monotonic())
         known.requests += [request] if request is not None else []
         known.is_final |= is_final
         known.hurries |= hurries
@@ -144,17 +116,18 @@ class Saving:
         """Under the lock."""
         if not self._c.membership.formed:
             return False
-        if self._is_taking_over or self._may_go():
+        if self._is_taking_over or self._may_go() or self._askers(now) is not None:
             return True
         if self._under_way is None:
             return self._may_begin() and self._is_due(now)
-        return not self._under_way.is_cut and self._may_begin() and self._is_expected(self._under_way, now)
+        under_way = self._under_way
+        return not under_way.is_cut and self._may_begin() and under_way.is_expected(now, self._c.config)
 
     def seconds_left(self, now: float) -> float:
         """Under the lock: until it is worth another look."""
         times = [now + LOOK_SECONDS]
         if self._under_way is not None and not self._under_way.is_cut:
-            times.append(self._under_way.began + EXPECT_SECONDS)
+            times.append(self._under_way.next_look(now))
         elif self._wanted is not None:
             times.append(self._wanted.not_before)
         elif self._every is not None and self._every.seconds:
@@ -162,9 +135,13 @@ class Saving:
         return max(0.01, min(times) - now)
 
     def _may_begin(self) -> bool:
-        """What is registered has its values, and there is something; and it is known what was used of the samples."""
-        registry, segments = self._c.registry, self._c.registry.layout.segments
-        return bool(segments) and len(registry.ready) == len(segments) and not self._c.handing.is_in_doubt
+        """What is registered has its values and is where it should be, and there is something; and it is known what
+        was used of the samples."""
+        registry, membership = self._c.registry, self._c.membership
+        if not registry.layout.segments or len(registry.ready) != len(registry.layout.segments):
+            return False
+        is_there = {seat.primary for seat in membership.state.seats.values()} <= set(membership.servers())
+        return is_there and not self._c.handing.is_in_doubt
 
     def _is_due(self, now: float) -> bool:
         if not self._is_on:
@@ -210,10 +187,14 @@ class Saving:
         with self._c.lock:
             begins = self._under_way is None and self._may_begin() and self._is_due(now)
             under_way = self._begin(now) if begins else self._under_way
+            askers = self._askers(now)
+            released = askers[0].let_go(askers[1]) if askers is not None else []
+        for request in released:
+            request.reply(Saved("", self._c.reporting.step()))
         if begins and under_way is not None:
             self._expect(under_way)
         with self._c.lock:
-            is_ready = under_way is not None and not under_way.is_cut and self._is_expected(under_way, now)
+            is_ready = under_way is not None and not under_way.is_cut and under_way.is_expected(now, self._c.config)
         if is_ready and under_way is not None:
             faults.reach("save.expected")
             self._cut(under_way, asking)
@@ -231,7 +212,7 @@ class Saving:
         """An earlier coordinator died within a save: that one is over; what it has written whole exists."""
         saves = self._c.membership.state.saves
         self._tell_all(EndSave(saves.open))
-        found = adopt(saves.open_folder)
+        found = adopt(saves.open_folder, saves.token, self._c.event)
         with self._c.lock:
             if found is not None:
                 saves.last, saves.num_saved = found, saves.num_saved + 1
@@ -241,11 +222,13 @@ class Saving:
             saves.open, saves.open_folder = 0, ""
             self._is_taking_over = False
             self._c.try_keep()
+        if found is not None:  # what comes after a save was not done yet
+            threading.Thread(target=self.recording.tidy, args=(found,), name="tidy", daemon=True).start()
 
     def _begin(self, now: float) -> UnderWay | None:
         """Under the lock. Its number is kept: whoever comes after this coordinator ends it."""
         saves = self._c.membership.state.saves
-        wanted = self._wanted or Wanted("it is time", [])
+        wanted = self._wanted or Wanted("it is time", [], now)
         saves.num_begun += 1
         saves.open = saves.num_begun
         self._c.keep()
@@ -263,27 +246,29 @@ class Saving:
         for call in list(under_way.expects.values()):
             call.when_done(self._c.changing.wake)
 
-    def _is_expected(self, under_way: UnderWay, now: float) -> bool:
-        """The chief is at a boundary, and whoever came to one soon. Who is gone is waited for no more."""
-        config = self._c.config
-        patience = (
-            min(config.wait_seconds, config.save_seconds / 2) if under_way.wanted.hurries else config.wait_seconds
-        )
-        if under_way.wanted.turn:
-            patience = min(patience, VALIDATED_SECONDS)
-        waiting = [name for name, call in under_way.expects.items() if not call.is_done]
-        late = now - under_way.began >= min(EXPECT_SECONDS, patience)
-        return not waiting or (late and under_way.chief not in waiting) or now - under_way.began >= patience
+    def _askers(self, now: float) -> tuple[Wanted, list[str]] | None:
+        """Under the lock: a save whose askers are not to wait any longer, and for whom they would."""
+        if not policy_of(self._c.config).in_rounds:
+            return None
+        wanted, under_way = self._wanted, self._under_way
+        if under_way is not None and not under_way.is_cut:
+            wanted, since, waiting = under_way.wanted, under_way.began, under_way.waiting
+        elif wanted is not None:
+            asked = {request.peer.name for request in wanted.requests} | self._c.membership.finishing
+            since, waiting = wanted.since, [name for name in self._c.membership.workers() if name not in asked]
+        return (wanted, waiting) if wanted is not None and wanted.has_askers(waiting, now - since) else None
 
     # -- the cut ------------------------------------------------------------------------------------------
 
     def _cut(self, under_way: UnderWay, asking: Asking) -> None:
         with self._c.lock:
-            primaries = {seat.primary for seat in self._c.membership.state.seats.values()}
-            if not self._may_begin() or not primaries <= set(self._c.membership.servers()):
+            if not self._may_begin():
                 return
-            self.is_cutting = True
-        cut = Cut(under_way.number, primaries, time.monotonic() + CUT_SECONDS, self._noted(under_way))
+            primaries = {seat.primary for seat in self._c.membership.state.seats.values()}
+            # Who asks from now on has a commit behind it that may not be in this cut: it gets the next one.
+            self.is_cutting = under_way.is_cut = True
+            under_way.cut_at = time.monotonic()
+        cut = Cut(under_way.number, primaries, under_way.cut_at + CUT_SECONDS, self._noted(under_way))
         try:
             taken = find_level(self._c, cut, asking)
         except SynclineError as error:
@@ -296,7 +281,7 @@ class Saving:
         if taken is None:
             self._try_again(under_way, primaries, "", is_urgent=True)
             return
-        under_way.is_cut = True
+        under_way.is_marked = True
         under_way.wanted.on_cut()
         if under_way.wanted.is_final and not under_way.wanted.turn and self._is_saved(taken):
             self._is_done(under_way, None)
@@ -319,7 +304,7 @@ class Saving:
     def _is_saved(self, taken: Taken) -> bool:
         """Whether nothing has happened since the last one."""
         newest = self._c.membership.state.saves.newest
-        return newest is not None and newest.num_updates == taken.num_updates and newest.root == self.recording.root
+        return newest is not None and newest.versions == taken.versions and newest.root == self.recording.root
 
     def _try_again(
         self, under_way: UnderWay, servers: Sequence[str] | set[str], reason: str, *, is_urgent: bool = False
@@ -328,7 +313,7 @@ class Saving:
         self._tell_all(OpenGate(under_way.number), servers)
         self._tell_all(EndSave(under_way.number))
         wanted = under_way.wanted
-        if under_way.is_cut:
+        if under_way.is_marked:
             wanted.turn, wanted.on_cut = 0, lambda: None  # the workers have gone on
         wanted.num_tries += not is_urgent
         if wanted.num_tries >= MOST_TRIES:
@@ -340,9 +325,8 @@ class Saving:
             wanted.not_before = time.monotonic() + (0.1 if is_urgent else AGAIN_SECONDS)
             self._under_way = None
             later, self._wanted = self._wanted, wanted
-            wanted.requests += later.requests if later is not None else []
-            if later is not None and later.turn:
-                wanted.turn, wanted.on_cut = later.turn, later.on_cut
+            if later is not None:
+                wanted.join(later)
 
     # -- in the thread of the save ------------------------------------------------------------------------
 
@@ -358,14 +342,22 @@ class Saving:
             self._is_done(under_way, StoreError(f"{type(error).__name__}: {error}"))
             raise
         else:
-            self.recording.tidy(made, waits=under_way.wanted.is_final)
-            self._is_done(under_way, None, made)
+            try:
+                self.recording.tidy(made, waits=under_way.wanted.is_final)
+            finally:
+                self._is_done(under_way, None, made, taken.gate_seconds)
 
-    def _is_done(self, under_way: UnderWay, error: SynclineError | None, made: Checkpoint | None = None) -> None:
+    def _is_done(
+        self,
+        under_way: UnderWay,
+        error: SynclineError | None,
+        made: Checkpoint | None = None,
+        gate_seconds: float = 0.0,
+    ) -> None:
         """The save is made, or given up. Said, counted, and answered to whoever asked for it."""
         self._tell_all(EndSave(under_way.number))
         wanted = under_way.wanted
-        if not under_way.is_cut:
+        if not under_way.is_marked:
             wanted.on_cut()
         with self._c.lock:
             saves = self._c.membership.state.saves
@@ -374,7 +366,11 @@ class Saving:
                 self._c.event(f"a save was given up ({wanted.reason}): {error}; the job goes on")
             elif made is not None:
                 saves.last, saves.num_saved = made, saves.num_saved + 1
-                self._c.event(f"saved {made.folder} ({wanted.reason})")
+                passed, gate_ms = time.monotonic() - under_way.cut_at, 1000 * gate_seconds
+                self._c.event(
+                    f"saved {made.name}: {size(made.num_bytes)} in {passed:.1f} s; "
+                    f"the gate was closed for {gate_ms:.{0 if gate_ms >= 10 else 1}f} ms ({wanted.reason})"
+                )
             saves.open, saves.open_folder = 0, ""
             self._c.try_keep()
             self._has_ended |= wanted.is_final

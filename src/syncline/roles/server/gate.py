@@ -109,6 +109,7 @@ class CommitGate:
             behind=behind,
             registered=[(s.name, s.incarnation, s.num_segments) for s in rounds.standings.values() if s.num_segments],
             first_segment=rounds.first_segment,
+            versions=sum(slot.state.version for slot in slots),
         )  # fmt: skip
 
     def _open_after(self, gate: Gate, until: float) -> None:
