@@ -1,4 +1,4 @@
-"""`make proof`: a job that was killed goes on with other numbers of servers and workers, and comes to the same end."""
+"""`make proof`: a job that was killed goes on with other numbers of servers and workers, to the same end."""
 
 from __future__ import annotations
 
