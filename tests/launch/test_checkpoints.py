@@ -93,7 +93,7 @@ def test_embedded_jobs_save_and_go_on_too(commands: Any) -> None:
     for path in sorted(saves.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     process = commands.start("0.3", program=(script,))
-    break_off(commands, process, saves, count=1)
+    break_off(commands, process, saves, count=1, after="syncline.toml")
     again = commands.finish(commands.start("0", program=(script,)))
     assert again.code == 0 and "takes up" in again.output, again.output
     assert result(again.output) == result(whole.output)
