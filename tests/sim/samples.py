@@ -24,7 +24,7 @@ class Samples:
         self.before: set[Sample] = set()  # done in the checkpoint that this job has taken up
         self.late: set[Entry] = set()  # steps that count for nothing
         self.excused: set[Sample] = set()  # by what the coordinator has reported, or set aside
-        self._revoked: dict[int, set[Sample]] = {}  # by slice: of steps that are not on it, as reported
+        self.revoked_on: dict[int, set[Sample]] = {}  # by slice: of steps that are not on it, as reported
         self._leases: dict[int, tuple[str, int, Span]] = {}
 
     def take_up(self, done: Iterable[Sample], excused: Iterable[Sample]) -> None:
@@ -52,7 +52,7 @@ class Samples:
 
     def revoked(self, number: int, entries: Iterable[Entry]) -> None:
         """A slice came back from a copy without these steps."""
-        self._revoked.setdefault(number, set()).update(s for entry in entries for s in self.read.get(entry, ()))
+        self.revoked_on.setdefault(number, set()).update(s for entry in entries for s in self.read.get(entry, ()))
 
     def set_aside(self, epoch: int, doubts: Iterable[Doubt]) -> None:
         for doubt in doubts:
@@ -82,7 +82,7 @@ class Samples:
             if hosted is None:
                 continue
             self.applied(number, hosted, hosted.ledger)
-            there = set(hosted.samples or ()) | self.before | self._revoked.get(number, set())
+            there = set(hosted.samples or ()) | self.before | self.revoked_on.get(number, set())
             missing = sorted(wanted - there - self.excused)
             if missing:
                 self.fail(f"{len(missing)} samples are not applied on slice {number}: {missing[:5]}")

@@ -218,7 +218,8 @@ class Saves:
             for sample in samples.read.get(entry, ()) if entry not in samples.late else ():
                 if used.setdefault(sample, entry) != entry and sample not in samples.excused:
                     self.ledger.fail(f"save {cut.number}: sample {sample} is in {used[sample]} and {entry}")
-        lost = sorted(done - used.keys() - samples.before - samples.excused)
+        revoked = samples.revoked_on.get(0, set())
+        lost = sorted(done - used.keys() - samples.before - samples.excused - revoked)
         # What is reported to be in doubt, those who live know.
         known = {sample for sample, entry in used.items() if entry[:2] in there}
         again = sorted((used.keys() | samples.before) - done - (samples.excused - known))

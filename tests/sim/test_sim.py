@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import syncline
 
 from .bugs import BUGS
 from .faults import KINDS, SAVES, SPARE, scenario_of
@@ -136,10 +139,11 @@ def test_a_trace_does_not_depend_on_the_process() -> None:
     """The order of a set differs from process to process: nothing may follow from it."""
     seeds = [*range(30), *range(SAVES, SAVES + 10)]
     code = f"from sim.job import play\nprint([play(seed).world.trace for seed in {seeds}])"
+    paths = (Path(__file__).parents[1], Path(syncline.__file__).parents[1])
     traces = {
         subprocess.run(
             [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": hashes, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={"PYTHONHASHSEED": hashes, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True, check=True, text=True,
         ).stdout
         for hashes in ("1", "2", "77")
