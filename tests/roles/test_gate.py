@@ -93,23 +93,6 @@ def test_what_has_begun_is_waited_for(make_house: MakeHouse) -> None:
     assert answer.num_updates == 1
 
 
-def test_slices_that_are_apart_are_waited_for(make_house: MakeHouse) -> None:
-    """As after a promotion: one of them lacks a step that another one has, and that is made anew."""
-    house = make_house(1, 1, policy="async")
-    house.register(x(0.0))
-    worker = house.workers["worker-0"]
-    worker.commit("server-0", 1, x()).wait(WAIT)
-    clocks = house.slot("server-0", 2).state.clocks
-    left = dict(clocks)
-    clocks.clear()
-    gate = house.tell("server-0", CloseGate(1))
-    assert not gate.arrives(0.05)
-    clocks.update(left)
-    answer = gate.wait(WAIT)
-    assert isinstance(answer, GateClosed) and answer.clocks == [("worker-0", worker.incarnation, 1)]
-    house.tell("server-0", Mark(1)).wait(WAIT)
-
-
 def test_a_server_without_slices_says_so_and_stands_in_nobodys_way(make_house: MakeHouse) -> None:
     house = make_house(2, 1, policy="async")
     house.register({"x": np.zeros(4, np.float32)})

@@ -11,28 +11,17 @@ import pytest
 from tests.roles.played import SECONDS, Disk, ask, jobs, until
 from tests.roles.saves import begun, folder, manifest
 
+from syncline.core import saving
 from syncline.core.control import AskStatus, Barrier, Beat, Install, Leave, Passed, Register, Registered
 from syncline.core.handing import AskLease, AskUses, OpenEpoch, Uses
 from syncline.core.layout import Parameter
 from syncline.core.loader import Loader
 from syncline.core.message import Done
 from syncline.core.rule import Rule
-from syncline.core.saving import (
-    CloseGate,
-    EndSave,
-    Expect,
-    Finish,
-    Mark,
-    OpenGate,
-    Save,
-    Saved,
-    WriteMarked,
-    WriteScript,
-)
+from syncline.core.saving import CloseGate, EndSave, Expect, Finish, Mark, OpenGate, Save, Saved, WriteMarked
 from syncline.errors import ConfigError, StoreError
 from syncline.roles.coordinator.recording import adopt
 from syncline.store import checkpoints
-from syncline.store.checkpoints import pointed
 from syncline.store.folders import open_folder
 
 __all__ = ["folder", "jobs"]
@@ -47,12 +36,12 @@ def test_a_save_is_expected_then_cut_then_written_then_over(jobs: Any, folder: p
         CloseGate, Mark, WriteMarked, EndSave,
     ]  # fmt: skip
     kinds = [type(message) for message in job["worker-1"].heard]
-    assert [k for k in kinds if k in (Expect, WriteScript, EndSave)] == [Expect, WriteScript, EndSave]
-    assert job["worker-1"].all(WriteScript)[0].clock == 7
+    assert [k for k in kinds if k in (Expect, saving.WriteScript, EndSave)] == [Expect, saving.WriteScript, EndSave]
+    assert job["worker-1"].all(saving.WriteScript)[0].clock == 7
     made = manifest(folder)
     assert [script.worker for script in made.scripts] == ["worker-0", "worker-1"]
     assert len(made.slices) == 4 and {part.version for part in made.slices} == {7}
-    assert pointed(open_folder(str(folder)), "last") == {"checkpoint": "000001-step-7", "step": 7}
+    assert checkpoints.pointed(open_folder(str(folder)), "last") == {"checkpoint": "000001-step-7", "step": 7}
     assert job.disk.last.saves.last.name == "000001-step-7" and not job.disk.last.saves.open
 
 
@@ -63,7 +52,7 @@ def test_servers_that_are_apart_are_told_what_to_let_in(jobs: Any, folder: pathl
     job["worker-0"].ask(Save())
     turns = job["server-0"].all(CloseGate)
     assert [turn.turn for turn in turns] == [0, 1] and ahead in turns[1].through
-    assert job["worker-0"].all(WriteScript)[0].clock == 8
+    assert job["worker-0"].all(saving.WriteScript)[0].clock == 8
 
 
 def test_what_was_used_at_the_cut_and_not_confirmed_is_done(jobs: Any, folder: pathlib.Path) -> None:
@@ -275,7 +264,10 @@ def test_the_end_waits_for_the_second_copy(jobs: Any, folder: pathlib.Path, tmp_
     calls = [job[name].endpoint.call(Finish()) for name in ("worker-0", "worker-1")]
     assert [call.wait(SECONDS) for call in calls] == [Done(), Done()]
     assert manifest(tmp_path / "mirror") == manifest(folder)
-    assert pointed(open_folder(str(tmp_path / "mirror")), "last") == {"checkpoint": "000001-step-7", "step": 7}
+    assert checkpoints.pointed(open_folder(str(tmp_path / "mirror")), "last") == {
+        "checkpoint": "000001-step-7",
+        "step": 7,
+    }
 
 
 def test_a_mirror_that_refuses_costs_the_second_copy_only(
