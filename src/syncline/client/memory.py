@@ -79,7 +79,9 @@ class Memory:
     def finish(self) -> None:
         """The script has come to its end: returns when the last save is made, or this worker is to go without it."""
         try:
-            with self._job.exchange.waits.of("the last save"), self.boundary.waiting(END):
+            # Others may have longer to do, an evaluation for one: that is nothing to tell of.
+            waits = self._job.exchange.waits.of("the last save", loud_seconds=60.0)
+            with waits, self.boundary.waiting(END):
                 self._link.call(Finish(), _FINISH_SECONDS, self._while_finishing)
         except (_Leaves, FencedError):
             return

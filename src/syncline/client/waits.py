@@ -23,6 +23,7 @@ class Waiting:
     began: float
     servers: Callable[[], Sequence[str]]  # that have not answered
     asked: float | None = None
+    loud_seconds: float = LOUD_SECONDS
 
     @property
     def text(self) -> str:
@@ -42,10 +43,12 @@ class Waits:
 
     @contextlib.contextmanager
     def of(
-        self, what: str, *, step: int = 0, began: float | None = None, servers: Callable[[], Sequence[str]] = list
-    ) -> Iterator[None]:
+        self, what: str, *, step: int = 0, began: float | None = None, servers: Callable[[], Sequence[str]] = list,
+        loud_seconds: float = LOUD_SECONDS,
+    ) -> Iterator[None]:  # fmt: skip
         """While this lasts, the script waits for that."""
-        before, self._now = self._now, Waiting(what, step, began or time.monotonic(), servers)
+        before = self._now
+        self._now = Waiting(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds)
         try:
             yield
         finally:
@@ -63,7 +66,7 @@ class Waits:
     def look(self) -> None:
         """Called now and then by a thread that has the time: says why, when it is time to."""
         now, moment = self._now, time.monotonic()
-        if now is None or moment - now.began < LOUD_SECONDS:
+        if now is None or moment - now.began < now.loud_seconds:
             return
         if now.asked is not None and moment - now.asked < AGAIN_SECONDS:
             return

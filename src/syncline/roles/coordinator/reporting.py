@@ -164,6 +164,7 @@ class Reporting:
         found += self._c.meeting.waits(now)
         found += self._c.validating.waits(now)
         found += self._c.handing.waits(now)
+        found += self._c.saving.waits(now)
         for who, since in self._c.registering.waiting():
             chief = self._c.membership.chief
             found.append(Wait(who, 0, [chief], now - since, f"the registration of {who}"))

@@ -25,7 +25,8 @@ from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineErr
 from syncline.net.rpc import Request
 from syncline.roles.coordinator.gating import Asking, find_level
 from syncline.roles.coordinator.recording import Recording, Taken, adopt
-from syncline.roles.coordinator.wanted import UnderWay, Wanted
+from syncline.roles.coordinator.wanted import UnderWay, Wanted, finishing_waits
+from syncline.stats import Wait
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -42,7 +43,7 @@ class Saving:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self.is_cutting = False  # nobody may register meanwhile
-        self._finishing: dict[str, Request] = {}
+        self._finishing: dict[str, tuple[Request, float]] = {}  # since when
         self._wanted: Wanted | None = None
         self._under_way: UnderWay | None = None
         self._every: Every | None = None
@@ -94,7 +95,7 @@ class Saving:
         """A worker's script has ended: answered when all have, and the last save is made."""
         name = request.peer.name
         with self._c.lock:
-            self._finishing[name] = request
+            self._finishing[name] = (request, time.monotonic())
             self._c.membership.finishing.add(name)
         self._c.meeting.release()
         self._c.handing.answer()
@@ -162,6 +163,9 @@ class Saving:
         if self._every is not None:
             self._due_at, self._due_step = now + self._every.seconds, step + self._every.steps
 
+    def waits(self, now: float) -> list[Wait]:
+        return finishing_waits({k: now - at for k, (_, at) in self._finishing.items()}, self._c.membership.workers())
+
     def _are_all_finishing(self) -> bool:
         membership = self._c.membership
         workers = membership.workers()
@@ -202,7 +206,7 @@ class Saving:
 
     def _let_go(self) -> None:
         with self._c.lock:
-            requests = list(self._finishing.values()) if self._may_go() else []
+            requests = [request for request, _ in self._finishing.values()] if self._may_go() else []
             if requests:
                 self._finishing = {}
         for request in requests:

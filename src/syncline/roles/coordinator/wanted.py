@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from syncline.config import JobConfig
 from syncline.net.rpc import Call, Request
+from syncline.stats import Wait
 
 #: For workers other than the chief to come to a boundary; a save without a slow one's script is still a save.
 EXPECT_SECONDS = 10.0
@@ -85,3 +86,9 @@ class UnderWay:
 
 def _is_asker(request: Request, waiting: Collection[str]) -> bool:
     return request.peer.role == "worker" and any(name != request.peer.name for name in waiting)
+
+
+def finishing_waits(finishing: Mapping[str, float], workers: Sequence[str]) -> list[Wait]:
+    """Whose scripts have ended, and for so long, before the last save, for those who go on."""
+    others = [name for name in workers if name not in finishing]
+    return [Wait(name, 0, others, seconds, "the last save") for name, seconds in finishing.items() if others]
