@@ -32,9 +32,7 @@ def test_what_the_coordinator_was_told_is_in_the_job_file(
         written.append(file.given)
         return 0
 
-    words = (
-        "coordinator --job job.json -w 2:4 --bad-pushes 5 --no-check-finite --wait-seconds 30 --stop a>1 --stop b>2"
-    )
+    words = "coordinator --job job.json -w 2:4 --bad-pushes 5 --no-check-finite --wait-seconds 30"
     (tmp_path / "syncline.toml").write_text("servers = 2\nstuck_seconds = 7.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(roles, "_coordinate", coordinate)

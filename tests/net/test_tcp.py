@@ -111,10 +111,10 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
 
     monkeypatch.setattr(handshake, "pack", pack_as_one)
     with pytest.raises(
-        VersionError, match="the other side speaks protocol 1, this one 4; use one version of syncline"
+        VersionError, match="the other side speaks protocol 1, this one 5; use one version of syncline"
     ):
         there.connect()
-    assert "was refused: VersionError: the other side speaks protocol 1, this one 4" in there.log()
+    assert "was refused: VersionError: the other side speaks protocol 1, this one 5" in there.log()
     monkeypatch.undo()
     check_works(there)
 
@@ -123,9 +123,9 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
     ("data", "reason"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "was refused: FrameError: not a handshake of ours: it begins with b'GET '"),
-        (b"SYNH\x04\xff\xff", "was refused: FrameError: a handshake of 65535 bytes; at most 512"),
-        (b"SYNH\x04\x05\x00\xc1\xc1\xc1\xc1\xc1", "was refused: FrameError: a handshake that cannot be read"),
-        (b"SYNH\x04", "ended: the other side closed the connection during the handshake"),
+        (b"SYNH\x05\xff\xff", "was refused: FrameError: a handshake of 65535 bytes; at most 512"),
+        (b"SYNH\x05\x05\x00\xc1\xc1\xc1\xc1\xc1", "was refused: FrameError: a handshake that cannot be read"),
+        (b"SYNH\x05", "ended: the other side closed the connection during the handshake"),
         (b"", "ended: the other side closed the connection during the handshake"),
     ],
 )

@@ -81,7 +81,9 @@ def make(
     seed = number if seed is None else seed
     segments, where = segments_of()
     name = checkpoint_name(number, number * 10)
-    own = checkpoints.begin(folder, number, number * 10, lineage)
+    # Workers' scripts may be there already.
+    is_there = name in folder.list()
+    own = folder.join(name) if is_there else checkpoints.begin(folder, number, number * 10, lineage)
     values, averages = values_of(MODEL + BUFFERS, seed), values_of(MODEL + BUFFERS, seed + 1000)
     files, slices = [], []
     for server in sorted(set(where.values())):

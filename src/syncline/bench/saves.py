@@ -31,8 +31,8 @@ from syncline.store.tensors import TensorWriter, in_threads
 
 _NUM_PARAMETERS = 32
 _FILE = "server-0.safetensors"
-_SAVED = "the faster of torch.distributed.checkpoint's async_save and of torch.save, fsync and sha256"
-_LOADED = "the faster of torch.distributed.checkpoint's load, which checks nothing, and of sha256 and bare bytes"
+_SAVED = "the faster of DCP's async_save and of torch.save, fsync, sha256"
+_LOADED = "the faster of DCP's load, which checks nothing, and of sha256, bare bytes"
 
 #: Saves to a path, or loads from it.
 Way = Callable[[pathlib.Path], object]
