@@ -108,3 +108,30 @@ def test_another_model_is_refused_with_the_remedy(commands: Any) -> None:
     refused = commands.run(*WORDS, "-w", "1", "-s", "1", other, "0")
     assert refused.code == 1, refused.output
     assert "'x' as float64[9], the checkpoint" in refused.output and "--fresh" in refused.output
+
+
+STOPPED = """
+import numpy as np
+import syncline, syncline.data
+
+job = syncline.init()
+job.kv.register({"x": np.zeros(8)}, syncline.Rule("Add"), reduce="sum")
+job.state["own"] = own = {"epochs": 0}
+source = syncline.data.ArraySource(np.arange(48))
+for epoch in range(5):
+    for batch in syncline.data.batches(source, 8, epoch=epoch, name="train"):
+        print("IN", epoch, own["epochs"], flush=True)
+        job.kv.push_pull({"x": np.ones(8)}).wait()
+    own["epochs"] += 1
+"""
+
+
+@pytest.mark.slow
+def test_what_a_script_does_after_a_stop_is_not_what_is_taken_up(commands: Any) -> None:
+    """A stopped script runs through the epochs that it does not read, and steps its schedulers there."""
+    script = commands.script(STOPPED)
+    stopped = commands.run("run", "--checkpoint", "saves", "--max-steps", "8", script)
+    assert stopped.code == 0 and "stopped by --max-steps 8" in stopped.output, stopped.output
+    again = commands.run("run", "--checkpoint", "saves", "--max-steps", "14", script)
+    assert again.code == 0, again.output
+    assert re.findall(r"IN (\d) (\d)", again.output) == [("1", "1")] * 4 + [("2", "2")] * 2, again.output

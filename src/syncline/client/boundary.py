@@ -32,6 +32,7 @@ class Boundary:
         self.is_clean: Callable[[], bool] = lambda: True  #: whether all that was read is in them
         self.stride = 1  #: commits between the last two boundaries that were apart
         self.is_in_loop: Callable[[], bool] = lambda: False
+        self.on_stop: Callable[[Position, int], None] | None = None  #: called once, where training ends by a rule
         self._lock = threading.RLock()
         self._watchers: tuple[Watcher, ...] = ()
         self._last = -1  # the clock at the boundary before
@@ -72,6 +73,13 @@ class Boundary:
         for every clock."""
         if self.clock() != self._last and not self.is_in_loop():
             self.passed(STEP)
+
+    def stops(self, position: Position) -> None:
+        """Training ends here by a rule: what the script does from now on, through epochs that it does not read, is not
+        what a job does that goes on from here."""
+        hook, self.on_stop = self.on_stop, None
+        if hook is not None and self.is_clean():
+            hook(position, self.clock())
 
     def hands_out(self) -> None:
         """The script gets a batch."""

@@ -79,6 +79,8 @@ class Loop:
         """The script comes for its next batch, nothing of which is read for it yet: a boundary."""
         self._job.samples.boundary.passed(self._position)
         self._job.samples.between()
+        if self.is_over:
+            self._job.samples.boundary.stops(self._position)
 
     def __enter__(self) -> Loop:
         self.comes_back()

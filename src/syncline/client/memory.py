@@ -42,7 +42,8 @@ class Memory:
         self.taken_up = TakenUp(job.name, boundary, job.ask, may_be=may_be)
         self.state = ScriptState(self.taken_up.saved, lambda: self.taken_up.is_over, lambda: job.known_device)
         self.taken_up.begin(self.state)
-        hearing.saves = Saves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
+        saves = hearing.saves = Saves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
+        boundary.on_stop = saves.note_stop if may_be else None
 
     def _facts(self) -> dict[str, Any]:
         return {"own_step": self.taken_up.own_step + self._job.own_step}

@@ -43,6 +43,7 @@ class Saves:
         self._expecting: Request | None = None
         self._wanted: tuple[Request, WriteScript] | None = None
         self._told = ""
+        self._stopped: Note | None = None  # where training ended by a rule
 
     def hear(self, request: Request) -> None:
         """In the thread that hears the coordinator: what takes long goes to another."""
@@ -116,7 +117,9 @@ class Saves:
     def _note(self, number: int, position: Position, after: int, clock: int) -> bool:
         """One at a time, by the lock of the boundary; not under ours: it may take long, and others must be heard."""
         try:
-            note = self._state.take(position, after, clock, self._facts())
+            stopped = self._stopped
+            is_there = stopped is not None and stopped.clock == clock
+            note = stopped if stopped and is_there else self._state.take(position, after, clock, self._facts())
         except Exception as error:  # of an object of the script's
             self._cannot_note(number, f"the script's state cannot be saved: {error}")
             return False
@@ -127,6 +130,13 @@ class Saves:
         if faults.armed is not None:
             faults.reach("save.noted")
         return True
+
+    def note_stop(self, position: Position, clock: int) -> None:
+        """The last save is of here, however far the script runs until its end."""
+        try:
+            self._stopped = self._state.take(position, clock - 1, clock, self._facts())
+        except Exception as error:  # of an object of the script's; the last save says it again
+            self._cannot_note(-1, f"the script's state cannot be saved: {error}")
 
     def _cannot_note(self, number: int, text: str) -> None:
         if text != self._told:

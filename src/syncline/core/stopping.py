@@ -175,6 +175,8 @@ class Stopping:
 
     def unreported(self, reported: Collection[str]) -> list[str]:
         """Of each metric that a rule needs and nobody has reported, a sentence."""
+        if self.state.stop is not None and not reported:
+            return []  # it was stopped before it was taken up
         there = f"reported are: {', '.join(sorted(reported))}" if reported else "nothing was reported: job.report(…)"
         found = []
         for name, flag in self.rules.metrics.items():

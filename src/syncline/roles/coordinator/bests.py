@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -198,6 +199,11 @@ class Bests:
 
     def end(self) -> None:
         """Under the lock: the job is over."""
+        if self._rule is not None and self._state.best is None:
+            with contextlib.suppress(StoreError):
+                self._look_for_the_one_before(
+                    self._c.saving.recording.root, self._c.membership.state.saves.lineage, self._rule
+                )
         if self._state.best is not None:
             self._c.event(f"best {self._state.best.told}")
         elif self._rule is not None and self._c.membership.formed:
