@@ -75,8 +75,8 @@ class Boundary:
             self.passed(STEP)
 
     def stops(self, position: Position) -> None:
-        """Training ends here by a rule: what the script does from now on, through epochs that it does not read, is not
-        what a job does that goes on from here."""
+        """Training ends here by a rule: what the script does from now on, through epochs that it does not read, is
+        not what a job does that goes on from here."""
         hook, self.on_stop = self.on_stop, None
         if hook is not None and self.is_clean():
             hook(position, self.clock())
