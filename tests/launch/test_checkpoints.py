@@ -32,6 +32,7 @@ def test_a_job_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(commands: 
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -69,6 +70,7 @@ def test_sigterm_of_the_whole_job_saves_first(commands: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_fresh_starts_over_beside_it_and_resume_from_it(commands: Any) -> None:
     script, saves = commands.script(SCRIPT), commands.folder / "saves"
     process = commands.start(*WORDS, "-w", "1", "-s", "1", script, "0.1")
@@ -84,6 +86,7 @@ def test_fresh_starts_over_beside_it_and_resume_from_it(commands: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_embedded_jobs_save_and_go_on_too(commands: Any) -> None:
     """One process, no launcher: by syncline.toml."""
     script, saves = commands.script(SCRIPT), commands.folder / "saves"
@@ -135,3 +138,8 @@ def test_what_a_script_does_after_a_stop_is_not_what_is_taken_up(commands: Any) 
     again = commands.run("run", "--checkpoint", "saves", "--max-steps", "14", script)
     assert again.code == 0, again.output
     assert re.findall(r"IN (\d) (\d)", again.output) == [("1", "1")] * 4 + [("2", "2")] * 2, again.output
+
+
+def test_a_folder_in_memory_is_refused_where_members_are_several_processes(commands: Any) -> None:
+    found = commands.run("run", "--checkpoint", "memory://saves", commands.script("pass"))
+    assert found.code == 2 and "every process has a memory of its own" in found.output, found.output

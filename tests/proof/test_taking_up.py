@@ -15,7 +15,7 @@ WORDS = ("run", "--checkpoint", "saves", "--save-every", "4steps")
 GRADIENT = "gradient = (3 * x + np.arange(8) * batch.sum()) % 101 - random.randrange(50)"
 RULE = 'syncline.Rule("SGD", lr=1.0, momentum=1.0), reduce="sum"'
 #: Whoever reads which sample in which round: the end is the same.
-SUMS = SCRIPT.replace(GRADIENT, "gradient = np.arange(8) * batch.sum()").replace(
+SUMS = SCRIPT.replace(GRADIENT, "gradient = np.arange(8.0) * batch.sum()").replace(
     RULE, 'syncline.Rule("SGD", lr=1.0), reduce="sum"'
 )
 ADAM = SCRIPT.replace(GRADIENT, "gradient = x - np.sin(np.arange(8) * batch.mean())").replace(

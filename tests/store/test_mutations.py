@@ -24,7 +24,8 @@ from syncline.store import checkpoints, weights
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorReader, TensorWriter
 
-NUM_MUTATIONS = 1000
+#: So many in `make test`, and in `make proof`.
+MANY = pytest.mark.parametrize("num", [150, pytest.param(1000, marks=pytest.mark.proof)])
 FILES = ("server-0.safetensors", "server-1.safetensors", "worker-0.script.safetensors", "manifest.json")
 Damage = Callable[[pathlib.Path, random.Random], None]
 
@@ -95,11 +96,12 @@ def two(tmp_path: pathlib.Path) -> tuple[pathlib.Path, list[Made]]:
     return tmp_path / "c", [make(folder, number) for number in (1, 2)]
 
 
-def test_every_damage_is_found_and_the_one_before_is_taken(two: tuple[pathlib.Path, list[Made]]) -> None:
+@MANY
+def test_every_damage_is_found_and_the_one_before_is_taken(two: tuple[pathlib.Path, list[Made]], num: int) -> None:
     path, (first, second) = two
     own = path / second.name
     whole = {name: (own / name).read_bytes() for name in FILES}
-    for seed in range(NUM_MUTATIONS):
+    for seed in range(num):
         draw = random.Random(seed)
         damage = draw.choice(DAMAGES)
         damage(own, draw)
@@ -141,13 +143,14 @@ def changed_somewhere(value: Any, draw: random.Random) -> Any:
     return draw.choice(("", "x", "../../x", "slice-0", "float64", "server-1.safetensors", None, 7, "\0"))
 
 
-def test_manifests_that_lie_with_a_right_digest(two: tuple[pathlib.Path, list[Made]]) -> None:
+@MANY
+def test_manifests_that_lie_with_a_right_digest(two: tuple[pathlib.Path, list[Made]], num: int) -> None:
     """Whoever writes a manifest can write its digest too: what it says is still checked, and nothing is trusted."""
     path, (_, second) = two
     own = path / second.name
     plain = msgspec.json.decode(msgspec.json.encode(second.manifest))
     refused = 0
-    for seed in range(NUM_MUTATIONS):
+    for seed in range(num):
         draw = random.Random(seed)
         text = msgspec.json.encode(changed_somewhere(plain, draw)) + b"\n"
         (own / "manifest.json").write_bytes(text + hashlib.sha256(text).hexdigest().encode() + b"\n")
@@ -158,7 +161,7 @@ def test_manifests_that_lie_with_a_right_digest(two: tuple[pathlib.Path, list[Ma
             continue
         # Another name or shape of the same bytes is another checkpoint, not a damaged one.
         assert set(found.values()) <= set(second.values.values()), seed
-    assert refused > NUM_MUTATIONS // 2
+    assert refused > num // 2
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[" * 100_000, b"{" * 100_000, b'{"format":1}', b"\xff\xfe", b"null"])

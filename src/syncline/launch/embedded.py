@@ -175,7 +175,7 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
     given.update(workers=1, servers=1)
     name = str(given.get("name") or f"{_script_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
     given["name"] = name
-    given = settle_saving(given)
+    given = settle_saving(given, is_shared=False)
     check_words(configuration.resolve(given, defaults))
     folder = pathlib.Path(str(given.get("runs", "runs"))) / name
     if "torch" not in sys.modules:

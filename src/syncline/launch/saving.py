@@ -16,11 +16,18 @@ from syncline.store.folders import open_folder
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-def settle_saving(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings with whole addresses in them: members may be in other folders. What cannot be is an error."""
+def settle_saving(given: Mapping[str, Any], *, is_shared: bool = True) -> dict[str, Any]:
+    """The same settings with whole addresses in them: members may be in other folders. What cannot be is an error.
+
+    `is_shared`: by members in several processes.
+    """
     config = configuration.resolve(given)
     check_words(config)
     places = [name for name in ("checkpoint", "resume", "checkpoint_mirror") if getattr(config, name)]
+    for name in places if is_shared else ():
+        if getattr(config, name).startswith("memory:"):
+            flag = f"--{name.replace('_', '-')} {getattr(config, name)}"
+            raise ConfigError(f"{flag}: every process has a memory of its own; name a folder that all members see")
     settled = {**given, **{name: open_folder(getattr(config, name)).url for name in places}}
     check_places(config)
     return settled

@@ -19,6 +19,7 @@ _REMEDIES = {
     errno.EIO: "see that the disk is sound",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path: a file is in its way",
+    errno.EEXIST: "check the path: a file is in its way",
     errno.EISDIR: "check the path: a folder is in its way",
     errno.EMFILE: "allow this process more open files (`ulimit -n`)",
     errno.ENAMETOOLONG: "choose a shorter path",
