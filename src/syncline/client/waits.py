@@ -23,7 +23,7 @@ class Waiting:
     began: float
     servers: Callable[[], Sequence[str]]  # that have not answered
     asked: float | None = None
-    loud_seconds: float = LOUD_SECONDS
+    loud_seconds: float = 0.0  # more than usual
 
     @property
     def text(self) -> str:
@@ -44,7 +44,7 @@ class Waits:
     @contextlib.contextmanager
     def of(
         self, what: str, *, step: int = 0, began: float | None = None, servers: Callable[[], Sequence[str]] = list,
-        loud_seconds: float = LOUD_SECONDS,
+        loud_seconds: float = 0.0,
     ) -> Iterator[None]:  # fmt: skip
         """While this lasts, the script waits for that."""
         before = self._now
@@ -66,7 +66,7 @@ class Waits:
     def look(self) -> None:
         """Called now and then by a thread that has the time: says why, when it is time to."""
         now, moment = self._now, time.monotonic()
-        if now is None or moment - now.began < now.loud_seconds:
+        if now is None or moment - now.began < max(LOUD_SECONDS, now.loud_seconds):
             return
         if now.asked is not None and moment - now.asked < AGAIN_SECONDS:
             return
