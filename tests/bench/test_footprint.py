@@ -66,11 +66,8 @@ SMALL = {
 
 
 @told
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(SMALL["server"], id="server"), pytest.param(SMALL["worker"], id="worker", marks=pytest.mark.proof)],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("row", [pytest.param(SMALL[name], id=name) for name in ("server", "worker")])
 def test_a_small_model_takes_about_what_it_should(row: Row, fast: Effort):
     """Another process's memory, or that of the idle one, would be far off."""
     samples = row.measure(fast)

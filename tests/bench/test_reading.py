@@ -55,7 +55,7 @@ def test_without_pyarrow_it_is_said(monkeypatch: pytest.MonkeyPatch, fast: Effor
         reading.parquet("p", "narrow", 10, reach=PRINTED).measure(fast)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "row",
     [

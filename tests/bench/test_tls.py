@@ -214,7 +214,7 @@ def test_without_iproute2_the_row_is_not_measured(tmp_path: Path, monkeypatch: p
         moving.tls("t", 64, reach=Reach("at most", 1.3)).measure(fast)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_turn_of_the_spanned_job_goes_over_the_wire(wire: namespaces.Wire, fast: Effort):
     """The worker that works is on the other side of it: all its bytes, there and back."""
     num_bytes = 4 << 20

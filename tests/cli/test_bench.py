@@ -354,8 +354,8 @@ TINY = {
 }
 
 
-#: Both kinds of wire, several workers, a script of torch beside its reference; the others are `make proof`.
-IN_TEST = {"shared memory", "crowd", "beside DDP"}
+#: The others are `make proof`.
+IN_TEST = {"shared memory"}
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def wait_ready(process: subprocess.Popen[str], word: str = "ready") -> None:
     raise AssertionError("".join(seen))
 
 
-@pytest.mark.parametrize("body", [KV, TORCH], ids=["kv", "torch"])
+@pytest.mark.parametrize("body", [KV, pytest.param(TORCH, marks=pytest.mark.proof)], ids=["kv", "torch"])
 def test_it_finishes_its_step_and_leaves(tmp_path: pathlib.Path, body: str) -> None:
     process = start(tmp_path, LOOP, body)
     try:
@@ -111,6 +111,7 @@ def test_before_there_is_a_job_it_ends_as_ever(tmp_path: pathlib.Path) -> None:
     assert process.returncode == -signal.SIGTERM
 
 
+@pytest.mark.proof
 def test_a_script_may_do_otherwise(tmp_path: pathlib.Path) -> None:
     own = "signal.signal(signal.SIGTERM, lambda *_: (print('mine', flush=True), os._exit(7)))\n"
     process = start(tmp_path, own, LOOP, "time.sleep(60)\n")

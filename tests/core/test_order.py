@@ -79,7 +79,7 @@ def test_without_shuffle_the_order_is_the_data_sets() -> None:
     assert order(100, 4, 0, 10, 20).tolist() != list(range(10, 20))
 
 
-@pytest.mark.parametrize("num_samples", [3, 4, 5])
+@pytest.mark.parametrize("num_samples", [3, 4, pytest.param(5, marks=pytest.mark.proof)])
 def test_every_order_of_a_tiny_data_set_is_equally_likely(num_samples: int) -> None:
     """Chi-square over all permutations: a network of too few rounds prefers some of them."""
     num_orders, expected = math.factorial(num_samples), 40

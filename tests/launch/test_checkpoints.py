@@ -102,7 +102,7 @@ def test_embedded_jobs_save_and_go_on_too(commands: Any) -> None:
     assert result(again.output) == result(whole.output)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_another_model_is_refused_with_the_remedy(commands: Any) -> None:
     script, saves = commands.script(SCRIPT), commands.folder / "saves"
     process = commands.start(*WORDS, "-w", "1", "-s", "1", script, "0.1")
@@ -129,7 +129,7 @@ for epoch in range(5):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_what_a_script_does_after_a_stop_is_not_what_is_taken_up(commands: Any) -> None:
     """A stopped script runs through the epochs that it does not read, and steps its schedulers there."""
     script = commands.script(STOPPED)

@@ -40,8 +40,8 @@ LEDGER = """
 
 
 def _ways() -> list[Any]:
-    """Every policy, both transports, a window of answers not waited for: each once in `make test`, all in proof."""
-    quick = {("sync", "shm", 0), ("bounded:2", "tcp", 0), ("async", "shm", 2)}
+    """Both transports, a window of answers not waited for: each once in `make test`, every policy in proof."""
+    quick = {("bounded:2", "tcp", 0), ("async", "shm", 2)}
     ways = [(p, t, w) for p in ("sync", "bounded:2", "async") for t in ("shm", "tcp") for w in (0, 2)]
     return [
         pytest.param(*way, marks=[] if way in quick else [pytest.mark.proof], id="-".join(map(str, way)))
@@ -89,6 +89,7 @@ def _sums(output: str) -> dict[tuple[str, str], str]:
     return {(words[0], words[1]): words[2] for words in lines}
 
 
+@pytest.mark.proof
 def test_tcp_and_shared_memory_give_the_same_bits(commands: Any) -> None:
     """Gradients staged early over TCP, some edited after backward, give what shared memory gives."""
     script, sums = commands.script(TRAIN), []
@@ -161,7 +162,14 @@ STUCK = """
 """
 
 
-@pytest.mark.parametrize("victim", ["worker-1", pytest.param("server-0", marks=pytest.mark.proof), "coordinator"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "worker-1",
+        pytest.param("server-0", marks=pytest.mark.proof),
+        pytest.param("coordinator", marks=pytest.mark.proof),
+    ],
+)
 def test_without_restarts_a_death_ends_the_job_at_once_and_is_named(commands: Any, victim: str) -> None:
     process = commands.start("run", "-w", "2", "--max-restarts", "0", "--name", "mortal", commands.script(STUCK))
     commands.wait_for("READY", "worker-1")
@@ -176,7 +184,9 @@ def test_without_restarts_a_death_ends_the_job_at_once_and_is_named(commands: An
     commands.check_nothing_left()
 
 
-@pytest.mark.parametrize(("number", "is_stubborn"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("number", "is_stubborn"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.proof)]
+)
 def test_ctrl_c_ends_everything_within_five_seconds(commands: Any, number: int, is_stubborn: bool) -> None:
     """A worker that ignores SIGTERM, too."""
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if is_stubborn else ""

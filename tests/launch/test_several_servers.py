@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 
 def test_a_thousand_slices_are_uploaded_over_a_unix_socket(commands: Any) -> None:
     """Answers that nobody reads yet must not fill the socket: server and worker would wait for each other."""
@@ -42,6 +44,7 @@ def test_a_push_counts_although_its_worker_does_not_wait_for_it(commands: Any) -
     assert result.code == 0 and "seen" in result.output, result.output
 
 
+@pytest.mark.proof
 def test_the_norm_over_two_servers_and_answers_in_parts(commands: Any) -> None:
     """More than a small answer, so that parts leave while the round is applied: as many answers as questions."""
     script = commands.script("""

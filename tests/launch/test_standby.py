@@ -132,7 +132,7 @@ ENDLESS = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.proof)])
 def test_ctrl_c_ends_it_with_all_the_others(commands: Any, number: int) -> None:
     script = commands.script(ENDLESS)
     process = commands.start("run", "-w", "2", "-s", "2", script, program=("-c", SOON))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 SCRIPT = """
     import time
     import numpy as np
@@ -23,6 +25,7 @@ def script(commands: Any, pause: float = 0.0) -> Any:
     return commands.script(SCRIPT.replace("PAUSE", str(pause)))
 
 
+@pytest.mark.proof
 def test_max_steps(commands: Any) -> None:
     result = commands.run("run", "-w", "2", "-s", "2", "--max-steps", "9", "--stop", "scor>1e9", script(commands))
     assert result.code == 0, result.output

@@ -155,6 +155,7 @@ def test_more_fewer_and_what_is_said_meanwhile(commands: Any, monkeypatch: pytes
     commands.check_nothing_left()
 
 
+@pytest.mark.proof
 def test_chaos_prints_its_figures(commands: Any) -> None:
     result = commands.run(
         "chaos", "--every", "1s", "--for", "2.8s", "--seed", "3", "--", *FOUR[1:], "--policy", "async",

@@ -29,7 +29,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.proof)])
 def test_no_torn_slice_beside_a_busy_writer(commands: Any, transport: str) -> None:
     """One slice, written as fast as can be, read all the while: every copy is of one version, the one it says."""
     options = ("-w", "2", "--policy", "async", "--window", "1", "--transport", transport)

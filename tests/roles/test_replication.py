@@ -57,13 +57,13 @@ def check_equal(house: House) -> None:
 
 
 @pytest.mark.parametrize(("threads", "lends"), [(0, True), (2, True), (2, False)], ids=["inline", "pool", "sockets"])
-@pytest.mark.parametrize("policy", ["sync", "async", "async,damped"])
+@pytest.mark.parametrize("policy", ["sync", pytest.param("async", marks=pytest.mark.proof), "async,damped"])
 @pytest.mark.parametrize(
     ("rule", "options"),
     [
         ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
         ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-        ("Adagrad", {"lr": 0.1}),
+        pytest.param("Adagrad", {"lr": 0.1}, marks=pytest.mark.proof),
         ("Adafactor", {"lr": 0.1}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -62,6 +62,9 @@ class Generations:
 
     def close(self) -> None:
         self._is_closed = True
+        hold = self._hold
+        if hold is not None:
+            hold.ended.set()  # nobody waits for its end
 
     def hear(self, roster: Roster) -> None:
         """Servers may come without a change, and go when nothing is left on them."""
@@ -142,7 +145,7 @@ class Generations:
 
     def _end_by_itself(self, hold: _Hold) -> None:
         with self._order:
-            if self._hold is not hold or hold.is_installing or self._is_half_way:
+            if self._hold is not hold or hold.is_installing or self._is_half_way or self._is_closed:
                 return
             self._hold = None
             self._commits.holding.let_go()
