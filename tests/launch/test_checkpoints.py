@@ -53,12 +53,16 @@ def test_other_numbers_and_another_policy_lose_and_repeat_no_sample(commands: An
 
 
 @pytest.mark.slow
-def test_sigterm_of_the_whole_job_saves_first(commands: Any) -> None:
+@pytest.mark.parametrize("whom", [pytest.param("the launcher", marks=pytest.mark.proof), "everybody"])
+def test_sigterm_of_the_whole_job_saves_first(commands: Any, whom: str) -> None:
+    """A cluster may send it to every process of a job at once."""
     script, saves = commands.script(SCRIPT), commands.folder / "saves"
     words = ("run", "--checkpoint", "saves", "-w", "2", "-s", "1", script)
     process = commands.start(*words, "0.2")
     commands.wait_for("at work", "worker-0")
-    os.kill(process.pid, signal.SIGTERM)
+    told = [process.pid, *(commands.members().values() if whom == "everybody" else ())]
+    for number in reversed(told):
+        os.kill(number, signal.SIGTERM)
     ended = commands.finish(process)
     assert ended.code == 128 + signal.SIGTERM, ended.output
     assert re.search(r"SIGTERM: the job is saved, then it ends\n(.*\n)*.*saved 000001-step-\d+", ended.output), (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import signal
 import socket
 import threading
 
 from syncline import faults
 from syncline.core.membership import Outcome
+from syncline.launch import lifeline
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import say
 from syncline.net import tcp
@@ -42,6 +45,7 @@ def run_coordinator(
 
     identity = tcp.Identity(file.job, file.token_bytes, Peer("coordinator", "coordinator", 0))
     listener = tcp.Listener(identity, accept, sock=sock, log=log)
+    _wait_for_the_save(file)
     coordinator.start_deadline()
     coordinator.over.wait()
     threading.Event().wait(LINGER_SECONDS)
@@ -49,6 +53,13 @@ def run_coordinator(
     coordinator.close()
     journal.close()
     return 1 if outcomes and outcomes[0].failed else 0
+
+
+def _wait_for_the_save(file: JobFile) -> None:
+    """SIGTERM of the whole job: it is saved first, by this process too. Of this one alone: it ends, as ever."""
+    if file.given.get("checkpoint") and threading.current_thread() is threading.main_thread():
+        told = lifeline.ToldToEnd(lambda: os.kill(os.getpid(), signal.SIGTERM), saves=True)
+        signal.signal(signal.SIGTERM, told)
 
 
 def open_journal(file: JobFile, *, takes_up: bool) -> Journal:

@@ -16,6 +16,7 @@ import msgspec
 from syncline.core.control import Died, Standings
 from syncline.core.saving import Saved
 from syncline.errors import SynclineError
+from syncline.launch import lifeline
 from syncline.launch.folder import JOURNAL
 from syncline.launch.lives import Life, Lives, Screen
 from syncline.launch.processes import (
@@ -359,6 +360,7 @@ class Launcher:
     def _save_first(self, save: Callable[[str], Saved]) -> None:
         """Whoever ends a whole job wants to take it up again. A second signal ends this too."""
         self._say("SIGTERM: the job is saved, then it ends")
+        self._lives.tell(lifeline.SAVES)
         told: list[str] = []
 
         def ask() -> None:
@@ -372,6 +374,7 @@ class Launcher:
         while asking.is_alive() and self._num_signals < 2:
             asking.join(POLL_SECONDS)
         self._say(told[0] if told else "the job is not saved: a second signal ends it at once")
+        self._lives.tell(lifeline.ENDS)
 
     def _stop_all(self) -> None:
         went_well = self._signal is None and self._failure is None and not self._due

@@ -147,6 +147,11 @@ class Lives:
             # Something that a script has left behind may hold the pipe open: its reader is let go with us.
             life.forwarder.join(timeout=max(0.0, deadline - time.monotonic()))
 
+    def tell(self, word: bytes) -> None:
+        """To all that live, over their lifelines."""
+        for life in self.alive():
+            life.process.tell(word)
+
     def _say_end(self) -> None:
         for life in self.alive():
             life.process.signal(signal.SIGTERM)

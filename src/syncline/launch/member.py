@@ -16,6 +16,7 @@ from syncline import faults
 from syncline.client.current import current_job, has_current_job
 from syncline.core.cores import own_cores, why_shared
 from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
+from syncline.launch import lifeline
 from syncline.launch.membership import say
 from syncline.launch.processes import STANDBY, Plan
 from syncline.launch.restarts import EVICTED
@@ -28,7 +29,7 @@ def main() -> tuple[str, int]:
     if sys.argv[1:] == [STANDBY]:
         from syncline.launch import serving  # noqa: F401  # what takes long: torch
     plan = _read_plan()
-    _hold_lifeline()
+    lifeline.hold()
     if plan.role == "worker":
         _die_with_parent()
     if plan.folder and os.path.isdir(plan.folder):
@@ -80,7 +81,7 @@ def run_worker(plan: Plan) -> int:
     """Runs the user's script as a worker; its exit code is the process's."""
     invite(Invitation(plan.file, plan.name, plan.host))
     faults.arm(plan.name, plan.file.folder)
-    leave_on_sigterm()
+    leave_on_sigterm(saves=bool(plan.file.given.get("checkpoint")))
     sys.argv = [plan.script, *plan.arguments]
     try:
         if plan.is_module:
@@ -118,22 +119,22 @@ def _failed(plan: Plan, error: BaseException) -> int:
     return code
 
 
-def leave_on_sigterm() -> None:
-    """SIGTERM: finish the step and leave the job; again: end at once. A script may do otherwise."""
+def leave_on_sigterm(*, saves: bool = False) -> None:
+    """SIGTERM: finish the step and leave the job; again: end at once. A script may do otherwise.
+
+    `saves`: where it went to the whole job, that is saved first.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
 
-    owner = os.getpid()
-
-    def leave(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if has_current_job() and os.getpid() == owner:  # not in what the script has forked, which inherits this
+    def leave() -> None:
+        if has_current_job():
             current_job().retire()
         else:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # the second one: as if nobody had asked to hear of it
 
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGTERM, lifeline.ToldToEnd(leave, saves=saves))
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -169,36 +170,6 @@ def _read_plan() -> Plan:
             raise SystemExit("this is started by syncline run; see syncline worker --help")
         data += chunk
     return msgspec.json.decode(data, type=Plan)
-
-
-def _hold_lifeline() -> None:
-    """Standard input stays open somewhere else; when it closes, the launcher is gone and so are we."""
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    lifeline = os.dup(0)
-    os.set_inheritable(lifeline, False)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-
-    def watch() -> None:
-        while True:
-            try:
-                if not os.read(lifeline, 1 << 12):
-                    break
-            except OSError:
-                break
-        _end_group()
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
-
-
-def _end_group() -> None:
-    """Ends this process and everything that it started."""
-    try:
-        os.killpg(os.getpid(), signal.SIGKILL)
-    finally:
-        os._exit(137)
 
 
 def _die_with_parent() -> None:

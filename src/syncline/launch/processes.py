@@ -19,6 +19,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.errors import ConfigError
+from syncline.launch import lifeline
 from syncline.launch.jobfile import JobFile
 from syncline.launch.restarts import EVICTED
 from syncline.launch.standby import Standby
@@ -87,6 +88,11 @@ class MemberProcess:
         except subprocess.TimeoutExpired:
             self.kill()
         self.output.close()
+
+    def tell(self, word: bytes) -> None:
+        """Says something about the job's end over its lifeline."""
+        if self._process.stdin is not None:
+            lifeline.tell(self._process.stdin, word)
 
     def close_lifeline(self) -> None:
         if self._process.stdin is not None and not self._process.stdin.closed:

@@ -17,6 +17,7 @@ from syncline import faults
 from syncline.core.control import Joined, Over, Retire, Roster
 from syncline.core.members import Address, Member
 from syncline.errors import FencedError, SynclineError
+from syncline.launch import lifeline
 from syncline.launch.jobfile import JobFile
 from syncline.launch.lives import LEAVES
 from syncline.launch.membership import connect, join, local_address, myself, reach, say, unix_name
@@ -165,17 +166,15 @@ class _Process:
         traceback.print_exception(error)
         self._ends.put(_End(1, f"{self._server.name} has a bug: {type(error).__name__}: {error}"))
 
-    _is_told = False  # by SIGTERM, to leave
-
     def _leave_on_sigterm(self) -> None:
-        """SIGTERM: hand over all slices, then end; again: end at once."""
+        """SIGTERM: hand over all slices, then end; again: end at once. Of the whole job: it is saved first."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda number, frame: self._told_to_end())
+            told = lifeline.ToldToEnd(self._told_to_end, saves=bool(self._config.checkpoint))
+            signal.signal(signal.SIGTERM, told)
 
     def _told_to_end(self) -> None:
-        if self._joined is None or self._is_told:
+        if self._joined is None:
             os._exit(128 + signal.SIGTERM)
-        self._is_told = True
         self._leave()
 
     def _leave(self) -> None:

@@ -1,0 +1,86 @@
+"""A member's standard input: it is open as long as the launcher lives, and what comes over it is about the job's end.
+
+A signal does not say whether it went to one member or to all of the job, as a cluster's does. So where a job is saved
+before it ends, a member that is told to end waits for the launcher's word first: if that is told to end too, it has
+the job saved, and ends all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import IO
+
+#: For the launcher's word that the signal went to all.
+WORD_SECONDS = 2.0
+#: The launcher is told to end, and has the job saved first / has seen to that.
+SAVES, ENDS = b"s", b"e"
+_is_saving, _ends = threading.Event(), threading.Event()
+
+
+def hold() -> None:
+    """Standard input stays open somewhere else; when it closes, the launcher is gone and so are we."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    lifeline = os.dup(0)
+    os.set_inheritable(lifeline, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+
+
+def _watch(lifeline: int) -> None:
+    with contextlib.suppress(OSError):
+        while word := os.read(lifeline, 1 << 12):
+            if ENDS in word:
+                _ends.set()
+            _is_saving.set()
+    _end_group()
+
+
+def _end_group() -> None:
+    """Ends this process and everything that it started."""
+    try:
+        os.killpg(os.getpid(), signal.SIGKILL)
+    finally:
+        os._exit(137)
+
+
+def tell(stdin: IO[bytes], word: bytes) -> None:
+    """The launcher's word to a member."""
+    with contextlib.suppress(OSError, ValueError):
+        stdin.write(word)
+        stdin.flush()
+
+
+class ToldToEnd:
+    """What a member does about SIGTERM: `action` at the first one, at the second it ends at once.
+
+    `saves`: the job is saved first, if it was told to end as a whole.
+    """
+
+    def __init__(self, action: Callable[[], None], *, saves: bool) -> None:
+        self._action, self._saves = action, saves
+        self._is_told = False
+        self._owner = os.getpid()
+
+    def __call__(self, number: int, frame: object) -> None:
+        if self._is_told or os.getpid() != self._owner:  # what a script has forked inherits this
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._is_told = True
+        if not self._saves or _ends.is_set():
+            self._action()
+        else:
+            threading.Thread(target=self._wait, name="told to end", daemon=True).start()
+
+    def _wait(self) -> None:
+        if _is_saving.wait(WORD_SECONDS):
+            self._is_told = False  # the launcher says it once more when the job is saved
+        else:
+            self._action()
