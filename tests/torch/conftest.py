@@ -10,14 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.data
 
 from syncline.roles.server.pinning import bytes_at
 from syncline.torch import carriers, optimizer
-
-# Data processes of a loop that failed look for its end every five seconds, and torch waits for that.
-torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
-
 
 class SlowMark:
     """A place in the queue of a `SlowSide`."""

@@ -52,6 +52,10 @@ class Telling(Odd):
         return f"part-{index // 10}.bin, record {index % 10}"
 
 
+#: Torch waits five seconds for the data processes of a loop that failed.
+WITH_PROCESSES = [0, pytest.param(1, marks=pytest.mark.proof)]
+
+
 def said(loader: DataLoader[Any]) -> str:
     """What is printed when a loop over it fails."""
     try:
@@ -62,7 +66,7 @@ def said(loader: DataLoader[Any]) -> str:
     raise AssertionError("nothing failed")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", WITH_PROCESSES)
 @pytest.mark.parametrize(
     ("dataset", "expected"),
     [
@@ -78,7 +82,7 @@ def test_a_transform_that_raises_is_told_with_its_sample(dataset: Any, expected:
     assert expected in text and "KeyError" in text and "no such colour" in text
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", WITH_PROCESSES)
 @pytest.mark.parametrize("collate_fn", [None, torch.stack])
 def test_a_collate_fn_that_raises_is_told_with_its_samples(collate_fn: Any, num_workers: int) -> None:
     loader: DataLoader[Any] = DataLoader(Pictures(), 6, num_workers=num_workers, collate_fn=collate_fn, job=alone())
@@ -102,7 +106,7 @@ def test_evaluations_say_it_too() -> None:
         assert "raised by the data set Odd for sample 9" in said(DataLoader(Odd(), 1, job=alone()))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", WITH_PROCESSES)
 def test_a_sources_transform_and_collate_fn_name_the_file(tmp_path: pathlib.Path, num_workers: int) -> None:
     np.save(tmp_path / "x.npy", np.arange(12))
     source = syncline.data.open(tmp_path / "x.npy")
