@@ -8,6 +8,9 @@ PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800
 # So many tests at a time: most of them wait, for processes that start or for deadlines.
 JOBS ?= 3
 
+# Bytecode is kept, whatever the machine is set to: tests start hundreds of processes, which would all compile the same.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup data train test check proof soak bench lint clean
 
