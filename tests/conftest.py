@@ -15,7 +15,7 @@ from hypothesis import settings
 settings.register_profile("syncline", deadline=None)
 settings.load_profile("syncline")
 
-GRACE_SECONDS = 6.0
+GRACE_SECONDS = 60.0
 #: Libraries keep some threads for the life of the process.
 KEPT_THREADS = ("pytest", "MainThread", "asyncio", "Thread-", "QueueFeeder", "pin_memory", "rich")
 

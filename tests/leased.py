@@ -19,7 +19,7 @@ from syncline.core.order import Order
 from syncline.core.spans import Span
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 def order(num_samples: int, seed: int, epoch: int) -> list[int]:

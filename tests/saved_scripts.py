@@ -13,7 +13,7 @@ from syncline.core.saving import EndSave, Expect, GivenTakenUp, WriteScript, Wri
 from syncline.net.rpc import Call, Endpoint
 from syncline.store.folders import open_folder
 
-SECONDS = 20.0
+SECONDS = 120.0
 NAME = "000001-step-10"  # of a checkpoint's folder
 
 

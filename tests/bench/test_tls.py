@@ -27,7 +27,7 @@ from syncline.errors import ConnectionLost, JobFailed, WaitTimeout
 from syncline.net.certificate import Certificate, client_context
 from syncline.net.transport import buffer_of
 
-SECONDS = 10.0
+SECONDS = 120.0
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from syncline.core.pacing import Pace
 from syncline.core.saving import Finish, Noted, Save, Saved, WriteScript
 from syncline.errors import ConfigError, StoreError, WaitTimeout
 
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 class Counter:

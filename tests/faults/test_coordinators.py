@@ -26,7 +26,7 @@ from syncline.testing.proxy import Proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.proof]
 LEDGER = pathlib.Path(__file__).parents[2] / "examples" / "chaos_ledger.py"
-SECONDS = 40.0
+SECONDS = 300.0
 
 
 class ByHand:

@@ -18,7 +18,7 @@ from syncline.launch.launcher import Launcher
 from syncline.launch.processes import Plan
 
 FILE = jobfile.new("127.0.0.1", 1, {})
-SECONDS = 10.0
+SECONDS = 120.0
 
 
 class Process:

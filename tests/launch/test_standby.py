@@ -14,7 +14,7 @@ from syncline.launch import jobfile
 from syncline.launch.processes import STANDBY, Plan, start_member, start_standby
 from syncline.launch.standby import Standby
 
-SECONDS = 30.0
+SECONDS = 120.0
 
 
 def ended(process: subprocess.Popen[bytes]) -> bool:

@@ -20,7 +20,7 @@ from syncline.net.connection import SocketConnection
 from syncline.net.frame import Header
 from syncline.net.transport import Connection, Memory, Peer, buffer_of
 
-SECONDS = 20.0  # the deadline of every wait here: much more than anything needs
+SECONDS = 120.0  # the deadline of every wait here: much more than anything needs
 GRACE_SECONDS = 3.0
 JOB, TOKEN = "job-1", bytes(range(32))
 

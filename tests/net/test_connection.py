@@ -25,7 +25,7 @@ from syncline.net.streams import TlsStream
 from syncline.net.transport import buffer_of
 
 Make = Callable[..., Any]
-SECONDS = 20.0
+SECONDS = 120.0
 UPLOAD = Upload(0, [1])
 
 

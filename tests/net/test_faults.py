@@ -25,7 +25,7 @@ from syncline.net.transport import Peer
 from syncline.testing import Proxy
 
 Make = Callable[..., Any]
-SECONDS = 20.0
+SECONDS = 120.0
 NUM_BYTES = 10_000
 UPLOAD, PULL = Upload(7, [1, 2, 3]), Pull([4, 5], None, True)
 BODY_BYTES = len(frame.encode(UPLOAD))

@@ -29,7 +29,7 @@ from syncline.net.rpc import Call, Endpoint, Request, Stamp, wait_all
 from syncline.net.transport import Peer
 
 Make = Callable[..., Any]
-SECONDS = 20.0
+SECONDS = 120.0
 WORKER, SERVER = Peer("worker", "worker-0", 3), Peer("server", "server-0", 7)
 
 

@@ -26,7 +26,7 @@ from syncline.net.streams import PlainStream, TlsStream
 from syncline.net.transport import Peer
 
 Make = Callable[..., Any]
-SECONDS = 20.0
+SECONDS = 120.0
 WORKER = Peer("worker", "worker-2", 3)
 
 

@@ -23,7 +23,7 @@ from syncline.net.frame import Header
 from syncline.net.transport import Connection, Peer, buffer_of
 
 Make = Callable[..., Any]
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 def send(connection: Any, message: Any, payload: bytes = b"", **fields: int) -> None:

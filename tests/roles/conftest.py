@@ -31,7 +31,7 @@ from syncline.roles.server.homes import Home
 from syncline.roles.server.pool import InlinePool, ThreadPool
 from syncline.roles.server.server import Server
 
-WAIT = 10.0
+WAIT = 120.0
 Values = Mapping[str, np.ndarray[Any, Any]]
 
 

@@ -20,7 +20,7 @@ from syncline.store import checkpoints
 from syncline.store.folders import Folder, open_folder
 from syncline.store.tensors import TensorReader
 
-WAIT = 10.0
+WAIT = 120.0
 Tell = Callable[[str, Message], Call]
 
 

@@ -51,7 +51,7 @@ from syncline.roles.coordinator.coordinator import Coordinator
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter
 
-SECONDS = 10.0
+SECONDS = 120.0
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

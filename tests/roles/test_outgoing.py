@@ -21,7 +21,7 @@ from syncline.roles.server.outgoing import ALL_BYTES, EACH_BYTES, EACH_TIMES, MO
 from syncline.roles.server.pool import InlinePool
 from syncline.roles.server.pulls import Pulls
 
-SECONDS = 20.0
+SECONDS = 120.0
 MIB = 1 << 20
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from syncline.testing import Proxy
 
-SECONDS = 20.0
+SECONDS = 120.0
 #: Long enough for loopback to carry anything that is not held back; nothing fails when it was too short.
 QUIET_SECONDS = 0.15
 

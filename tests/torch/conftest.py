@@ -14,6 +14,7 @@ import torch
 from syncline.roles.server.pinning import bytes_at
 from syncline.torch import carriers, optimizer
 
+
 class SlowMark:
     """A place in the queue of a `SlowSide`."""
 

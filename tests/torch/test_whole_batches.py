@@ -17,7 +17,7 @@ from syncline.testing.local import local_job
 from syncline.torch.data import DataLoader
 from syncline.torch.optimizer import DistributedOptimizer
 
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
