@@ -48,7 +48,7 @@ def test_what_the_script_says_is_counted_from_the_command_on(tmp_path: Path, mon
         starting.seconds_to_first_step("train.py", str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_the_shipped_script_makes_its_first_step(tmp_path: Path):
     seconds = starting.seconds_to_first_step(first_step.__file__, str(tmp_path))
     assert seconds > 0

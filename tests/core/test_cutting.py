@@ -69,6 +69,14 @@ def test_between_two_commits_of_a_batch_is_no_cut() -> None:
     assert noted.close().through == [(*A, 4)], "what was noted first lies before nothing that is in"
 
 
+def test_a_first_batch_has_as_many_commits_as_those_of_others() -> None:
+    cut = Cut(3, ["server-0"], CUT_SECONDS, {A: Noted(4, 2), B: Noted(0, 0)})
+    assert cut.decide({"server-0": closed((*A, 6), (*B, 1))}, 0.0) == "further"
+    assert cut.close().through == [(*A, 6), (*B, 2)]
+    alone = Cut(3, ["server-0"], CUT_SECONDS, {B: Noted(0, 0)})
+    assert alone.decide({"server-0": closed((*B, 1))}, 0.0) == "level"
+
+
 def test_a_server_without_slices_has_no_say() -> None:
     cut = Cut(1, ["server-0", "server-1"], until=CUT_SECONDS)
     answers = {"server-0": closed((*A, 2), num_updates=2, uses=[(1, 0, 4)]), "server-1": closed(has_slices=False)}

@@ -43,8 +43,8 @@ def test_every_step_counts_on_all_servers_or_was_late(hurt: Callable[..., Any], 
     assert int(late) > 0, output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [pytest.param("", marks=pytest.mark.proof), "worker-1@commit.decided#20=kill"])
+@pytest.mark.proof
+@pytest.mark.parametrize("fault", ["", "worker-1@commit.decided#20=kill"])
 def test_slices_move_to_a_server_that_comes_and_back(hurt: Callable[..., Any], fault: str) -> None:
     """The job began with one server, so that whoever waits reads the answers; then there are two, then one again."""
     job = hurt("-w", "4", "-s", "1", "--policy", "sync:spare=1", ledger=LEDGER, fault=fault)

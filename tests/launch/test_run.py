@@ -134,6 +134,7 @@ def test_the_scripts_own_exit_code_is_the_jobs(commands: Any) -> None:
     assert "worker-1 ended with exit code 7" in result.output
 
 
+@pytest.mark.proof
 def test_another_model_on_one_worker(commands: Any) -> None:
     script = commands.script("""
         import torch, syncline

@@ -1,4 +1,4 @@
-"""Samples of a job whose members are killed: one quick run; `make proof` has more."""
+"""Samples of a job whose members are killed, and of one whose workers disagree about them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.proof.chaotic import play
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_every_sample_counts_once_whoever_is_killed(tmp_path: pathlib.Path) -> None:
     lost, doubled, kills = play(tmp_path, "sync", seed=1, samples=1000, every="1s")
     assert (lost, doubled) == (0, 0) and kills

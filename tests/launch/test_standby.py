@@ -83,6 +83,7 @@ def test_no_room_for_a_standby_is_no_failure() -> None:
     standby.close()
 
 
+@pytest.mark.proof
 def test_a_server_that_starts_again_takes_it_and_nobody_else() -> None:
     standby = Standby(start_standby)
     standby.make_ready()

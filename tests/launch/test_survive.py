@@ -124,6 +124,7 @@ def command(*words: str) -> str:
     return done.output + (str(done.exception) if done.exception is not None else "")
 
 
+@pytest.mark.proof
 def test_more_fewer_and_what_is_said_meanwhile(commands: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One job: it grows, is looked at, shrinks, and single members are asked to leave."""
     monkeypatch.chdir(commands.folder)

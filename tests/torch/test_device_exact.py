@@ -239,12 +239,12 @@ POLICIES = {"sync": ("-w", "2"), "async": ("-w", "1", "--policy", "async", "--wi
 
 
 def ways() -> list[Any]:
-    """On a CPU one of them; the others are `make proof`."""
+    """On a CPU they are `make proof`."""
     found = []
     for name, flags in POLICIES.items():
         for transport in ("shm", "tcp"):
             for on in ("cpu", "cuda:0"):
-                late = on == "cpu" and (name, transport) != ("sync", "tcp")
+                late = on == "cpu"
                 marks = [pytest.mark.proof] if late else []
                 found.append(pytest.param(flags, transport, on, marks=marks, id=f"{name}-{transport}-{on}"))
     return found

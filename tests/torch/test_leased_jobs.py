@@ -217,6 +217,9 @@ def test_an_evaluation_of_the_chief_alone_with_gradients_on_stops_nobody(
 def test_one_that_leaves_a_loop_early_is_level_in_the_next(how: str, policy: str, tmp_path: pathlib.Path) -> None:
     """What it has made no step with is passed over and told; what it has not got is others'."""
     passed_over = 0 if how == "break" else 2
+    left = threading.Event()  # where nobody waits for anybody, the other one could read everything before it has come
+    if policy.startswith("sync"):
+        left.set()
 
     def work(job: Job) -> None:
         job.kv.register({"counts": np.zeros(24)}, syncline.Rule("Add"), reduce="sum")
@@ -225,6 +228,7 @@ def test_one_that_leaves_a_loop_early_is_level_in_the_next(how: str, policy: str
             with contextlib.suppress(ZeroDivisionError):
                 for batch in loader:
                     leaves = epoch == 0 and job.rank == 1
+                    assert leaves or left.wait(120)
                     if leaves and how == "error":
                         raise ZeroDivisionError
                     if leaves and how == "break before the step":
@@ -234,6 +238,8 @@ def test_one_that_leaves_a_loop_early_is_level_in_the_next(how: str, policy: str
                     job.kv.push_pull({"counts": ones}).wait()
                     if leaves:
                         break
+            if job.rank == 1:
+                left.set()
 
     with local_job(workers=2, policy=policy, folder=str(tmp_path), wait_seconds=30.0) as jobs:
         jobs.run(work)

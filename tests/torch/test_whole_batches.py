@@ -77,7 +77,10 @@ def test_two_commits_of_a_batch_are_both_in_a_save_or_neither(policy, tmp_path, 
     with local_job(workers=2, servers=2, policy=policy, checkpoint=str(tmp_path), slice_bytes=64, keep=9) as jobs:
         jobs.run(lambda job: work(job, between), SECONDS)
         assert between.is_over.is_set()
-        found = choose(open_folder(str(tmp_path)), print)
+        found, until = None, time.monotonic() + SECONDS
+        while found is None and time.monotonic() < until:  # it may still be written
+            found = choose(open_folder(str(tmp_path)), print)
+            time.sleep(0.02)
         assert found is not None
     manifest = found.manifest
     assert len({part.file for part in manifest.slices}) == 2

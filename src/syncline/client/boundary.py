@@ -30,7 +30,7 @@ class Boundary:
     def __init__(self) -> None:
         self.clock: Callable[[], int] = lambda: 0  #: commits begun so far
         self.is_clean: Callable[[], bool] = lambda: True  #: whether all that was read is in them
-        self.stride = 1  #: commits between the last two boundaries that were apart
+        self.stride = 0  #: commits between the last two boundaries that were apart; 0: there was one at most
         self.is_in_loop: Callable[[], bool] = lambda: False
         self.on_stop: Callable[[Position, int], None] | None = None  #: called once, where training ends by a rule
         self._lock = threading.RLock()

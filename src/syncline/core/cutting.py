@@ -35,6 +35,8 @@ class Cut:
     ) -> None:
         """`noted`: where boundaries of workers are, by what they said of them."""
         self._noted = noted or {}
+        # Of one in its first batch it is not known: all run the same script.
+        self._usual = max([1, *(known.num_commits for known in self._noted.values())])
         self.number, self.servers, self.until = number, sorted(servers), until
         self.turn = 0
         self.clocks: dict[Identity, int] = {}  # the highest that any server has
@@ -69,7 +71,7 @@ class Cut:
         noted = self._noted.get(life)
         if noted is None:
             return clock
-        return max(noted.clock, clock + (noted.clock - clock) % max(1, noted.num_commits))
+        return max(noted.clock, clock + (noted.clock - clock) % (noted.num_commits or self._usual))
 
     @property
     def uses(self) -> list[Use]:

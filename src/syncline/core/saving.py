@@ -33,7 +33,7 @@ class Expect(Message, frozen=True):
 
 class Noted(Message, frozen=True):
     """The clock of the worker's newest boundary, and how many commits lie between two: a cut among them would have a
-    part of a batch."""
+    part of a batch. 0: it has seen no two yet."""
 
     clock: int
     num_commits: int = 1
