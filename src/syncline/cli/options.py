@@ -30,6 +30,13 @@ def _options(
     sync_every: Annotated[
         int | None, typer.Option(metavar="H", help="Step locally H times, then average (sync only).")
     ] = None,
+    outer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIMIZER",
+            help="With --sync-every: the servers take the average by it: 'SGD(lr=0.7, momentum=0.9, nesterov=True)'.",
+        ),
+    ] = None,
     window: Annotated[
         int | None, typer.Option(metavar="W", help="Commits a worker may leave unanswered (bounded, async).")
     ] = None,

@@ -17,6 +17,7 @@ from syncline.core.policy import Policy
 from syncline.core.traffic import Stage
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Stamp
+from syncline.stats import PushBytes
 
 _MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
 
@@ -31,7 +32,12 @@ class Sending:
         self._stands_still, self._has_spare, self._has_window = policy.stands_still, policy.spare > 0, has_window
         self._early: dict[str, list[Call]] = {}
         self._sent: set[int] = set()
-        self._unshared: dict[tuple[str, Ranges, int], list[Slice]] = {}
+        self._unshared: dict[tuple[str, Ranges, int], tuple[list[Slice], int]] = {}
+        self._socket_bytes = self._shared_bytes = 0
+
+    @property
+    def pushed(self) -> PushBytes:
+        return PushBytes(socket=self._socket_bytes, shared=self._shared_bytes)
 
     # -- early --------------------------------------------------------------------------------------------
 
@@ -46,10 +52,12 @@ class Sending:
                 continue
             buffers = [arenas.view(part, draft.slot) for part in parts]
             message = _stage_message(draft, parts, None, commit=False)
+            num_bytes = sum(map(len, buffers))
             try:
-                call = endpoint.call(message, buffers=buffers, payload_bytes=sum(map(len, buffers)))
+                call = endpoint.call(message, buffers=buffers, payload_bytes=num_bytes)
             except ConnectionLost:
                 return  # seen to at the commit, which sends everything again
+            self._socket_bytes += num_bytes
             self._early.setdefault(server, []).append(call)
             self._sent.update(part.id for part in parts)
 
@@ -83,18 +91,22 @@ class Sending:
         self._unshared.clear()
 
     def _lane(self, server: str, ticket: ServersTicket, alone: bool) -> ServerLane:
-        parts = self._parts_to_send(server, ticket.push, ticket.slot)
+        parts, shared_bytes = self._parts_to_send(server, ticket.push, ticket.slot)
+        if not ticket.generation:  # else it is made anew, out of the same memory
+            self._shared_bytes += shared_bytes
         if self._sent:
             parts = [part for part in parts if part.id not in self._sent]
         landing = self._landing(server, ticket.sink, ticket.slot) if ticket.sink is not None else None
         number = len(self._placement.layout.segments)
         message = _stage_message(ticket, parts, landing, commit=alone, num_segments=number)
         buffers = [self._placement.arenas.view(part, ticket.slot) for part in parts]
+        self._socket_bytes += sum(map(len, buffers))
         endpoint = self._placement.endpoints[server]
         return ServerLane(server, endpoint, message, buffers, landing, self._early.get(server, ()))
 
-    def _parts_to_send(self, server: str, push: Push, slot: int) -> list[Slice]:
-        """The slices whose bytes this server cannot read in place; the arena is there after this."""
+    def _parts_to_send(self, server: str, push: Push, slot: int) -> tuple[list[Slice], int]:
+        """The slices whose bytes this server cannot read in place, and the bytes that it can; the arena is there
+        after this."""
         key = (server, push.pushed, slot)
         found = self._unshared.get(key)
         if found is None:
@@ -105,8 +117,9 @@ class Sending:
                 arenas.array(layout.segments[segment], slot)
             if len(self._unshared) >= _MOST_PLANS:
                 self._unshared.clear()
-            found = [part for part in hosted if not arenas.is_shared(server, part.segment, slot)]
-            self._unshared[key] = found
+            parts = [part for part in hosted if not arenas.is_shared(server, part.segment, slot)]
+            num_bytes = sum(part.num_bytes for part in hosted) - sum(part.num_bytes for part in parts)
+            found = self._unshared[key] = (parts, num_bytes)
         return found
 
     def _landing(self, server: str, sink: Sink, slot: int) -> Landing:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from syncline.core.control import AskServerStats, GivenServerStats, Over
 from syncline.core.membership import Outcome
+from syncline.core.words import pushed_told
 from syncline.errors import FencedError, JobFailed, StoreError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.roles.coordinator.profile import profile_lines
@@ -37,6 +38,8 @@ class Ending:
             self._c.handing.end()
             self._c.stopping.end()
             self._c.bests.end()
+            if told := pushed_told(self._c.reporting.pushed(), self._c.reporting.step()):
+                self._c.event(f"pushed per step, by all workers: {told}")
             if told := self._c.reporting.saves().told():
                 self._c.event(f"checkpoints: {told}")
             endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()

@@ -28,7 +28,7 @@ from syncline.core.standings import by_name
 from syncline.core.why import FRESH_SECONDS, Known, causes, why
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request
-from syncline.stats import JobStatus, MemberStatus, SaveCounts, Wait
+from syncline.stats import JobStatus, MemberStatus, PushBytes, SaveCounts, Wait
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -87,7 +87,8 @@ class Reporting:
                 busy = max((report.seconds for report in self._c.reports.values()), default=0.0)
                 revoked = self._c.membership.state.num_revoked
                 by_worker, epochs = self._shares(), progress(self._c.membership.state.leases)
-            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked, by_worker, epochs))
+                pushed = self.pushed()
+            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked, by_worker, epochs, pushed))
 
         self.ask_servers(AskServerStats(), gathered)
 
@@ -129,6 +130,10 @@ class Reporting:
                 saves=self.saves(),
             )
         request.reply(standings)
+
+    def pushed(self) -> PushBytes:
+        """Under the lock: by all workers, as they have said."""
+        return sum((report.pushed for report in self._c.reports.values()), PushBytes())
 
     def step(self) -> int:
         """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""
