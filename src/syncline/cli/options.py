@@ -37,6 +37,16 @@ def _options(
             help="With --sync-every: the servers take the average by it: 'SGD(lr=0.7, momentum=0.9, nesterov=True)'.",
         ),
     ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="How pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name."),
+    ] = None,
+    pull_codec: Annotated[
+        str | None, typer.Option(help="The same for the parameters that answer a push: bf16, fp16, int8.")
+    ] = None,
+    codec_exempt: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Parameters that are never encoded: '*.bias,norm*'.")
+    ] = None,
     window: Annotated[
         int | None, typer.Option(metavar="W", help="Commits a worker may leave unanswered (bounded, async).")
     ] = None,

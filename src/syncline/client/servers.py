@@ -72,7 +72,8 @@ class ServersExchange:
         # The one before the last as well: of the last, not all may have come yet.
         num_kept = config.window + 2 if config.replicas < 2 else 0
         self._copies = Copies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
-        self._sending = Sending(self._placement, self._copies, stamp, policy, has_window=config.window > 0)
+        self._sending = Sending(self._placement, self._copies, stamp, config)
+        self.encoder = self._sending.encoder  #: with --codec
         self._part = TakingPart(
             self._placement, link, policy=policy, is_late=is_late, wait_seconds=config.wait_seconds
         )
@@ -260,6 +261,7 @@ class ServersExchange:
             parts = lane.landing.versions if lane.landing is not None else None
             told[lane.server] = (hosted[lane.server], parts or lane.answer)
         self.num_late += (is_late := any(lane.answer.late for lane in ticket.lanes if lane.answer is not None))
+        self._sending.has_landed(ticket)
         self.uses.answered(ticket.uses, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from syncline.config import JobConfig
+from syncline.core.codecs.named import codecs_of
 from syncline.core.outer import outer_of
 from syncline.core.policy import policy_of
 from syncline.core.stopping import rules_of
@@ -13,3 +14,4 @@ def check_settings(config: JobConfig) -> None:
     policy_of(config)
     rules_of(config)
     outer_of(config)
+    codecs_of(config)
