@@ -92,6 +92,7 @@ def test_int8_is_spoilt_by_the_block_and_keeps_zeros() -> None:
     is_nan = np.isnan(found)
     assert is_nan[BLOCK_ITEMS : 2 * BLOCK_ITEMS].all() and is_nan[-5:].all()
     assert int(is_nan.sum()) == BLOCK_ITEMS + 5 and found[0] == 0
+    assert np.isnan(Int8().encode(values)[:16].view(np.float32)).tolist() == [False, True, False, True]
     assert not through(Int8(), np.zeros(2000, np.float32)).any()
 
 
@@ -106,7 +107,8 @@ def test_topk_has_the_largest_as_they_are(size: int, seed: int, share: float) ->
     assert np.array_equal(found[kept], values[kept])
     count = min(codec._most(size), int(np.count_nonzero(values)))
     order = np.lexsort((np.arange(size), -np.abs(values)))
-    assert np.array_equal(kept, np.sort(order[:count]))
+    assert np.array_equal(kept, np.sort(order[:count])) and codec.encode(values).size == 8 * count
+    assert codec.encode(np.zeros(size, np.float32)).size == 0
 
 
 def test_topk_of_few_large_ones_among_many_that_are_alike() -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from syncline.core.control import AskServerStats, GivenServerStats, Over
 from syncline.core.membership import Outcome
-from syncline.core.words import pushed_told
 from syncline.errors import FencedError, JobFailed, StoreError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.roles.coordinator.profile import profile_lines
@@ -38,7 +37,7 @@ class Ending:
             self._c.handing.end()
             self._c.stopping.end()
             self._c.bests.end()
-            if told := pushed_told(self._c.reporting.pushed(), self._c.reporting.step()):
+            if told := self._c.reporting.pushed_told():
                 self._c.event(f"pushed per step, by all workers: {told}")
             if told := self._c.reporting.saves().told():
                 self._c.event(f"checkpoints: {told}")

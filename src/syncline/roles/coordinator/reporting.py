@@ -26,6 +26,7 @@ from syncline.core.progress import progress, shares
 from syncline.core.seats import protection
 from syncline.core.standings import by_name
 from syncline.core.why import FRESH_SECONDS, Known, causes, why
+from syncline.core.words import pushed_told
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request
 from syncline.stats import JobStatus, MemberStatus, PushBytes, SaveCounts, Wait
@@ -134,6 +135,10 @@ class Reporting:
     def pushed(self) -> PushBytes:
         """Under the lock: by all workers, as they have said."""
         return sum((report.pushed for report in self._c.reports.values()), PushBytes())
+
+    def pushed_told(self) -> str:
+        """Under the lock: per step. At the end the last beats may be older than the last reports."""
+        return pushed_told(self.pushed(), max([self.step(), *(r.job_step for r in self._c.reports.values())]))
 
     def step(self) -> int:
         """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""
