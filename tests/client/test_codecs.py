@@ -136,7 +136,7 @@ def stage_of(job: Job, codec: str, sizes: list[list[int]]) -> Stage:
         ("zip", [[8]], b"12345678", "worker-0.* encodes by 'zip'; the codec of this job: topk:0.25"),
         ("topk:0.25", [[1 << 40]], b"12345678", "bytes of topk:0.25 for 'x' in slice 0; at most 16"),
         ("topk:0.25", [[-7]], b"12345678", "-7 bytes of topk:0.25"),
-        ("topk:0.25", [[8, 8]], b"1234567812345678", "2 pieces of slice 0, which has 1"),
+        ("topk:0.25", [[8, 8]], b"1234567812345678", "2 units of slice 0, which has 1"),
         ("topk:0.25", [[8], [8]], b"12345678", "sizes of 2 slices, and 1 slices"),
         ("topk:0.25", [[8]], b"123456781", "a payload of 9 bytes does not fit"),
         ("topk:0.25", [[8]], b"\xff" * 8, "places out of order, or beyond 8 numbers"),
@@ -161,7 +161,7 @@ def test_a_worker_that_lies_is_closed(codec: str, sizes: Any, payload: bytes, me
         (lambda answer: {"codec": "int8"}, "an answer encoded by 'int8', which was not asked for"),
         (lambda answer: {"sizes": []}, "sizes of 0 slices, and 1 slices"),
         (lambda answer: {"sizes": [[1 << 50]]}, "bytes of bf16 for 'x'"),
-        (lambda answer: {"sizes": [[NOT_SENT, 1]]}, "2 pieces of slice 0"),
+        (lambda answer: {"sizes": [[NOT_SENT, 1]]}, "2 units of slice 0"),
     ],
 )
 def test_a_server_that_lies_is_closed(

@@ -176,12 +176,13 @@ def test_a_slice_is_encoded_by_parameters_and_what_is_exempt_goes_as_it_is() -> 
         assert [r.size for r in room] == [b.size for b in encoded.buffers]
         out = np.zeros(part.num_bytes, np.uint8)
         coder.decode(whole, part, encoded, out)
-        for position in coder.places(whole, part):
+        for unit in coder.units(whole, part):
+            (position,) = unit.places
             name = whole.parameters[position.parameter].name
-            seen.add((name, position.is_encoded))
+            seen.add((name, unit.is_encoded))
             one, two = data[position.begin : position.end], out[position.begin : position.end]
-            assert np.array_equal(one, two) == (not position.is_encoded)
-        assert coder.encodes(whole, part) == any(p.is_encoded for p in coder.places(whole, part))
+            assert np.array_equal(one, two) == (not unit.is_encoded)
+        assert coder.encodes(whole, part) == any(unit.is_encoded for unit in coder.units(whole, part))
     names = {name for name, is_encoded in seen if is_encoded}
     assert names == {"a.weight", "b.weight"} and len(seen) == 6
 
@@ -189,15 +190,15 @@ def test_a_slice_is_encoded_by_parameters_and_what_is_exempt_goes_as_it_is() -> 
 def test_sizes_that_lie_are_refused_before_anything_is_allocated() -> None:
     whole = segment()
     coder = SliceCoder(TopK(0.01), Codecs(push=TopK(0.01), exempt=("*.bias",)))
-    part = next(p for p in whole.slices if any(x.is_encoded for x in coder.places(whole, p)))
+    part = next(p for p in whole.slices if coder.encodes(whole, p))
     good = coder.encode(whole, part, np.zeros(part.num_bytes, np.uint8)).sizes
-    first = next(k for k, x in enumerate(coder.places(whole, part)) if x.is_encoded)
+    first = next(k for k, unit in enumerate(coder.units(whole, part)) if unit.is_encoded)
     for size in (1 << 60, -2, 8 * 4096):
         wrong = [*good]
         wrong[first] = size
         with pytest.raises(FrameError, match=re.escape("bytes of topk:0.01 for")):
             coder.room(whole, part, wrong)
-    with pytest.raises(FrameError, match="pieces of slice"):
+    with pytest.raises(FrameError, match="units of slice"):
         coder.room(whole, part, [*good, 0])
     assert coder.room(whole, part, [NOT_SENT] * len(good)) == []
 
@@ -211,8 +212,22 @@ def test_what_is_all_zeros_is_not_what_was_not_sent() -> None:
         coder.decode(whole, part, Encoded([NOT_SENT] * len(encoded.sizes), []), out)
         assert (out == 9).all()
         coder.decode(whole, part, encoded, out)
-        for position in coder.places(whole, part):
-            assert not out[position.begin : position.end].any()
+        for unit in coder.units(whole, part):
+            assert not any(out[position.begin : position.end].any() for position in unit.places)
+
+
+def test_the_largest_are_those_of_a_whole_slice_whichever_parameter_they_are_of() -> None:
+    parameters = [Parameter(name, "float32", (100,)) for name in ("a", "left.bias", "b")]
+    whole = place(arrange(parameters, [Rule("SGD", lr=0.1)], "mean"), ["server-0"], {}, 1 << 20, 0)[0]
+    coder = SliceCoder(TopK(0.02), Codecs(push=TopK(0.02), exempt=("*.bias",)))
+    (part,) = whole.slices
+    data = np.zeros(part.num_bytes // 4, np.float32)
+    for name, values in (("a", [1, 2, 3]), ("left.bias", [9, 9, 9]), ("b", [30, 40, 50])):
+        offset = whole.offsets[[p.name for p in whole.parameters].index(name)] // 4
+        data[offset : offset + 3] = values
+    out = np.zeros(part.num_bytes, np.uint8)
+    coder.decode(whole, part, coder.encode(whole, part, data.view(np.uint8)), out)
+    assert sorted(v for v in out.view(np.float32) if v) == [3, 9, 9, 9, 30, 40, 50]
 
 
 # -- names ---------------------------------------------------------------------------------------------------

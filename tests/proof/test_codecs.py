@@ -1,4 +1,4 @@
-"""`make proof`: LeNet on Fashion-MNIST, three epochs over sockets: each codec, and local steps, within a point of none."""
+"""`make proof`: LeNet on Fashion-MNIST, three epochs: each codec, and local steps, within a point of none."""
 
 from __future__ import annotations
 

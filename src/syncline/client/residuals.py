@@ -6,7 +6,7 @@ it was before. What was committed is kept as it was encoded: made anew, the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,18 +15,18 @@ from syncline.client.arrays import Bytes
 from syncline.client.script import Part
 from syncline.core.codecs.codec import Floats
 from syncline.core.codecs.named import Codecs
-from syncline.core.codecs.pieces import NOT_SENT, Encoded, Place, SliceCoder, coder_of
-from syncline.core.layout import Layout, Ranges, Slice, in_ranges
+from syncline.core.codecs.pieces import NOT_SENT, Encoded, Place, SliceCoder, Unit, coder_of
+from syncline.core.layout import Layout, Parameter, Ranges, Segment, Slice, in_ranges
 from syncline.errors import StoreError
 
 
 class _Pending(NamedTuple):
-    """A slice of the next push, encoded; what it leaves out, and of which of its pieces."""
+    """A slice of the next push, encoded; what that leaves out, and what of the slice is in it."""
 
     part: Slice
     encoded: Encoded
     residual: Floats | None
-    has: list[bool]
+    has: set[Place]
 
 
 def encoder_of(codecs: Codecs, layout: Layout, *, checks_finite: bool) -> PushEncoder | None:
@@ -54,39 +54,52 @@ class PushEncoder:
         segment = self._layout.segments[part.segment]
         if not self.coder.encodes(segment, part):
             return None
-        places = self.coder.places(segment, part)
-        first = segment.first_parameter
-        has = [pushed is None or in_ranges(pushed, first + place.parameter) for place in places]
         residual = self._room(part) if self.coder.codec.is_lossy else None
+        has = self._pushed(segment, part, pushed)
         encoded = Encoded([], [])
-        for place, is_pushed in zip(places, has, strict=True):
-            if not is_pushed:
+        for unit in self.coder.units(segment, part):
+            if has.isdisjoint(unit.places):
                 encoded.sizes.append(NOT_SENT)
-            elif place.is_encoded:
-                self.coder.add(encoded, self._encode(part, place, data, residual))
+            elif unit.is_encoded:
+                self.coder.add(encoded, self._encode(part, unit, has, data.view(np.float32), residual))
             else:
-                self.coder.add(encoded, data[place.begin : place.end].copy())
+                self.coder.add(encoded, data[unit.places[0].begin : unit.places[0].end].copy())
         self._pending[part.id] = _Pending(part, encoded, residual, has)
         return encoded
 
-    def _encode(self, part: Slice, place: Place, data: Bytes, residual: Floats | None) -> Bytes:
-        values, codec = data[place.begin : place.end].view(np.float32), self.coder.codec
-        if residual is None:
-            return codec.encode(values)
-        begin, end = place.begin // 4, place.end // 4
-        total, before = residual[begin:end], self._residuals.get(part.id)
-        if before is None:
-            total[:] = values
-        else:
-            np.add(values, before[begin:end], out=total)
-        found = codec.encode(total)
+    def _pushed(self, segment: Segment, part: Slice, pushed: Ranges | None) -> set[Place]:
+        places = (place for unit in self.coder.units(segment, part) for place in unit.places)
+        first = segment.first_parameter
+        return {place for place in places if pushed is None or in_ranges(pushed, first + place.parameter)}
+
+    def _encode(
+        self, part: Slice, unit: Unit, has: Collection[Place], values: Floats, residual: Floats | None
+    ) -> Bytes:
+        """What the unit `has` not counts as zeros."""
+        before = self._residuals.get(part.id) if residual is not None else None
+        total = np.empty(unit.num_bytes // 4, np.float32)
+        for place, target in unit.spread(total):
+            if place not in has:
+                target.fill(0)
+            elif before is None:
+                target[:] = values[place.items]
+            else:
+                np.add(values[place.items], before[place.items], out=target)
+        found = self.coder.codec.encode(total)
+        if residual is not None:
+            self._leave_out(unit, total, found, residual)
+        return found
+
+    def _leave_out(self, unit: Unit, total: Floats, encoding: Bytes, residual: Floats) -> None:
+        """The residual is what there was in all, less what the other side will read."""
         sent = np.empty(total.size, np.float32)
-        codec.decode(found, sent)
+        self.coder.codec.decode(encoding, sent)
         with np.errstate(all="ignore"):
             total -= sent
         if not self._checks_finite and not np.isfinite(total).all():
             np.nan_to_num(total, copy=False, nan=0.0, posinf=0.0, neginf=0.0)  # else every push after it is spoilt
-        return found
+        for place, left in unit.spread(total):
+            residual[place.items] = left
 
     def _room(self, part: Slice) -> Floats:
         """Memory for what this push leaves out; what those before it have left out is there after this."""
@@ -111,27 +124,25 @@ class PushEncoder:
         found = {}
         for number, (part, encoded, residual, has) in list(self._pending.items()):
             segment = self._layout.segments[part.segment]
-            places = self.coder.places(segment, part)
-            first, pairs = segment.first_parameter, zip(places, has, strict=True)
-            others = [place for place, had in pairs if not (had and in_ranges(pushed, first + place.parameter))]
-            if len(others) == len(places):
+            counts = has & self._pushed(segment, part, pushed)
+            if not counts:
                 self.forget(number)
                 continue
             found[number] = encoded
             if residual is not None:
-                self._adopt(part, residual, others)
+                self._adopt(part, residual, self._pushed(segment, part, None) - counts)
         self._pending.clear()
         return found
 
-    def _adopt(self, part: Slice, residual: Floats, others: Sequence[Place]) -> None:
-        """`others`: the pieces that the push does not have."""
+    def _adopt(self, part: Slice, residual: Floats, others: Collection[Place]) -> None:
+        """`others`: what the push does not have."""
         number = part.id
         self._parts[number] = part
         before = self._residuals.get(number)
         if before is None:
             before = np.zeros(residual.size, np.float32)
         for place in others:
-            residual[place.begin // 4 : place.end // 4] = before[place.begin // 4 : place.end // 4]
+            residual[place.items] = before[place.items]
         self._residuals[number], self._before[number] = residual, before
 
     def take_back(self, encoded: Mapping[int, Encoded]) -> None:
@@ -147,14 +158,11 @@ class PushEncoder:
         """Residuals by parameter, as copies; those without any are left out."""
         found: dict[str, Floats] = {}
         for number, residual in self._residuals.items():
-            part = self._parts[number]
-            segment = self._layout.segments[part.segment]
-            for piece, place in zip(self._layout.pieces(part), self.coder.places(segment, part), strict=True):
-                parameter = segment.parameters[piece.parameter]
-                values = residual[place.begin // 4 : place.end // 4]
-                if place.is_encoded and values.any():
+            for parameter, place in self._encoded_places(self._parts[number]):
+                values = residual[place.items]
+                if values.any():
                     whole = found.setdefault(parameter.name, np.zeros(parameter.num_items, np.float32))
-                    whole[piece.start : piece.start + piece.num_items] = values
+                    whole[place.start : place.start + values.size] = values
         return found
 
     def put_back(self, saved: Mapping[str, Floats]) -> None:
@@ -166,18 +174,18 @@ class PushEncoder:
 
     def _from_saved(self, part: Slice) -> Floats:
         found = np.zeros(part.num_bytes // 4, np.float32)
-        segment = self._layout.segments[part.segment]
-        for piece, place in zip(self._layout.pieces(part), self.coder.places(segment, part), strict=True):
-            values = self._saved.get(segment.parameters[piece.parameter].name)
-            num_items = segment.parameters[piece.parameter].num_items
-            if (
-                values is not None
-                and place.is_encoded
-                and values.shape == (num_items,)
-                and values.dtype == np.float32
-            ):
-                found[place.begin // 4 : place.end // 4] = values[piece.start : piece.start + piece.num_items]
+        for parameter, place in self._encoded_places(part):
+            values = self._saved.get(parameter.name)
+            if values is not None and values.shape == (parameter.num_items,) and values.dtype == np.float32:
+                target = found[place.items]
+                target[:] = values[place.start : place.start + target.size]
         return found
+
+    def _encoded_places(self, part: Slice) -> Iterator[tuple[Parameter, Place]]:
+        segment = self._layout.segments[part.segment]
+        for unit in self.coder.units(segment, part):
+            if unit.is_encoded:
+                yield from ((segment.parameters[place.parameter], place) for place in unit.places)
 
 
 def saved_part(encoder: PushEncoder, num_workers: Callable[[], int], say: Callable[[str], None]) -> Part:

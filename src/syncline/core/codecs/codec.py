@@ -12,7 +12,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """A value without state: several threads use it at once. Equal numbers have equal encodings, on every machine."""
+    """A value without state: several threads use it at once. Equal numbers have equal encodings, on every machine.
+
+    It gets each parameter's numbers by themselves; one with `is_joint = True` gets all of a slice at once.
+    """
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""topk:R — of each piece only the largest numbers travel, with their places."""
+"""topk:R — of each slice only the largest numbers travel, with their places."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TopK:
     the order of the places. Of equal ones the first; zeros never travel. All others are 0."""
 
     share: float
-    is_lossy = True
+    is_lossy = is_joint = True  # of a whole slice: what is largest there matters most, whichever parameter it is of
 
     @property
     def name(self) -> str:
