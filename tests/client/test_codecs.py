@@ -139,6 +139,7 @@ def stage_of(job: Job, codec: str, sizes: list[list[int]]) -> Stage:
         ("topk:0.25", [[8, 8]], b"1234567812345678", "2 units of slice 0, which has 1"),
         ("topk:0.25", [[8], [8]], b"12345678", "sizes of 2 slices, and 1 slices"),
         ("topk:0.25", [[8]], b"123456781", "a payload of 9 bytes does not fit"),
+        ("topk:0.25", [[8]], b"", "announces encoded slices whose bytes did not come"),
         ("topk:0.25", [[8]], b"\xff" * 8, "places out of order, or beyond 8 numbers"),
         ("topk:0.25", [[7]], b"1234567", "7 bytes of topk:0.25 for 8 numbers"),
     ],

@@ -143,7 +143,7 @@ def test_it_needs_local_steps() -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_bytes_per_step_are_told_by_the_way_they_went(transport: str) -> None:
+def test_bytes_per_step_are_told_by_the_way_they_went(transport: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Two workers, two averages in six steps: each push is a slice of 128 bytes (two parameters, aligned)."""
 
     def train(job: Job) -> Any:
@@ -160,3 +160,5 @@ def test_bytes_per_step_are_told_by_the_way_they_went(transport: str) -> None:
     assert (stats.step, getattr(stats.own_pushed, way), getattr(stats.pushed, way)) == (6, 256, 512)
     assert stats.pushed.socket + stats.pushed.shared == 512
     assert stats.bytes_per_step == (0 if transport == "auto" else 512 / 6)
+    said, how = capfd.readouterr(), "through shared memory" if transport == "auto" else "over sockets"
+    assert f"pushed per step, by all workers: 85 B {how}\n" in said.out + said.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -43,6 +43,15 @@ class Incoming:
         buffers = self._coder.room(self._layout.segments[part.segment], part, sizes)
         self._encoded[part.id] = Encoded(list(sizes), buffers)
         return [buffer_of(buffer) for buffer in buffers]
+
+    def heard(self, answer: Committed, parts: Mapping[int, Slice]) -> None:
+        """The answer is here: of these slices, those without a single byte have come, too."""
+        for number, sizes in zip(answer.slices, sizes_of(answer, self), strict=True):
+            part = parts.get(number)
+            if sizes and part is not None and part.id not in self._encoded:
+                if any(size > 0 for size in sizes):
+                    raise FrameError(f"slice {number} is announced, and did not come")
+                self.room(part, sizes)
 
     def has(self, part: Slice) -> bool:
         """Whether this slice has come encoded; if not, it lies in its place already."""

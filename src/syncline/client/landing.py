@@ -101,6 +101,7 @@ class Landing:
         parts = [by_id[number] for number in answer.slices if number in by_id and number not in self._landed]
         remote = [part for part in parts if part.id in self._wanted.remote]
         if self._incoming is not None:
+            self._incoming.heard(answer, {part.id: part for part in remote})
             for part in remote:
                 if self._incoming.has(part):
                     self._incoming.unpack(part, self._targets(part))

@@ -68,8 +68,11 @@ class Decoding:
         return True
 
     def _decode(self, request: Request, message: Stage) -> None:
+        all_sizes = self._sizes(request.peer, message)
+        if len(request.payload) != sum(sum(size > 0 for size in sizes) if sizes else 1 for sizes in all_sizes):
+            raise FrameError(f"{request.peer} announces encoded slices whose bytes did not come")
         buffers = iter(request.payload)
-        for number, sizes in zip(message.slices, self._sizes(request.peer, message), strict=True):
+        for number, sizes in zip(message.slices, all_sizes, strict=True):
             if not sizes:
                 next(buffers)  # it lies where it belongs
                 continue
