@@ -122,6 +122,17 @@ def test_what_was_staged_early_and_has_changed_since_counts_once(one: Job) -> No
     np.testing.assert_array_equal(one.kv.pull()["x"], -floats(8, 7, 6, 5, 4, 3, 0, 0))
 
 
+def test_what_left_before_residuals_were_put_back_leaves_again_with_them(one: Job) -> None:
+    exchange = one.exchange
+    assert exchange.encoder is not None
+    segment, index = exchange.layout.where["x"]
+    one.kv.gradients(["x"])["x"][:] = 0
+    exchange.stage(segment.slices)
+    exchange.encoder.put_back({"x": floats(8, 7, 6, 5, 4, 3, 2, 1)})
+    exchange.commit(Push(pushed=to_ranges([segment.first_parameter + index])), None).wait()
+    np.testing.assert_array_equal(one.kv.pull()["x"], -floats(8, 7, 6, 0, 0, 0, 0, 0))
+
+
 def test_another_workers_overflow_takes_a_push_back() -> None:
     """The round changes nothing, though this worker's part of it was sound."""
     with local_job(workers=2, transport="tcp", codec="topk:0.25") as jobs:
