@@ -14,7 +14,7 @@ from syncline.client.job import Job
 from syncline.core.codecs.pieces import NOT_SENT
 from syncline.core.rule import Rule
 from syncline.core.traffic import Committed, Stage
-from syncline.errors import ConfigError, ConnectionLost
+from syncline.errors import ConfigError, ConnectionLost, FrameError
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import buffer_of
 from syncline.testing import local_job
@@ -189,6 +189,22 @@ def test_a_server_that_lies_is_closed(
             push(jobs[0], x=floats(1))
         monkeypatch.undo()
     assert any(message in reason for reason in reasons), reasons
+
+
+def test_a_slice_that_is_announced_and_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Endpoint.send
+
+    def lie(endpoint: Any, number: int, flags: int, answer: Any, buffers: Any, size: int, attachment: Any) -> None:
+        if isinstance(answer, Committed) and answer.codec:
+            buffers, size = [], 0
+        send(endpoint, number, flags, answer, buffers, size, attachment)
+
+    with local_job(workers=1, transport="tcp", pull_codec="bf16") as jobs:
+        register(jobs[0], 8)
+        monkeypatch.setattr(Endpoint, "send", lie)
+        with pytest.raises(FrameError, match="slice 0 is announced, and did not come"):
+            push(jobs[0], x=floats(1))
+        monkeypatch.undo()
 
 
 # -- codecs of the user's own --------------------------------------------------------------------------------
