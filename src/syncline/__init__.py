@@ -20,6 +20,7 @@ from collections.abc import Collection
 
 from syncline.client.current import current_job
 from syncline.client.job import Job
+from syncline.core.codecs.codec import Codec
 from syncline.core.rule import Rule
 from syncline.errors import (
     ConfigError,
@@ -41,6 +42,7 @@ from syncline.launch.start import init
 
 __version__ = "0.1.0"
 __all__ = [
+    "Codec",
     "ConfigError",
     "ConnectionLost",
     "DataError",

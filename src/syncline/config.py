@@ -95,6 +95,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "sync"  #: when updates are applied: sync, sync:spare=N, bounded:K, async; these two also ,damped
     exchange: str = "servers"  #: how gradients become new parameters
     sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
+    outer: str = ""  #: with sync_every: the optimizer that takes the average, on the servers: SGD(lr=0.7, …)
+    codec: str = ""  #: how pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name; none
+    pull_codec: str = ""  #: the same for the parameters that answer a push; not topk
+    codec_exempt: str = ""  #: names of parameters that are never encoded: *.bias,norm*
     window: int = 0  #: commits of its own that a worker may leave unanswered (bounded, async)
     check_finite: bool = True  #: refuse pushes with NaN or Inf in them
     bad_pushes: int = 3  #: so many refused in a row quarantine their worker: it only pulls

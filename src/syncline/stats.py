@@ -24,6 +24,16 @@ class WireStats(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class PushBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """What pushes took of each way: gradients or deltas, as they were sent."""
+
+    socket: int = 0  #: over sockets; encoded where the job has a codec
+    shared: int = 0  #: in memory that servers read in place
+
+    def __add__(self, other: PushBytes) -> PushBytes:
+        return PushBytes(socket=self.socket + other.socket, shared=self.shared + other.shared)
+
+
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Where the seconds of one worker's steps went."""
 
@@ -182,6 +192,13 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     times: StepTimes  #: where the seconds of this worker's steps went
     servers: tuple[ServerStats, ...]
     wire: WireStats  #: of this worker
+    pushed: PushBytes = PushBytes()  #: by all workers
+    own_pushed: PushBytes = PushBytes()
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that all workers together have sent over sockets for a step of the job."""
+        return self.pushed.socket / max(1, self.step)
 
     @property
     def cost_told(self) -> str:

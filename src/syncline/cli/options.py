@@ -30,6 +30,23 @@ def _options(
     sync_every: Annotated[
         int | None, typer.Option(metavar="H", help="Step locally H times, then average (sync only).")
     ] = None,
+    outer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIMIZER",
+            help="With --sync-every: the servers take the average by it: 'SGD(lr=0.7, momentum=0.9, nesterov=True)'.",
+        ),
+    ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="How pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name."),
+    ] = None,
+    pull_codec: Annotated[
+        str | None, typer.Option(help="The same for the parameters that answer a push: bf16, fp16, int8.")
+    ] = None,
+    codec_exempt: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Parameters that are never encoded: '*.bias,norm*'.")
+    ] = None,
     window: Annotated[
         int | None, typer.Option(metavar="W", help="Commits a worker may leave unanswered (bounded, async).")
     ] = None,

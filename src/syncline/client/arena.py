@@ -46,8 +46,11 @@ class Arenas:
         return (segment, slot) in self._memories
 
     def view(self, part: Slice, slot: int) -> memoryview:
-        array = self._memories[part.segment, slot].array
-        return buffer_of(array[part.offset : part.offset + part.num_bytes])
+        return buffer_of(self.bytes_of(part, slot))
+
+    def bytes_of(self, part: Slice, slot: int) -> Bytes:
+        """This slice of the arena, where it lies."""
+        return self._memories[part.segment, slot].array[part.offset : part.offset + part.num_bytes]
 
     def is_shared(self, server: str, segment: int, slot: int) -> bool:
         """Whether this server reads the arena in place."""

@@ -15,7 +15,7 @@ from syncline.core.layout import Layout, Ranges, Segment, Slice
 from syncline.core.rule import Option
 from syncline.core.seats import Seat
 from syncline.core.traffic import StateEntry
-from syncline.stats import WireStats
+from syncline.stats import PushBytes, WireStats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,10 @@ class Exchange(Protocol):
 
     def stats(self) -> WireStats:
         """What went over the wire so far."""
+
+    @property
+    def pushed_bytes(self) -> PushBytes:
+        """What its pushes took so far."""
 
     def leave(self) -> None:
         """No round waits for this worker any more."""

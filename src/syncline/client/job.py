@@ -19,18 +19,13 @@ from syncline.client.kv import KeyValue
 from syncline.client.measures import Measures
 from syncline.client.memory import Memory
 from syncline.client.reporting import Reporting
+from syncline.client.residuals import saved_part
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
 from syncline.client.validating import Measure, Validated, Validating
 from syncline.config import JobConfig
-from syncline.core.control import (
-    Barrier,
-    Joined,
-    Leave,
-    Passed,
-    Roster,
-)
+from syncline.core.control import Barrier, Joined, Leave, Passed, Roster
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
@@ -89,6 +84,8 @@ class Job:
         self._memory = Memory(self, link, hearing, say)
         self.boundary = self._memory.boundary
         self.state = self._memory.state  #: what the script wants to have again when the job is taken up
+        if self.exchange.encoder is not None:
+            self.state.add_part("residuals", saved_part(self.exchange.encoder, lambda: self.world_size, say))
         self.validating = Validating(self, hearing)
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []

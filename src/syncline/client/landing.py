@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from syncline.client.arrays import Bytes
 from syncline.client.copying import copy
+from syncline.client.incoming import Incoming, sizes_of
 from syncline.client.reading import ServerReader
 from syncline.client.sinks import Sink, Wanted, landed, scattered
 from syncline.core.layout import Slice
@@ -23,8 +25,18 @@ class Landing:
     socket wait in buffers of this slot until they are unloaded: the model computes on meanwhile.
     """
 
-    def __init__(self, reader: ServerReader, wanted: Wanted, sink: Sink, *, settled: bool, slot: int | None) -> None:
-        self._reader, self._wanted, self._sink = reader, wanted, sink
+    def __init__(
+        self,
+        reader: ServerReader,
+        wanted: Wanted,
+        sink: Sink,
+        *,
+        settled: bool,
+        slot: int | None,
+        incoming: Incoming | None = None,
+    ) -> None:
+        """`incoming`: where the server encodes what it sends."""
+        self._reader, self._wanted, self._sink, self._incoming = reader, wanted, sink, incoming
         self._settled, self._slot = settled, slot
         self._landed: set[int] = set()
         self.versions: dict[int, int] = {}  # of the slices that came in parts
@@ -48,12 +60,23 @@ class Landing:
         if not isinstance(answer, Committed):
             raise ProtocolError(f"a commit was answered with {type(answer).__name__} and bytes")
         parts = self._parts(answer)
-        if self._is_given_up:
-            return [buffer_of(np.empty(part.num_bytes, np.uint8)) for part in parts]
+        found: list[Buffer] = []
+        for part, sizes in zip(parts, sizes_of(answer, self._incoming), strict=True):
+            if sizes:
+                assert self._incoming is not None
+                found += self._incoming.room(part, sizes)
+            elif self._is_given_up:
+                found.append(buffer_of(np.empty(part.num_bytes, np.uint8)))
+            else:
+                found += map(buffer_of, self._targets(part))
+        return found
+
+    def _targets(self, part: Slice) -> list[Bytes]:
+        """Buffers that take a slice from the socket; it is written from now on."""
         if self._slot is not None:
-            return [buffer_of(self._reader.buffer(self._slot, part)) for part in parts]
-        self._sink.kept.update((part.id, None) for part in parts)
-        return [buffer_of(view) for part in parts for view in self._sink.views(part)]
+            return [self._reader.buffer(self._slot, part)]
+        self._sink.kept[part.id] = None
+        return self._sink.views(part)
 
     def give_up(self) -> None:
         """The commit is made anew: whatever still comes by this way goes nowhere.
@@ -77,6 +100,11 @@ class Landing:
         by_id = self._wanted.by_id  # without bytes, the server names slices that nobody here wants, too
         parts = [by_id[number] for number in answer.slices if number in by_id and number not in self._landed]
         remote = [part for part in parts if part.id in self._wanted.remote]
+        if self._incoming is not None:
+            self._incoming.heard(answer, {part.id: part for part in remote})
+            for part in remote:
+                if self._incoming.has(part):
+                    self._incoming.unpack(part, self._targets(part))
         if remote and self._slot is None:
             self._sink.filled(remote)
         mapped = [(part, self._reader.source(part)) for part in parts if part.id not in self._wanted.remote]

@@ -10,6 +10,7 @@ from syncline.client.arrays import Bytes
 from syncline.client.dialing import Dialing
 from syncline.client.reading import ServerReader
 from syncline.config import JobConfig
+from syncline.core.codecs.named import NONE
 from syncline.core.control import AskWhy, GivenWhy, Roster
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
@@ -30,7 +31,8 @@ class Placement:
     def __init__(
         self, config: JobConfig, dial: Callable[[Member], Endpoint], num_slots: int, say: Callable[[str], None]
     ) -> None:
-        self._config, self._dial = config, dial
+        self._config, self._dial, self._say = config, dial, say
+        self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
         self.hosted: dict[str, list[Slice]] = {}  # by server; in the order of their ids
@@ -132,9 +134,17 @@ class Placement:
             self._dialing = None
         self._has_connected = True
         self.endpoints[member.name] = endpoint
+        self._tell_of_codecs(endpoint)
         self.readers[member.name] = ServerReader(endpoint, self._config.wait_seconds)
         self._incarnations[member.name] = member.incarnation
         self._unseen.add(member.name)
+
+    def _tell_of_codecs(self, endpoint: Endpoint) -> None:
+        said = [("--codec", self._config.codec), ("--pull-codec", self._config.pull_codec)]
+        words = [f"{setting} {name}" for setting, name in said if name not in NONE]
+        if words and endpoint.shares_memory and not self._has_told:
+            self._has_told = True
+            self._say(f"{', '.join(words)}: this worker shares memory with its servers: nothing is encoded there")
 
     def _by_server(self) -> dict[str, list[Slice]]:
         found: dict[str, list[Slice]] = {}

@@ -52,7 +52,8 @@ class Reporting:
         epoch, step, steps = job.samples.progress
         with contextlib.suppress(SynclineError):
             times, taken, seconds = job.exchange.times.times(), job.samples.taken, job.samples.seconds
-            self._link.tell(Report(job.own_step, taken, seconds, epoch, step, steps, times, job.step))
+            pushed = job.exchange.pushed_bytes
+            self._link.tell(Report(job.own_step, taken, seconds, epoch, step, steps, times, job.step, pushed))
 
     def _report_regularly(self, closed: threading.Event) -> None:
         last = -1

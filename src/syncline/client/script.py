@@ -52,10 +52,10 @@ class SavedState:
 
 class Part:
     """Something of the job's own that is saved with a script's state: as an object with state_dict, or None when it
-    is gone."""
+    is gone. `is_own`: it is put back to the worker that saved it only, not to one that gets the chief's."""
 
-    def __init__(self, take: Callable[[], Any], put_back: Callable[[Any], None]) -> None:
-        self.take, self.put_back = take, put_back
+    def __init__(self, take: Callable[[], Any], put_back: Callable[[Any], None], *, is_own: bool = False) -> None:
+        self.take, self.put_back, self.is_own = take, put_back, is_own
 
 
 class ScriptState(MutableMapping[str, Any]):
@@ -145,7 +145,8 @@ class ScriptState(MutableMapping[str, Any]):
         for name in self._held.keys() & saved.tree["state"].keys():
             self._load(saved, name)
         for name in self._parts.keys() & saved.tree["parts"].keys():
-            self._parts[name].put_back(self._value(saved, saved.tree["parts"][name]))
+            if saved.is_own or not self._parts[name].is_own:
+                self._parts[name].put_back(self._value(saved, saved.tree["parts"][name]))
         if random and saved.is_own and "random" in saved.tree:
             chance.put_back(self._value(saved, saved.tree["random"]), _gpu(self._device()))
 

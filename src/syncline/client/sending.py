@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from syncline.client.commit import CommitFlow
 from syncline.client.copies import Copies
 from syncline.client.exchange import Push
+from syncline.client.incoming import Incoming
 from syncline.client.landing import Landing
 from syncline.client.lane import ServerLane
 from syncline.client.placement import Placement
+from syncline.client.residuals import encoder_of
 from syncline.client.sinks import Sink, Wanted
 from syncline.client.ticket import ServersTicket
+from syncline.config import JobConfig
+from syncline.core.codecs.named import codecs_of
+from syncline.core.codecs.pieces import Encoded, coder_of
 from syncline.core.layout import Ranges, Slice
-from syncline.core.policy import Policy
+from syncline.core.policy import policy_of
 from syncline.core.traffic import Stage
 from syncline.errors import ConnectionLost
+from syncline.extensions import load
 from syncline.net.rpc import Call, Stamp
+from syncline.net.transport import Buffer, buffer_of
+from syncline.stats import PushBytes
 
 _MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
 
@@ -24,14 +33,23 @@ _MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
 class Sending:
     """Puts tickets on their way, the first time and again. Bytes that were sent early need not go twice."""
 
-    def __init__(
-        self, placement: Placement, copies: Copies, stamp: Stamp, policy: Policy, *, has_window: bool
-    ) -> None:
+    def __init__(self, placement: Placement, copies: Copies, stamp: Stamp, config: JobConfig) -> None:
+        policy, codecs = policy_of(config), codecs_of(config, load)
         self._placement, self._copies, self._stamp = placement, copies, stamp
-        self._stands_still, self._has_spare, self._has_window = policy.stands_still, policy.spare > 0, has_window
+        self._stands_still, self._has_spare, self._in_rounds = policy.stands_still, policy.spare > 0, policy.in_rounds
+        self._has_window = config.window > 0
+        self.encoder = encoder_of(codecs, placement.layout, checks_finite=config.check_finite)
+        self._decoder = coder_of(codecs.pull, codecs)
+        if self.encoder is not None:
+            self.encoder.stage_anew = self.forget
         self._early: dict[str, list[Call]] = {}
         self._sent: set[int] = set()
-        self._unshared: dict[tuple[str, Ranges, int], list[Slice]] = {}
+        self._unshared: dict[tuple[str, Ranges, int], tuple[list[Slice], int]] = {}
+        self._socket_bytes = self._shared_bytes = 0
+
+    @property
+    def pushed(self) -> PushBytes:
+        return PushBytes(socket=self._socket_bytes, shared=self._shared_bytes)
 
     # -- early --------------------------------------------------------------------------------------------
 
@@ -44,33 +62,76 @@ class Sending:
             ]
             if not parts:
                 continue
-            buffers = [arenas.view(part, draft.slot) for part in parts]
-            message = _stage_message(draft, parts, None, commit=False)
+            carried = self._load(parts, [self._encode(part, draft.slot, None) for part in parts], draft.slot)
+            message, buffers = _stage_message(draft, parts, None, carried, commit=False), carried.buffers
+            num_bytes = sum(map(len, buffers))
             try:
-                call = endpoint.call(message, buffers=buffers, payload_bytes=sum(map(len, buffers)))
+                call = endpoint.call(message, buffers=buffers, payload_bytes=num_bytes)
             except ConnectionLost:
                 return  # seen to at the commit, which sends everything again
+            self._socket_bytes += num_bytes
             self._early.setdefault(server, []).append(call)
             self._sent.update(part.id for part in parts)
 
     def restage(self, part: Slice) -> None:
         """This slice of the arena has changed since it was staged."""
         self._sent.discard(part.id)
+        if self.encoder is not None:
+            self.encoder.forget(part.id)
+
+    # -- encoding -----------------------------------------------------------------------------------------
+
+    def _encode(self, part: Slice, slot: int, pushed: Ranges | None) -> Encoded | None:
+        if self.encoder is None:
+            return None
+        return self.encoder.encode(part, self._placement.arenas.bytes_of(part, slot), pushed)
+
+    def _load(self, parts: Sequence[Slice], encoded: Sequence[Encoded | None], slot: int) -> _Load:
+        """What travels of these slices, each encoded or as it lies."""
+        arenas, buffers = self._placement.arenas, list[Buffer]()
+        for part, found in zip(parts, encoded, strict=True):
+            buffers += [arenas.view(part, slot)] if found is None else map(buffer_of, found.buffers)
+        if self.encoder is None or all(found is None for found in encoded):
+            return _Load(buffers, "", [])
+        return _Load(buffers, self.encoder.coder.codec.name, [f.sizes if f is not None else [] for f in encoded])
+
+    def _lie_decoded(self, ticket: ServersTicket) -> None:
+        """Of a push that is made anew: whoever reads the arena now is to find there what others were sent."""
+        assert self.encoder is not None
+        layout, arenas = self._placement.layout, self._placement.arenas
+        for part in [part for part in layout.slices() if part.id in ticket.encoded]:
+            if arenas.is_shared(self._placement.primaries[part.id], part.segment, ticket.slot):
+                data, coder = arenas.bytes_of(part, ticket.slot), self.encoder.coder
+                coder.decode(layout.segments[part.segment], part, ticket.encoded[part.id], data)
 
     # -- at the commit ------------------------------------------------------------------------------------
 
     def send(self, ticket: ServersTicket, before: ServersTicket | None) -> CommitFlow:
         """`before`: the open ticket of the clock before, which is told to count first."""
         names = self._placement.names
+        if ticket.encoded:
+            self._lie_decoded(ticket)
         ticket.lanes = lanes = [self._lane(server, ticket, len(names) == 1) for server in names]
         earlier = before.flow if before is not None else None
         decider = self._decider(lanes) if self._has_spare else None
         ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm, decider)
+        if self.encoder is not None and not ticket.generation:
+            ticket.encoded = self.encoder.commit(self._counted(ticket.push))
         ticket.generation = self._stamp.generation
         if self._sent or self._early:
             self._early, self._sent = {}, set()
         flow.start()
         return flow
+
+    def _counted(self, push: Push) -> Ranges:
+        """The parameters that a push counts for."""
+        return push.pushed if not push.skip and (push.weight > 0 or not self._in_rounds) else ()
+
+    def has_landed(self, ticket: ServersTicket) -> None:
+        """It is answered. Where it counted for nothing, late or by another worker's overflow, so do its residuals."""
+        answers = [lane.answer for lane in ticket.lanes if lane.answer is not None]
+        if self.encoder is not None and any(answer.late or answer.skipped for answer in answers):
+            self.encoder.take_back(ticket.encoded)
 
     def _decider(self, lanes: Sequence[ServerLane]) -> ServerLane | None:
         """With several servers: the lane of the one that decides who is in a round, the primary of slice 0."""
@@ -81,20 +142,30 @@ class Sending:
         """Servers or slices have changed: nothing is staged anywhere, and nothing is known of who reads what."""
         self._early, self._sent = {}, set()
         self._unshared.clear()
+        if self.encoder is not None:
+            self.encoder.forget()
 
     def _lane(self, server: str, ticket: ServersTicket, alone: bool) -> ServerLane:
-        parts = self._parts_to_send(server, ticket.push, ticket.slot)
+        parts, shared_bytes = self._parts_to_send(server, ticket.push, ticket.slot)
+        if not ticket.generation:  # else it is made anew, out of the same memory
+            self._shared_bytes += shared_bytes
         if self._sent:
             parts = [part for part in parts if part.id not in self._sent]
         landing = self._landing(server, ticket.sink, ticket.slot) if ticket.sink is not None else None
         number = len(self._placement.layout.segments)
-        message = _stage_message(ticket, parts, landing, commit=alone, num_segments=number)
-        buffers = [self._placement.arenas.view(part, ticket.slot) for part in parts]
+        if ticket.generation:  # as it was sent before
+            encoded = [ticket.encoded.get(part.id) for part in parts]
+        else:
+            encoded = [self._encode(part, ticket.slot, ticket.push.pushed) for part in parts]
+        carried = self._load(parts, encoded, ticket.slot)
+        message = _stage_message(ticket, parts, landing, carried, commit=alone, num_segments=number)
+        self._socket_bytes += sum(map(len, carried.buffers))
         endpoint = self._placement.endpoints[server]
-        return ServerLane(server, endpoint, message, buffers, landing, self._early.get(server, ()))
+        return ServerLane(server, endpoint, message, carried.buffers, landing, self._early.get(server, ()))
 
-    def _parts_to_send(self, server: str, push: Push, slot: int) -> list[Slice]:
-        """The slices whose bytes this server cannot read in place; the arena is there after this."""
+    def _parts_to_send(self, server: str, push: Push, slot: int) -> tuple[list[Slice], int]:
+        """The slices whose bytes this server cannot read in place, and the bytes that it can; the arena is there
+        after this."""
         key = (server, push.pushed, slot)
         found = self._unshared.get(key)
         if found is None:
@@ -105,8 +176,9 @@ class Sending:
                 arenas.array(layout.segments[segment], slot)
             if len(self._unshared) >= _MOST_PLANS:
                 self._unshared.clear()
-            found = [part for part in hosted if not arenas.is_shared(server, part.segment, slot)]
-            self._unshared[key] = found
+            parts = [part for part in hosted if not arenas.is_shared(server, part.segment, slot)]
+            num_bytes = sum(part.num_bytes for part in hosted) - sum(part.num_bytes for part in parts)
+            found = self._unshared[key] = (parts, num_bytes)
         return found
 
     def _landing(self, server: str, sink: Sink, slot: int) -> Landing:
@@ -114,7 +186,9 @@ class Sending:
         wanted = sink.wanted.get(server)
         if wanted is None or wanted.hosted is not hosted:
             wanted = self._want(server, hosted, sink, reader.maps)
-        return Landing(reader, wanted, sink, settled=self._stands_still, slot=slot if self._has_window else None)
+        slot_of_window = slot if self._has_window else None
+        incoming = Incoming(self._decoder, self._placement.layout) if self._decoder is not None else None
+        return Landing(reader, wanted, sink, settled=self._stands_still, slot=slot_of_window, incoming=incoming)
 
     def _want(self, server: str, hosted: Sequence[Slice], sink: Sink, maps: Callable[[Slice], bool]) -> Wanted:
         before = sink.wanted.get(server)
@@ -126,8 +200,22 @@ class Sending:
         return wanted
 
 
+class _Load(NamedTuple):
+    """The bytes behind a message, and what it says of them."""
+
+    buffers: list[Buffer]
+    codec: str
+    sizes: list[list[int]]
+
+
 def _stage_message(
-    ticket: ServersTicket, parts: Sequence[Slice], landing: Landing | None, *, commit: bool, num_segments: int = 0
+    ticket: ServersTicket,
+    parts: Sequence[Slice],
+    landing: Landing | None,
+    carried: _Load,
+    *,
+    commit: bool,
+    num_segments: int = 0,
 ) -> Stage:
     push = ticket.push
     return Stage(
@@ -146,4 +234,6 @@ def _stage_message(
         parts=commit and landing is not None and landing.in_parts,
         uses=ticket.uses,
         num_segments=num_segments,
+        codec=carried.codec,
+        sizes=carried.sizes,
     )

@@ -37,7 +37,7 @@ from syncline.core.traffic import Prefer, StateEntry
 from syncline.errors import FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
-from syncline.stats import WireStats
+from syncline.stats import PushBytes, WireStats
 
 T = TypeVar("T")
 _LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0
@@ -68,10 +68,12 @@ class ServersExchange:
         self.num_late = 0  # of them: those that came when their round was closed
         self._placement = Placement(config, dial, self._num_slots, say)
         self.layout: Layout = self._placement.layout
+        self._endpoints, self._wait_seconds = self._placement.endpoints, config.wait_seconds
         # The one before the last as well: of the last, not all may have come yet.
         num_kept = config.window + 2 if config.replicas < 2 else 0
         self._copies = Copies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
-        self._sending = Sending(self._placement, self._copies, stamp, policy, has_window=config.window > 0)
+        self._sending = Sending(self._placement, self._copies, stamp, config)
+        self.encoder = self._sending.encoder  #: with --codec
         self._part = TakingPart(
             self._placement, link, policy=policy, is_late=is_late, wait_seconds=config.wait_seconds
         )
@@ -88,14 +90,6 @@ class ServersExchange:
         self.waits = Waits(name, self._ask_why, self.why, say)
         self._before_commit: list[Callable[[], None]] = []
         self._rosters.listen(self._placement.hear)
-
-    @property
-    def _wait_seconds(self) -> float:
-        return self._config.wait_seconds
-
-    @property
-    def _endpoints(self) -> dict[str, Endpoint]:
-        return self._placement.endpoints
 
     # -- layout -------------------------------------------------------------------------------------------
 
@@ -267,6 +261,7 @@ class ServersExchange:
             parts = lane.landing.versions if lane.landing is not None else None
             told[lane.server] = (hosted[lane.server], parts or lane.answer)
         self.num_late += (is_late := any(lane.answer.late for lane in ticket.lanes if lane.answer is not None))
+        self._sending.has_landed(ticket)
         self.uses.answered(ticket.uses, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
@@ -391,6 +386,10 @@ class ServersExchange:
 
     def stats(self) -> WireStats:
         return self._placement.stats()
+
+    @property
+    def pushed_bytes(self) -> PushBytes:
+        return self._sending.pushed
 
     def break_off(self) -> None:
         """The job has failed, or this worker is out: every wait ends now."""

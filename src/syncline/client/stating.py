@@ -42,4 +42,6 @@ def job_stats(job: Job, answer: GivenStats, wire: WireStats) -> JobStats:
         times=msgspec.structs.replace(own_times, apply=apply_seconds(servers) * own_times.num_steps),
         servers=servers,
         wire=exchange.stats() + wire,
+        pushed=answer.pushed,
+        own_pushed=exchange.pushed_bytes,
     )

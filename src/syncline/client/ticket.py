@@ -9,6 +9,7 @@ from syncline.client.commit import CommitFlow
 from syncline.client.exchange import Push
 from syncline.client.lane import ServerLane
 from syncline.client.sinks import Sink
+from syncline.core.codecs.pieces import Encoded
 from syncline.core.handing import Use
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ class ServersTicket:
     """A push to the servers: all that is needed to make it anew. `wait` may be called again after a WaitTimeout."""
 
     __slots__ = (
-        "_exchange", "back_at", "clock", "flow", "generation", "landed", "lanes", "push", "sink", "slot", "stretch",
-        "uses",
+        "_exchange", "back_at", "clock", "encoded", "flow", "generation", "landed", "lanes", "push", "sink", "slot",
+        "stretch", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +43,7 @@ class ServersTicket:
         self.generation = 0  # under which it is on its way
         self.landed = False
         self.uses: list[Use] = []  # of leases
+        self.encoded: dict[int, Encoded] = {}  # by slice: as it goes out, again and again
 
     def done(self) -> bool:
         return self.landed or self.flow.done()

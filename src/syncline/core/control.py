@@ -14,7 +14,7 @@ from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy
 from syncline.core.standings import Standing
-from syncline.stats import EpochProgress, JobStatus, SaveCounts, ServerStats, StepTimes, Wait
+from syncline.stats import EpochProgress, JobStatus, PushBytes, SaveCounts, ServerStats, StepTimes, Wait
 
 
 class Join(Message, frozen=True):
@@ -168,6 +168,7 @@ class Report(Message, frozen=True):
     epoch_steps: int
     times: StepTimes = StepTimes()
     job_step: int = 0  # as `job.step`: with what was made before a job was taken up
+    pushed: PushBytes = PushBytes()
 
 
 class AskStats(Message, frozen=True):
@@ -184,6 +185,7 @@ class GivenStats(Message, frozen=True):
     num_revoked: int = 0  # acknowledged updates that were lost with a server
     shares: dict[str, float] = {}  # of the samples, by worker
     epochs: list[EpochProgress] = []
+    pushed: PushBytes = PushBytes()  # by all workers
 
 
 class Leave(Message, frozen=True):

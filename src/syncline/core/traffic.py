@@ -149,6 +149,8 @@ class Stage(Message, frozen=True):
     rows: list[int] | None = None  # room for row-sparse gradients; refused today
     uses: list[Use] = []  # what of leases this commit has used
     num_segments: int = 0  # that this worker has registered
+    codec: str = ""  # by which slices are encoded, those that `sizes` has sizes for
+    sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; none: as it lies
 
 
 class CommitStaged(Message, frozen=True):
@@ -172,6 +174,9 @@ class Committed(Message, frozen=True):
     clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
     late: bool = False  # its round was closed before: nothing of it is applied
     roll: Roll | None = None  # with spare workers and several servers: what the others are to be told
+    skipped: bool = False  # an overflow of some worker: the round has changed nothing
+    codec: str = ""  # as in Stage
+    sizes: list[list[int]] = []
 
 
 class AskClip(Message, frozen=True):

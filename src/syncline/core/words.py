@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from syncline.stats import PushBytes
+
 
 def counted(number: int, noun: str) -> str:
     """`1 slice`, `2 slices`."""
@@ -15,3 +17,9 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} GiB"
+
+
+def pushed_told(pushed: PushBytes, num_steps: int) -> str:
+    """Bytes per step; nothing where nothing was pushed."""
+    ways = [(pushed.socket, "over sockets"), (pushed.shared, "through shared memory")]
+    return " and ".join(f"{size(count / max(1, num_steps))} {way}" for count, way in ways if count)

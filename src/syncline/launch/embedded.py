@@ -38,6 +38,7 @@ class InProcess:
         self._servers: dict[str, Any] = {}
         self._endpoints: dict[str, list[Endpoint]] = {}  # by the member that they belong to
         self._links: dict[str, Link] = {}
+        self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
 
     def stamp(self) -> Stamp:
         return Stamp(self._job)
@@ -45,6 +46,8 @@ class InProcess:
     def _pair(self, one: Peer, two: Peer, theirs: Any) -> Connection:
         """A connection held by `one`, whose other end answers by `theirs`."""
         left, right = memory.pair(one, two)
+        if not self.shares_memory and (one.role, two.role) == ("worker", "server"):
+            left.shares_memory = right.shares_memory = False
         other = Endpoint(right, self.stamp(), theirs)
         for name in (one.name, two.name):
             self._endpoints.setdefault(name, []).append(other)

@@ -14,9 +14,8 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.config import JobConfig
-from syncline.core.policy import policy_of
 from syncline.core.seats import protection
-from syncline.core.stopping import rules_of
+from syncline.core.settings import check_settings
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.folder import found_by_others, hold
@@ -44,8 +43,7 @@ def settle_here(launch: Mapping[str, Any], script: Script) -> tuple[dict[str, An
     if not given.get("name"):
         given["name"] = default_name(script)
     config = configuration.resolve(given)
-    policy_of(config)
-    rules_of(config)
+    check_settings(config)
     given = settle_saving(settle_replicas(given, config, server_hosts(config)))
     config = configuration.resolve(given)
     if config.transport == "shm" and len(set(assign(config).values())) > 1:

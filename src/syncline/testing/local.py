@@ -12,8 +12,7 @@ from syncline import config as configuration
 from syncline.client.current import current_in_thread
 from syncline.client.job import Job
 from syncline.core.control import Joined
-from syncline.core.policy import policy_of
-from syncline.core.stopping import rules_of
+from syncline.core.settings import check_settings
 from syncline.errors import JobFailed, SynclineError
 from syncline.launch.embedded import InProcess
 
@@ -105,13 +104,16 @@ def _leave(job: Job) -> None:
 def local_job(
     workers: int = 2, servers: int = 1, policy: str = "sync", *, folder: str = "runs/local", **settings: Any
 ) -> Iterator[LocalJob]:
-    """A whole job inside this process; `settings` are those of syncline.toml."""
+    """A whole job inside this process; `settings` are those of syncline.toml.
+
+    With `transport="tcp"` workers and servers share no memory: bytes travel, as they would over sockets.
+    """
     given = configuration.check_known(
         {"workers": workers, "servers": servers, "policy": policy, **settings}, "local_job()"
     )
-    policy_of(configuration.resolve(given))
-    rules_of(configuration.resolve(given))
+    check_settings(configuration.resolve(given))
     process = InProcess(given, pathlib.Path(folder))
+    process.shares_memory = given.get("transport") != "tcp"
     local: LocalJob | None = None
     try:
         asked = [process.ask_to_join(f"worker-{rank}", {}) for rank in range(workers)]

@@ -1,4 +1,7 @@
-"""`--sync-every H`: the user's own optimizer steps H times on the worker, then the workers' deltas are averaged."""
+"""`--sync-every H`: the user's own optimizer steps H times on the worker, then the workers' deltas are averaged.
+
+The servers add the mean to the parameters, or (`--outer`) take it as the gradient of a rule of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import torch
 
 from syncline.client.job import Job
 from syncline.core.layout import Ranges, to_ranges
+from syncline.core.outer import outer_of
+from syncline.core.rule import Rule
 from syncline.torch.parameters import FlatMemory, Tracked, as_tensor
 
 
@@ -17,6 +22,9 @@ class LocalSteps:
 
     def __init__(self, job: Job, opt: torch.optim.Optimizer) -> None:
         self._job, self._opt, self._every = job, opt, job.config.sync_every
+        outer = outer_of(job.config)
+        self.rule = outer or Rule("Add")  #: under which the parameters are registered
+        self._is_gradient = outer is not None
         self._steps, self._weight = 0, 0.0
         self._tracked: Sequence[Tracked] = ()
         job.before_rest(self.flush)
@@ -57,7 +65,9 @@ class LocalSteps:
             segment, index = layout.where[item.name]
             arena = exchange.arena(segment.index)
             target = as_tensor(arena, segment.offsets[index], item.tensor.shape, item.tensor.dtype)
-            torch.sub(item.tensor.detach().to("cpu"), self._flat.view(position), out=target)
+            start, end = self._flat.view(position), item.tensor.detach().to("cpu")
+            # A rule goes against its gradient: where the local steps have gone is the way it is to go.
+            torch.sub(*((start, end) if self._is_gradient else (end, start)), out=target)
         weight, self._steps, self._weight = self._weight, 0, 0.0
         self._synchronise(weight, to_ranges(layout.parameter_id(item.name) for item in self._tracked))
 

@@ -73,7 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._notices = Notices(self._job, self._in_rounds)
         self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
         self._sides = self._open_sides()
-        self._rule = "Add" if self._local else rule_name(opt)
+        self._rule = self._local.rule.name if self._local else rule_name(opt)
         self._notices.at_start(model)
         self._register_groups(0)
         self._buffers = Buffers(self._job, model, buffers, self._prefix) if model is not None else None
@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return MirrorCarrier(self._job.exchange, segment, items[0].tensor.device, self._sides[0])
 
     def _group_rule(self, index: int) -> Rule:
-        return Rule("Add") if self._local else group_rule(self._rule, self.param_groups[index])
+        return self._local.rule if self._local else group_rule(self._rule, self.param_groups[index])
 
     def _register_others(self) -> None:
         """Parameters that no optimizer updates: everyone takes the chief's values once."""

@@ -37,6 +37,8 @@ class Ending:
             self._c.handing.end()
             self._c.stopping.end()
             self._c.bests.end()
+            if told := self._c.reporting.pushed_told():
+                self._c.event(f"pushed per step, by all workers: {told}")
             if told := self._c.reporting.saves().told():
                 self._c.event(f"checkpoints: {told}")
             endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()

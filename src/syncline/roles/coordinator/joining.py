@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from syncline import config as configuration
 from syncline.core.control import AskRoster, Join, Joined, Rejoin, Roster
 from syncline.core.message import Done
-from syncline.core.policy import policy_of
 from syncline.core.saves import check_words
-from syncline.core.stopping import rules_of
+from syncline.core.settings import check_settings
 from syncline.errors import ConfigError, JobFailed, ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Peer
@@ -124,8 +123,7 @@ class Joining:
         """What the chief's script said counts where neither the launch nor syncline.toml said anything."""
         known = configuration.check_known(defaults, "init()")
         config = configuration.resolve(self._c.given, known)
-        policy_of(config)
-        rules_of(config)
+        check_settings(config)
         check_words(config)
         self._c.membership.state.config = config
 

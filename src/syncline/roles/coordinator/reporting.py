@@ -26,9 +26,10 @@ from syncline.core.progress import progress, shares
 from syncline.core.seats import protection
 from syncline.core.standings import by_name
 from syncline.core.why import FRESH_SECONDS, Known, causes, why
+from syncline.core.words import pushed_told
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request
-from syncline.stats import JobStatus, MemberStatus, SaveCounts, Wait
+from syncline.stats import JobStatus, MemberStatus, PushBytes, SaveCounts, Wait
 
 if TYPE_CHECKING:
     from syncline.roles.coordinator.coordinator import Coordinator
@@ -87,7 +88,8 @@ class Reporting:
                 busy = max((report.seconds for report in self._c.reports.values()), default=0.0)
                 revoked = self._c.membership.state.num_revoked
                 by_worker, epochs = self._shares(), progress(self._c.membership.state.leases)
-            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked, by_worker, epochs))
+                pushed = self.pushed()
+            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked, by_worker, epochs, pushed))
 
         self.ask_servers(AskServerStats(), gathered)
 
@@ -129,6 +131,14 @@ class Reporting:
                 saves=self.saves(),
             )
         request.reply(standings)
+
+    def pushed(self) -> PushBytes:
+        """Under the lock: by all workers, as they have said."""
+        return sum((report.pushed for report in self._c.reports.values()), PushBytes())
+
+    def pushed_told(self) -> str:
+        """Under the lock: per step. At the end the last beats may be older than the last reports."""
+        return pushed_told(self.pushed(), max([self.step(), *(r.job_step for r in self._c.reports.values())]))
 
     def step(self) -> int:
         """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""

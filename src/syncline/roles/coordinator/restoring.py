@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from syncline.core.codecs.named import NONE
 from syncline.core.control import AskCopies, GiveCopies, GivenCopies, Host
 from syncline.core.layout import Segment
 from syncline.core.manifest import SavedSlice
@@ -51,13 +52,15 @@ class Back:
     from_disk: dict[int, SavedSlice] = dataclasses.field(default_factory=dict)
     num_revoked: int = 0
     is_known: bool = True  # whether anybody knows what was acknowledged
+    pull_codec: str = ""  # by which workers over sockets have got what they have
 
     def told(self) -> str:
         words = []
         if self.from_workers:
             names = ", ".join(sorted({name for name, _ in self.from_workers.values()}))
             count = counted(len(self.from_workers), "slice")
-            words.append(f"{count} came back from the copy of {names}, with fresh rule state")
+            exactly = f" (over sockets rounded, by --pull-codec {self.pull_codec})" if self.pull_codec else ""
+            words.append(f"{count} came back from the copy of {names}{exactly}, with fresh rule state")
         if self.from_disk:
             count = counted(len(self.from_disk), "slice")
             words.append(f"{count} came back from {self.checkpoint}, which is no older, with the rule's state")
@@ -117,6 +120,8 @@ def _bring(
     found = {number: freshest(copies, number) for number in lost}
     checkpoint, saved = _saved(coordinator)
     back = Back(checkpoint.name if checkpoint is not None else "", is_known=None not in found.values())
+    if coordinator.config.pull_codec not in NONE:
+        back.pull_codec = coordinator.config.pull_codec
     for number, one in found.items():
         if number in saved and is_no_older(saved[number], one[1] if one else None):
             back.from_disk[number] = saved[number]

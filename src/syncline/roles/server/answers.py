@@ -6,12 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
+from syncline.core.codecs.pieces import SliceCoder
 from syncline.core.layout import Slice
 from syncline.core.rolls import Roll
 from syncline.core.traffic import Committed
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
 from syncline.roles.server.hosted import HostedSlice, Snapshot
+from syncline.roles.server.work import Contribution
 
 MakeBuffer = Callable[[Slice], Buffer]
 Submit = Callable[[Callable[[], None]], None]
@@ -25,8 +29,9 @@ class _Part(NamedTuple):
     slice: int
     num_bytes: int
     version: int
-    buffer: Buffer | None  # None: shared memory, it is only named
+    buffers: list[Buffer] | None  # None: shared memory, it is only named
     snapshot: Snapshot | None  # that the buffer belongs to, if others send it too
+    sizes: list[int]  # where it is encoded
 
 
 class PartialAnswer:
@@ -46,8 +51,10 @@ class PartialAnswer:
         submit: Submit,
         copied: Callable[[int], None],
         hold: Callable[[int], None],
+        coder: SliceCoder | None = None,
     ) -> None:
         self._request, self._clock, self._make = request, clock, make
+        self._coder = coder if pull else None
         self._submit, self._copied, self._hold = submit, copied, hold
         self._wanted = set(pull) if pull else None
         self._given: set[int] = set()
@@ -57,13 +64,14 @@ class PartialAnswer:
         self._refused = False  # nothing leaves after that
         self._sending = False
         self._lock = threading.Lock()
-        self.clocks: dict[str, int] = {}  # that the versions contain; the end says so
-        self.is_late = False  # so does it this
-        self.roll: Roll | None = None  # and this
+        self._word: tuple[Contribution, Roll | None] | None = None  # what the end says
+
+    def hear(self, item: Contribution, roll: Roll | None) -> None:
+        self._word = (item, roll)
 
     @property
     def copies(self) -> bool:
-        return self._wanted is not None and self._make is not None
+        return self._wanted is not None and self._make is not None and self._coder is None
 
     def count(self, num_bytes: int) -> None:
         self._copied(num_bytes)
@@ -77,7 +85,7 @@ class PartialAnswer:
             return
         self._given.add(number)  # by one thread: the one that applies, or after all is applied
         part = self._part_of(slot, snapshot, locked)
-        if part.buffer is not None:
+        if part.buffers is not None:
             self._hold(part.num_bytes)
         with self._lock:
             refused = self._refused
@@ -95,6 +103,11 @@ class PartialAnswer:
     def _part_of(self, slot: HostedSlice, snapshot: Snapshot | None, locked: bool) -> _Part:
         """The slice as it goes out: a copy is made here and now, whoever sends it later needs no lock."""
         version, buffer = slot.state.version, None
+        if self._coder is not None and self._coder.encodes(slot.segment, slot.part):
+            version, encoded = slot.encoded(self._coder, locked=locked)
+            slot.state.seen[self._request.peer.name] = version
+            num_bytes = sum(data.size for data in encoded.buffers)
+            return _Part(slot.part.id, num_bytes, version, [*map(buffer_of, encoded.buffers)], None, encoded.sizes)
         if snapshot is not None:
             version, buffer = snapshot.version, snapshot.buffer
         elif self._wanted is not None:
@@ -104,7 +117,8 @@ class PartialAnswer:
                 version = slot.copy_locked(buffer) if locked else slot.copy_into(buffer)
                 self._copied(len(buffer))
         slot.state.seen[self._request.peer.name] = version
-        return _Part(slot.part.id, slot.part.num_bytes, version, buffer, snapshot)
+        buffers = [buffer] if buffer is not None else None
+        return _Part(slot.part.id, slot.part.num_bytes, version, buffers, snapshot, [])
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
         """Everything is applied; or something else, a refusal, is the end of this answer."""
@@ -155,14 +169,20 @@ class PartialAnswer:
         return taken
 
     def _message(self, parts: list[_Part]) -> tuple[Committed, list[Buffer], int]:
-        buffers = [part.buffer for part in parts if part.buffer is not None]
+        buffers = [buffer for part in parts if part.buffers is not None for buffer in part.buffers]
         answer = Committed(self._clock, [part.version for part in parts], [part.slice for part in parts])
+        if self._coder is not None and any(part.sizes for part in parts):
+            sizes = [part.sizes for part in parts]
+            answer = msgspec.structs.replace(answer, codec=self._coder.codec.name, sizes=sizes)
         return answer, buffers, sum(map(len, buffers))
 
     def _send_end(self) -> None:
         answer, buffers, num_bytes = self._message(self._ready)
-        if self.clocks or self.is_late or self.roll is not None:
-            answer = Committed(answer.clock, answer.versions, answer.slices, self.clocks, self.is_late, self.roll)
+        if self._word is not None:
+            item, roll = self._word
+            answer = msgspec.structs.replace(
+                answer, clocks=item.clocks, late=item.is_late, roll=roll, skipped=item.is_skipped
+            )
         try:
             self._request.reply(answer, buffers, num_bytes)
         finally:
@@ -170,7 +190,7 @@ class PartialAnswer:
 
     def _let_go(self, parts: Sequence[_Part]) -> None:
         """They are sent, or will not be."""
-        num_bytes = sum(part.num_bytes for part in parts if part.buffer is not None)
+        num_bytes = sum(part.num_bytes for part in parts if part.buffers is not None)
         if num_bytes:
             self._hold(-num_bytes)
         for part in parts:

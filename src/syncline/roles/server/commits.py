@@ -8,8 +8,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from syncline import faults
 from syncline.core.layout import Segment, Slice
 from syncline.core.message import Done
@@ -22,7 +20,8 @@ from syncline.core.traffic import AskClip, CommitStaged, GiveClip, LoadState, Re
 from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
-from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.net.transport import Buffer, Memory, Peer
+from syncline.roles.server.decoding import Decoding
 from syncline.roles.server.departures import Departures, Staged
 from syncline.roles.server.flow import Flow, key_of
 from syncline.roles.server.holding import Holding
@@ -48,7 +47,8 @@ class Commits:
         find: Callable[[int], tuple[Segment, Slice]],
     ) -> None:
         self.rounds, self._slices, self.flow, self._pulls, self.staging = rounds, slices, flow, pulls, staging
-        self._segments, self._find = segments, find
+        self._segments = segments
+        self.decoding = Decoding(slices, staging, find, self._is_taken)
         self._stands_still = rounds.policy.stands_still
         self.order = pulls.order = flow.order
         pulls.check = self.check_generation
@@ -87,17 +87,9 @@ class Commits:
     # -- staging ------------------------------------------------------------------------------------------
 
     def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
-        """Where staged bytes go; what is not for here, or not to be taken, is read all the same and goes nowhere."""
+        """Where staged bytes go."""
         self._check(peer, message)
-        worker, is_taken = (peer.name, peer.incarnation), self._is_taken(peer)
-        found = []
-        for number in message.slices:
-            slot = self._slices.get(number)
-            if slot is None or not is_taken:
-                found.append(buffer_of(np.empty(self._find(number)[1].num_bytes, np.uint8)))
-            else:
-                found.append(self.staging.buffer(worker, message.slot, slot.part))
-        return found
+        return self.decoding.landing(peer, message)
 
     def _is_taken(self, peer: Peer) -> bool:
         standing = self.rounds.standings.get(peer.name)
@@ -136,6 +128,8 @@ class Commits:
         peer = request.peer
         self._check(peer, message)
         worker = (peer.name, peer.incarnation)
+        if message.codec and not self.decoding.decode(request, message):
+            return
         with self.order:
             if request.generation < self.moved:
                 self.check_generation(request)

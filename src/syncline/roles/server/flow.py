@@ -174,7 +174,7 @@ class Flow:
             ready = [commit for commit in work.commits if commit.item.sayings()]
             for commit in ready:
                 self._clipping.pop(key_of(commit), None)
-                commit.item.clocks = work.clocks
+                commit.item.clocks, commit.item.is_skipped = work.clocks, work.skip
             self._parked += ready
             self._through(work)
         self.release()
@@ -214,11 +214,11 @@ class Flow:
             request, answer = item.request, item.answer
             assert request is not None
             if answer is None:
-                self._pulls.committed(request, commit.clock, commit.item.clocks, commit.item.is_late, roll)
+                self._pulls.committed(request, commit.clock, commit.item, roll)
                 continue
             for slot in list(self._slices.values()):
                 answer.applied(slot)  # those that it has not heard of yet
-            answer.clocks, answer.is_late, answer.roll = commit.item.clocks, commit.item.is_late, roll
+            answer.hear(commit.item, roll)
             answer.finish()
         if faults.armed is not None:
             faults.reach("commit.answered")

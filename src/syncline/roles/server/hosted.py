@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from syncline import faults
+from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
 from syncline.core.slices import SliceState
 from syncline.core.verdicts import Commit
@@ -61,6 +63,7 @@ class HostedSlice:
         self.uploaded = False
         self.copied: dict[str, int] | None = None  # from a worker's copy, with these clocks: what else was is gone
         self.spare: list[Bytes] = []  # memory of snapshots that were sent
+        self._encoded: tuple[int, Encoded] | None = None  # a version, for those who are sent it
         self.queue: collections.deque[Work] = collections.deque()
         self.replica: Replica | None = None
         self.in_flight: Update | None = None
@@ -270,6 +273,14 @@ class HostedSlice:
         """The same for a caller that holds the lock."""
         target[:] = buffer_of(self.memory)
         return self.state.version
+
+    def encoded(self, coder: SliceCoder, *, locked: bool) -> tuple[int, Encoded]:
+        """The slice as it is now, encoded, and its version; once for all who are sent the same."""
+        with contextlib.nullcontext() if locked else self.lock:
+            known = self._encoded
+            if known is None or known[0] != self.state.version:
+                known = self._encoded = (self.state.version, coder.encode(self.segment, self.part, self.memory))
+            return known
 
     def pin(self) -> int:
         with self.lock:

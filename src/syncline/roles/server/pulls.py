@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
+from syncline.core.codecs.pieces import SliceCoder
 from syncline.core.message import Done
 from syncline.core.rolls import Roll
 from syncline.core.traffic import Committed, Pin, Pull, Pulled, Unpin, Verified, Verify
@@ -20,6 +21,7 @@ from syncline.roles.server.answers import MakeBuffer, PartialAnswer
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.outgoing import Outgoing
 from syncline.roles.server.pool import Pool
+from syncline.roles.server.work import Contribution
 
 
 class Pulls:
@@ -46,6 +48,7 @@ class Pulls:
         self.clocks: Callable[[], dict[str, int]] = dict
         self.bytes_copied = 0
         self.num_pins = 0
+        self.coder: SliceCoder | None = None  # with --pull-codec: of what answers a commit; pulls are exact
         self._began_anew = False  # primaries have changed, and every pin has ended with that
 
     def _slot(self, number: int) -> HostedSlice:
@@ -68,16 +71,14 @@ class Pulls:
         """There are other slices now."""
         self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
 
-    def committed(
-        self, request: Request, clock: int, clocks: dict[str, int], is_late: bool = False, roll: Roll | None = None
-    ) -> None:
+    def committed(self, request: Request, clock: int, item: Contribution, roll: Roll | None) -> None:
         """Answers a commit of a worker that reads shared memory: with versions."""
         versions = []
         worker = request.peer.name
         for slot in self._by_id:
             version = slot.state.seen[worker] = slot.state.version
             versions.append(version)
-        request.reply(Committed(clock, versions, [], clocks, is_late, roll))
+        request.reply(Committed(clock, versions, [], item.clocks, item.is_late, roll, item.is_skipped))
 
     def answer_in_parts(
         self, request: Request, clock: int, pull: list[int], make: MakeBuffer | None
@@ -87,7 +88,9 @@ class Pulls:
             self._slot(number)
         submit = functools.partial(self._send, request)
         hold = functools.partial(self.outgoing.hold, request.endpoint)
-        return PartialAnswer(request, clock, pull, make, submit=submit, copied=self._copied, hold=hold)
+        return PartialAnswer(
+            request, clock, pull, make, submit=submit, copied=self._copied, hold=hold, coder=self.coder
+        )
 
     def _copied(self, num_bytes: int) -> None:
         with self._lock:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from syncline.core.codecs.named import codecs_of
+from syncline.core.codecs.pieces import coder_of
 from syncline.core.conditions import parse_average
 from syncline.core.control import (
     AskServerStats,
@@ -54,6 +56,7 @@ from syncline.core.traffic import (
     Verify,
 )
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
+from syncline.extensions import load
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.stalls import BROKEN_OFF
 from syncline.net.transport import Buffer, Memory, Peer
@@ -170,6 +173,8 @@ class Server:
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
         self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
+        codecs = codecs_of(config, load)
+        commits.decoding.coder, self._pulls.coder = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
         self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window

@@ -38,7 +38,7 @@ class Staging:
         """Where a socket puts a slice's bytes; made once, used again for every clock of this slot."""
         key = (worker, slot, part.id)
         if key not in self._buffers:
-            self._buffers[key] = np.empty(part.num_bytes, np.uint8)
+            self._buffers[key] = np.zeros(part.num_bytes, np.uint8)  # of an encoding, not all may be written
         return buffer_of(self._buffers[key])
 
     def tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:

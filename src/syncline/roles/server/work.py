@@ -29,10 +29,6 @@ Key = tuple[str, int, int]
 class Progress(Protocol):
     """Hears of slices as they are applied, and how it ended."""
 
-    clocks: dict[str, int]  # what goes with the end of the answer
-    is_late: bool  # likewise
-    roll: Roll | None  # likewise
-
     def count(self, num_bytes: int) -> None:
         """So much was copied for it, and for others."""
 
@@ -43,6 +39,9 @@ class Progress(Protocol):
     def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
         """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
 
+    def hear(self, item: Contribution, roll: Roll | None) -> None:
+        """What goes with the end of the answer."""
+
     def finish(self, end: Callable[[], None] | None = None) -> None:
         """The round is applied, or ends otherwise."""
 
@@ -52,7 +51,8 @@ class Contribution:
 
     __slots__ = (
         "again", "answer", "arrays", "back_at", "clip_norm", "clocks", "incarnation", "is_fenced", "is_late",
-        "is_told", "overrides", "pushed", "request", "since", "skip", "slot", "stretch", "uses", "weight",
+        "is_skipped", "is_told", "overrides", "pushed", "request", "since", "skip", "slot", "stretch", "uses",
+        "weight",
     )  # fmt: skip
 
     def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
@@ -72,6 +72,7 @@ class Contribution:
         self.is_told = False  # what it says is known, not only bytes that went ahead
         self.is_fenced = False  # its worker is out, and it counts all the same
         self.is_late = False  # its round was closed before
+        self.is_skipped = False  # its round has changed nothing: an overflow
 
     def void(self) -> None:
         """It was late: nothing of it counts, but its clock advances."""

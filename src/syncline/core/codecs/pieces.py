@@ -1,0 +1,157 @@
+"""Slices encoded unit by unit: each parameter's numbers by themselves, what is exempt as it is.
+
+A codec that chooses among the numbers (`is_joint`) gets all that it may encode of a slice as one unit. On the wire an
+encoded slice is the bytes of its units, one after the other, and their sizes; -1: this unit does not travel. No sizes
+at all: the slice is as it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from syncline.core.codecs.codec import Bytes, Codec, Floats
+from syncline.core.codecs.named import Codecs
+from syncline.core.layout import ITEM_BYTES, Segment, Slice
+from syncline.errors import FrameError, SynclineError
+
+#: The size of a unit that does not travel.
+NOT_SENT = -1
+_EMPTY = np.empty(0, np.uint8)
+
+
+class Place(NamedTuple):
+    """Where a parameter's piece lies within its slice."""
+
+    parameter: int  # index within the segment
+    start: int  # first item, within the parameter
+    begin: int  # bytes
+    end: int
+
+    @property
+    def items(self) -> slice:
+        """The same in numbers of float32."""
+        return slice(self.begin // 4, self.end // 4)
+
+
+class Unit(NamedTuple):
+    """What is encoded together, or goes as it is."""
+
+    places: tuple[Place, ...]
+    num_bytes: int
+    is_encoded: bool
+
+    def gather(self, data: Bytes) -> Floats:
+        """Its numbers; where they lie, if there is one place."""
+        parts = [data[place.begin : place.end].view(np.float32) for place in self.places]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def spread(self, values: Floats) -> Iterator[tuple[Place, Floats]]:
+        """Numbers that are gathered, or are to be, by their places."""
+        start = 0
+        for place in self.places:
+            end = start + (place.end - place.begin) // 4
+            yield place, values[start:end]
+            start = end
+
+
+class Encoded(NamedTuple):
+    """A slice on its way: the sizes of its units, and their bytes where there are any."""
+
+    sizes: list[int]
+    buffers: list[Bytes]
+
+
+def coder_of(codec: Codec | None, codecs: Codecs) -> SliceCoder | None:
+    """For one way of a job, if it is encoded."""
+    return SliceCoder(codec, codecs) if codec is not None else None
+
+
+class SliceCoder:
+    """One codec, for the slices of a job."""
+
+    def __init__(self, codec: Codec, codecs: Codecs) -> None:
+        self.codec, self._codecs = codec, codecs
+        self._is_joint = bool(getattr(codec, "is_joint", False))
+        self._known: dict[int, tuple[Segment, list[Unit]]] = {}
+
+    def units(self, segment: Segment, part: Slice) -> list[Unit]:
+        known = self._known.get(part.id)
+        if known is None or known[0] is not segment:  # a registration may have been taken back
+            known = self._known[part.id] = (segment, self._find_units(segment, part))
+        return known[1]
+
+    def _find_units(self, segment: Segment, part: Slice) -> list[Unit]:
+        encoded: list[Place] = []
+        found: list[Unit] = []
+        for piece in segment.pieces(part):
+            parameter = segment.parameters[piece.parameter]
+            end = piece.offset + piece.num_items * ITEM_BYTES[parameter.dtype]
+            place = Place(piece.parameter, piece.start, piece.offset, end)
+            is_encoded = self._codecs.encodes(segment, parameter)
+            if is_encoded and self._is_joint:
+                encoded.append(place)
+            else:
+                found.append(Unit((place,), end - piece.offset, is_encoded))
+        joint = [Unit(tuple(encoded), sum(place.end - place.begin for place in encoded), True)] if encoded else []
+        return joint + found
+
+    def encodes(self, segment: Segment, part: Slice) -> bool:
+        """Whether there is anything in this slice to encode; if not, it goes as it lies."""
+        return any(unit.is_encoded for unit in self.units(segment, part))
+
+    def encode(self, segment: Segment, part: Slice, data: Bytes) -> Encoded:
+        """All of a slice."""
+        found = Encoded([], [])
+        for unit in self.units(segment, part):
+            place = unit.places[0]
+            raw = data[place.begin : place.end]
+            self.add(found, self.codec.encode(unit.gather(data)) if unit.is_encoded else raw.copy())
+        return found
+
+    @staticmethod
+    def add(found: Encoded, encoding: Bytes) -> None:
+        found.sizes.append(encoding.size)
+        if encoding.size:
+            found.buffers.append(encoding)
+
+    # -- what comes in ------------------------------------------------------------------------------------
+
+    def room(self, segment: Segment, part: Slice, sizes: Sequence[int]) -> list[Bytes]:
+        """Memory for an encoding of these sizes; a FrameError, and nothing allocated, for sizes that cannot be."""
+        units = self.units(segment, part)
+        if len(sizes) != len(units):
+            raise FrameError(f"{len(sizes)} units of slice {part.id}, which has {len(units)}")
+        for size, unit in zip(sizes, units, strict=True):
+            most = self.codec.bound(unit.num_bytes // 4) if unit.is_encoded else unit.num_bytes
+            is_size = 0 <= size <= most if unit.is_encoded else size == most
+            if not is_size and size != NOT_SENT:
+                name = segment.parameters[unit.places[0].parameter].name
+                raise FrameError(f"{size} bytes of {self.codec.name} for {name!r} in slice {part.id}; at most {most}")
+        return [np.empty(size, np.uint8) for size in sizes if size > 0]
+
+    def decode(self, segment: Segment, part: Slice, encoded: Encoded, out: Bytes) -> None:
+        """Writes the units that have come; others are left alone."""
+        buffers = iter(encoded.buffers)
+        for size, unit in zip(encoded.sizes, self.units(segment, part), strict=True):
+            if size == NOT_SENT:
+                continue
+            data = next(buffers) if size else _EMPTY
+            if not unit.is_encoded:
+                out[unit.places[0].begin : unit.places[0].end] = data
+                continue
+            # Beside, then copied: the same bytes may come twice, and be summed up meanwhile.
+            for place, values in unit.spread(self._decoded(data, unit)):
+                out[place.begin : place.end] = values.view(np.uint8)
+
+    def _decoded(self, data: Bytes, unit: Unit) -> Floats:
+        values = np.empty(unit.num_bytes // 4, np.float32)
+        try:
+            self.codec.decode(data, values)
+        except SynclineError:
+            raise
+        except Exception as error:  # a codec of the user's own
+            raise FrameError(f"no encoding by {self.codec.name}: {type(error).__name__}: {error}") from None
+        return values

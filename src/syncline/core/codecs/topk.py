@@ -1,0 +1,96 @@
+"""topk:R — of each slice only the largest numbers travel, with their places."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.core.codecs.codec import Bytes, Floats
+from syncline.errors import FrameError
+
+#: Numbers of which it is guessed how large the largest ones are.
+_SAMPLE_ITEMS = 1 << 14
+_CHUNK_ITEMS = 1 << 15
+#: So many more than are wanted are looked at closely, by the guess.
+_MARGIN = 1.3
+
+_Places = npt.NDArray[np.intp]
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """The `share` of the numbers that is largest by magnitude, at least one: a uint32 place and a float32 each, in
+    the order of the places. Of equal ones the first; zeros never travel. All others are 0."""
+
+    share: float
+    is_lossy = is_joint = True  # of a whole slice: what is largest there matters most, whichever parameter it is of
+
+    @property
+    def name(self) -> str:
+        return f"topk:{self.share:g}"
+
+    def _most(self, num_items: int) -> int:
+        return min(num_items, max(1, math.ceil(self.share * num_items)))
+
+    def bound(self, num_items: int) -> int:
+        return 8 * self._most(num_items)
+
+    @np.errstate(all="ignore")
+    def encode(self, values: Floats) -> Bytes:
+        places = self._largest(values)
+        found = np.empty(8 * places.size, np.uint8)
+        found[: 4 * places.size].view(np.uint32)[:] = places
+        found[4 * places.size :].view(np.float32)[:] = values[places]
+        return found
+
+    def decode(self, data: Bytes, out: Floats) -> None:
+        count = data.size // 8
+        if data.size % 8 or data.size > self.bound(out.size):
+            raise FrameError(f"{data.size} bytes of {self.name} for {out.size} numbers")
+        places, values = data[: 4 * count].view(np.uint32), data[4 * count :].view(np.float32)
+        if count and (places[-1] >= out.size or (places[1:] <= places[:-1]).any()):
+            raise FrameError(f"{self.name}: places out of order, or beyond {out.size} numbers")
+        out.fill(0)
+        out[places] = values
+
+    def _largest(self, values: Floats) -> _Places:
+        """In ascending order."""
+        if not values.size:
+            return np.empty(0, np.intp)
+        most = self._most(values.size)
+        places = self._candidates(values, self._guess(values, most))
+        if places.size < most:  # the guess was too high
+            places = self._candidates(values, np.float32(0))
+        sizes = np.abs(values[places])
+        if places.size <= most:
+            return places
+        least = np.partition(sizes, places.size - most)[places.size - most]  # NaN comes last: it counts as largest
+        above = ~(sizes <= least)
+        is_tied = sizes == least
+        is_tied[np.flatnonzero(is_tied)[most - int(above.sum()) :]] = False
+        found: _Places = places[above | is_tied]
+        return found
+
+    @staticmethod
+    def _guess(values: Floats, most: int) -> np.float32:
+        """About as large as the least of those that travel, or smaller."""
+        sample = np.abs(values[:: max(1, values.size // _SAMPLE_ITEMS)])
+        count = min(sample.size, math.ceil(sample.size * most / values.size * _MARGIN) + 8)
+        return np.float32(np.partition(sample, sample.size - count)[sample.size - count])
+
+    @staticmethod
+    def _candidates(values: Floats, least: np.float32) -> _Places:
+        """The places of what is not smaller, nor zero. NaN is not smaller than anything."""
+        if not least > 0:
+            return np.flatnonzero(values)
+        found = []
+        work = np.empty(min(values.size, _CHUNK_ITEMS), np.float32)
+        for start in range(0, values.size, _CHUNK_ITEMS):
+            part = values[start : start + _CHUNK_ITEMS]
+            sizes = work[: part.size]
+            np.abs(part, out=sizes)
+            found.append(np.flatnonzero(~(sizes < least)) + start)
+        return np.concatenate(found)

@@ -1,0 +1,17 @@
+"""Settings that are small languages of their own: all of them read once, where a job begins."""
+
+from __future__ import annotations
+
+from syncline.config import JobConfig
+from syncline.core.codecs.named import codecs_of
+from syncline.core.outer import outer_of
+from syncline.core.policy import policy_of
+from syncline.core.stopping import rules_of
+
+
+def check_settings(config: JobConfig) -> None:
+    """Raises ConfigError for what cannot be, or not together."""
+    policy_of(config)
+    rules_of(config)
+    outer_of(config)
+    codecs_of(config)

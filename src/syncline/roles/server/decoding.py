@@ -1,0 +1,84 @@
+"""Where staged bytes are read. Those that come encoded are checked first, and decoded into the staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from syncline.core.codecs.pieces import Encoded, SliceCoder
+from syncline.core.layout import Segment, Slice
+from syncline.core.traffic import Stage
+from syncline.errors import FrameError
+from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, Peer, buffer_of
+from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.staging import Staging
+
+
+class Decoding:
+    """Of all workers' pushes. What is not for here, or not to be taken, is read all the same and goes nowhere."""
+
+    def __init__(
+        self,
+        slices: Mapping[int, HostedSlice],
+        staging: Staging,
+        find: Callable[[int], tuple[Segment, Slice]],
+        is_taken: Callable[[Peer], bool],
+    ) -> None:
+        self._slices, self._staging, self._find, self._is_taken = slices, staging, find, is_taken
+        self.coder: SliceCoder | None = None  # with --codec
+
+    def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
+        """Memory for the bytes behind this message; none is allocated for sizes that cannot be."""
+        found: list[Buffer] = []
+        for number, sizes in zip(message.slices, self._sizes(peer, message), strict=True):
+            if sizes:
+                assert self.coder is not None
+                found += map(buffer_of, self.coder.room(*self._find(number), sizes))
+            else:
+                target = self._target(peer, message, number)
+                found.append(target or buffer_of(np.empty(self._find(number)[1].num_bytes, np.uint8)))
+        return found
+
+    def _target(self, peer: Peer, message: Stage, number: int) -> Buffer | None:
+        slot = self._slices.get(number)
+        if slot is None or not self._is_taken(peer):
+            return None
+        return self._staging.buffer((peer.name, peer.incarnation), message.slot, slot.part)
+
+    def _sizes(self, peer: Peer, message: Stage) -> Sequence[Sequence[int]]:
+        """Of the pieces of each slice; none: it comes as it lies."""
+        if not message.codec:
+            return [()] * len(message.slices)
+        if self.coder is None or message.codec != self.coder.codec.name:
+            has = self.coder.codec.name if self.coder is not None else "none"
+            raise FrameError(f"{peer} encodes by {message.codec[:40]!r}; the codec of this job: {has}")
+        if len(message.sizes) != len(message.slices):
+            raise FrameError(f"{peer} gives sizes of {len(message.sizes)} slices, and {len(message.slices)} slices")
+        return message.sizes
+
+    def decode(self, request: Request, message: Stage) -> bool:
+        """What has come encoded. False, and the connection is closed, where it is none."""
+        try:
+            self._decode(request, message)
+        except FrameError as error:
+            request.endpoint.close(f"refused what {request.peer} sent: {error}")
+            return False
+        return True
+
+    def _decode(self, request: Request, message: Stage) -> None:
+        all_sizes = self._sizes(request.peer, message)
+        if len(request.payload) != sum(sum(size > 0 for size in sizes) if sizes else 1 for sizes in all_sizes):
+            raise FrameError(f"{request.peer} announces encoded slices whose bytes did not come")
+        buffers = iter(request.payload)
+        for number, sizes in zip(message.slices, all_sizes, strict=True):
+            if not sizes:
+                next(buffers)  # it lies where it belongs
+                continue
+            assert self.coder is not None
+            came = [np.frombuffer(next(buffers), np.uint8) for size in sizes if size > 0]
+            target = self._target(request.peer, message, number)
+            if target is not None:
+                out = np.frombuffer(target, np.uint8)
+                self.coder.decode(*self._find(number), Encoded(list(sizes), came), out)
