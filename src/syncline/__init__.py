@@ -22,6 +22,7 @@ from syncline.client.current import current_job
 from syncline.client.job import Job
 from syncline.core.rule import Rule
 from syncline.errors import (
+    CollectiveError,
     ConfigError,
     ConnectionLost,
     DataError,
@@ -41,6 +42,7 @@ from syncline.launch.start import init
 
 __version__ = "0.1.0"
 __all__ = [
+    "CollectiveError",
     "ConfigError",
     "ConnectionLost",
     "DataError",

@@ -11,6 +11,7 @@ from typing import Any
 
 from syncline.client.asking import Asking
 from syncline.client.calling import ValidationCalled
+from syncline.client.collectives.verbs import Collectives
 from syncline.client.current import forget
 from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
@@ -18,19 +19,14 @@ from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
 from syncline.client.measures import Measures
 from syncline.client.memory import Memory
+from syncline.client.peers import Peers
 from syncline.client.reporting import Reporting
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
 from syncline.client.validating import Measure, Validated, Validating
 from syncline.config import JobConfig
-from syncline.core.control import (
-    Barrier,
-    Joined,
-    Leave,
-    Passed,
-    Roster,
-)
+from syncline.core.control import Barrier, Joined, Leave, Passed, Roster
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
@@ -57,9 +53,11 @@ class Job:
         say: Callable[[str], None],
         embedded: bool,
         beats: bool = True,
+        peers: Peers | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens."""
+        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens.
+        `peers`: ways to the other workers."""
         self.config: JobConfig = joined.config
         self.name = me.name
         self.folder = folder  #: where the job's files go
@@ -90,6 +88,7 @@ class Job:
         self.boundary = self._memory.boundary
         self.state = self._memory.state  #: what the script wants to have again when the job is taken up
         self.validating = Validating(self, hearing)
+        self.collectives = Collectives(self, me, hearing, peers)  #: `syncline.collectives` of this worker
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
@@ -357,6 +356,7 @@ class Job:
             self.measures.flush()
             self.reporting.report()
             self._tell_staleness()
+            self.collectives.leave()
             self.exchange.leave()
             if self.config.checkpoint and not self._hearing.has_retired:
                 self._memory.finish()
@@ -385,6 +385,7 @@ class Job:
         forget(self)
         self._link.close()
         self.exchange.close()
+        self.collectives.close()
         self._on_close()
 
     def __enter__(self) -> Job:

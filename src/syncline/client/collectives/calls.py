@@ -1,0 +1,143 @@
+"""Making a call: by the script's own thread or by that of tickets, again when members have come or left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from syncline.client.collectives.groups import Group, World
+from syncline.client.collectives.meeting import Again, Call, Meeting, Meetings
+from syncline.client.collectives.memories import Memories
+from syncline.client.collectives.tickets import Lane, Ticket
+from syncline.client.collectives.waiting import Waiting
+from syncline.client.hearing import FromCoordinator
+from syncline.client.peers import Peers
+from syncline.core.collecting import Goodbye
+from syncline.core.collectives import described
+from syncline.core.members import Member
+from syncline.errors import CollectiveError, ConfigError
+
+import msgspec
+
+if TYPE_CHECKING:
+    from syncline.client.job import Job
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Of one worker. Its calls are made one after the other, in the order in which its script makes them."""
+
+    def __init__(self, job: Job, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
+        self.job, self._me, self._hearing, self._peers = job, me, hearing, peers
+        self.world = World(me, hearing.rosters)
+        self.lane = Lane("collectives")
+        self._busy = threading.Lock()
+        self._meetings: Meetings | None = None
+        self._memories: Memories | None = None
+        if peers is not None:
+            self._memories = Memories(peers.create_memory)
+            self._meetings = Meetings(peers, self._memories, me.name)
+
+    @property
+    def peers(self) -> Peers:
+        if self._peers is None:
+            raise ConfigError("this job has no ways between its workers")
+        return self._peers
+
+    @property
+    def incarnation(self) -> int:
+        return self._me.incarnation
+
+    @property
+    def memories(self) -> Memories:
+        assert self.peers is not None and self._memories is not None
+        return self._memories
+
+    @property
+    def meetings(self) -> Meetings:
+        assert self.peers is not None and self._meetings is not None
+        return self._meetings
+
+    def waiting(self, what: str, *, is_script: bool) -> Waiting:
+        return Waiting(self.job, self._hearing, self.peers, what, is_script=is_script)
+
+    def go(self, what: str, work: Callable[[bool], T], wait: bool) -> Any:
+        """Does the work now, or gives a ticket for it. What was called before is done before."""
+        if not wait:
+            return self.lane.add(Ticket(what, lambda: work(False)))
+        self.job.leave_if_asked()
+        if not self.lane.is_idle:
+            return self.lane.add(Ticket(what, lambda: work(False))).wait()
+        if not self._busy.acquire(blocking=False):
+            raise CollectiveError(f"{what}: another thread is in a collective; call them from one, or with wait=False")
+        try:
+            return work(True)
+        finally:
+            self._busy.release()
+
+    def meet(
+        self,
+        make: Callable[[list[Member], int], Call],
+        body: Callable[[Meeting], T],
+        group: Group | None,
+        is_script: bool,
+    ) -> T:
+        """`make`: the call, given who takes part and the generation; `body`: what is done when all have made it."""
+        meetings = self.meetings
+        while True:
+            members, generation = self.world.members(group)
+            call = make(members, generation)
+            if len(members) == 1:
+                return body(self._alone(call, members, is_script))
+            meetings.tidy()
+            waiting = self.waiting(described(call.said), is_script=is_script)
+            try:
+                with meetings.meet(call, members, waiting) as meeting:
+                    return body(meeting)
+            except Again:
+                self._await_others(members, waiting)
+
+    def _alone(self, call: Call, members: list[Member], is_script: bool) -> Meeting:
+        meeting = Meeting(members, 0, 0, self.waiting("", is_script=is_script))
+        meeting.data, meeting.is_own = call.data, call.is_own
+        meeting.said, meeting.hosts = [msgspec.structs.replace(call.said, group=meeting.group)], [[0]]
+        return meeting
+
+    def _await_others(self, before: list[Member], waiting: Waiting) -> None:
+        """Until the roster says who takes part now. Who is gone without a word has died in it."""
+
+        def changed() -> list[Member] | None:
+            now = self.world.members(None)[0]
+            return now if now != before else None
+
+        try:
+            now = {member.incarnation for member in waiting.until_any(changed, [self._me.name])}
+        finally:
+            waiting.end()
+        for member in before:
+            if member.incarnation not in now and not self._has_left(member):
+                raise CollectiveError(f"{member.name} is gone while {waiting.what} was under way")
+
+    def _has_left(self, member: Member) -> bool:
+        if any(one.incarnation == member.incarnation for one in self.world.roster.finished):
+            return True
+        way = self.peers.last_way(member.incarnation)
+        while way is not None and not way.has_left and way.read(0.0):
+            pass
+        return way is not None and way.has_left
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Finishes what is open, and says goodbye: whoever calls a collective next does it without this one."""
+        self.lane.settle()
+        if self._peers is not None:
+            self._peers.tell_all(Goodbye())
+
+    def close(self) -> None:
+        self.lane.close()
+        if self._memories is not None:
+            self._memories.close()
+
