@@ -112,21 +112,19 @@ def scatter(
     return _mine().scatter(x, root, splits, out, group, wait)
 
 
-def all_to_all(
-    x: Any, *, splits: Sequence[int] | None = None, group: Group | None = None, wait: bool = True
-) -> Any:
+def all_to_all(x: Any, *, splits: Sequence[int] | None = None, group: Group | None = None, wait: bool = True) -> Any:
     """Each rank gives a piece to every rank, as in `scatter`; a list of the pieces for this one, rank by rank."""
     return _mine().all_to_all(x, splits, group, wait)
 
 
 def send(x: Any, to: int, *, wait: bool = True) -> Any:
     """Gives x to the worker of this rank; returns when it has taken it, by `recv`."""
-    return _mine().send(x, to, wait)
+    return _mine().pairs.send(x, to, wait)
 
 
 def recv(source: int, *, out: Any = None, wait: bool = True) -> Any:
     """What the worker of this rank sends to this one, in the order in which it does."""
-    return _mine().recv(source, out, wait)
+    return _mine().pairs.recv(source, out, wait)
 
 
 def barrier(*, group: Group | None = None, wait: bool = True) -> Any:

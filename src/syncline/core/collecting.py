@@ -101,7 +101,7 @@ class Taken(Message, frozen=True):
     refused: str = ""
 
 
-class Awaits(Message, frozen=True):
-    """The script of the sender waits until the one who hears this offers it something."""
+class Withdraw(Message, frozen=True):
+    """An offer does not stand any more: the one who made it has given up."""
 
     number: int

@@ -182,6 +182,11 @@ def other_groups(one: tuple[str, Describe], two: tuple[str, Describe], names: di
     return f"{', '.join(parts)}{_REMEDY}"
 
 
+def crossing_words(name: str, what: str, other: str, said: Describe) -> str:
+    """One has called something from one to one, while the other waits for it in a collective."""
+    return f"{name} called {what}, {other} called {described(said)}{_REMEDY}"
+
+
 # -- splitting --------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ A frame holds one message; its number on the wire is its place in `MESSAGES`.
 from __future__ import annotations
 
 from syncline.core.collecting import (
-    Awaits,
     Broken,
     Chunk,
     Describe,
@@ -18,6 +17,7 @@ from syncline.core.collecting import (
     Taken,
     Through,
     Unshare,
+    Withdraw,
 )
 from syncline.core.control import (
     AskCopies,
@@ -155,7 +155,7 @@ MESSAGES: tuple[type[Message], ...] = (
     WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Noted, Metrics, Steer,
     Come, Called, Attend, Begin, Begun, AskStint, GivenStint, AskReading, GivenReading,
     Own, WriteOwn, WrittenOwn,
-    Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Awaits,
+    Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -166,7 +166,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
         AskTakenUp, Finish, Metrics, Come, Attend, Begin, AskStint, AskReading, Own,
-        Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Awaits,
+        Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,

@@ -115,12 +115,14 @@ class InProcess:
             raise ConnectionLost(f"{name} is gone")
         return self._servers[name]
 
-    def ask_to_join(self, name: str, defaults: Mapping[str, Any]) -> tuple[Link, FromCoordinator, Stamp, Call]:
+    def ask_to_join(
+        self, name: str, defaults: Mapping[str, Any], host: str = "local"
+    ) -> tuple[Link, FromCoordinator, Stamp, Call]:
         """A worker's question to be a member, not waited for."""
         stamp, hearing = self.stamp(), FromCoordinator()
         link = self.link("worker", name, hearing, stamp)
         call = link.try_call(
-            Join("worker", name, "local", 0, None, dict(defaults), secrets.token_hex(8), "in-process")
+            Join("worker", name, host, 0, None, dict(defaults), secrets.token_hex(8), "in-process")
         )
         return link, hearing, stamp, call
 
@@ -182,7 +184,8 @@ class InProcess:
 
 
 class _Twin:
-    """How a worker in this process reaches another one; by copies, as over sockets, with `--transport tcp`."""
+    """How a worker in this process reaches another one. Those of other hosts, and with `--transport tcp` all, share no
+    memory."""
 
     def __init__(self, process: InProcess, me: Member) -> None:
         self._process, self._me = process, me
@@ -191,7 +194,7 @@ class _Twin:
         others = self._process.peers_of(member)
         one, two = (Peer("worker", who.name, who.incarnation) for who in (self._me, member))
         connection = memory.dialled(one, two, others.accept)
-        if self._process.coordinator.config.transport == "tcp":
+        if self._process.coordinator.config.transport == "tcp" or self._me.host != member.host:
             connection.share_nothing()
         return connection
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from syncline.client.collectives.groups import Group, World
 from syncline.client.collectives.meeting import Again, Call, Meeting, Meetings
 from syncline.client.collectives.memories import Memories
@@ -17,8 +19,6 @@ from syncline.core.collecting import Goodbye
 from syncline.core.collectives import described
 from syncline.core.members import Member
 from syncline.errors import CollectiveError, ConfigError
-
-import msgspec
 
 if TYPE_CHECKING:
     from syncline.client.job import Job
@@ -63,15 +63,18 @@ class Calls:
     def waiting(self, what: str, *, is_script: bool) -> Waiting:
         return Waiting(self.job, self._hearing, self.peers, what, is_script=is_script)
 
-    def go(self, what: str, work: Callable[[bool], T], wait: bool) -> Any:
-        """Does the work now, or gives a ticket for it. What was called before is done before."""
+    def go(self, what: str, work: Callable[[bool], T], wait: bool, lane: Lane | None = None) -> Any:
+        """Does the work now, or gives a ticket for it. What was called before on the same lane is done before."""
+        lane = lane or self.lane
         if not wait:
-            return self.lane.add(Ticket(what, lambda: work(False)))
+            return lane.add(Ticket(what, lambda: work(False)))
         self.job.leave_if_asked()
-        if not self.lane.is_idle:
-            return self.lane.add(Ticket(what, lambda: work(False))).wait()
+        if not lane.is_idle:
+            return lane.add(Ticket(what, lambda: work(False))).wait()
         if not self._busy.acquire(blocking=False):
-            raise CollectiveError(f"{what}: another thread is in a collective; call them from one, or with wait=False")
+            raise CollectiveError(
+                f"{what}: another thread is in a collective; call them from one, or with wait=False"
+            )
         try:
             return work(True)
         finally:
@@ -140,4 +143,3 @@ class Calls:
         self.lane.close()
         if self._memories is not None:
             self._memories.close()
-

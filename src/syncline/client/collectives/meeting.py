@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -170,11 +170,12 @@ class Meetings:
         waiting = meeting.waiting
         for place, member in enumerate(meeting.members):
             if place != meeting.place:
-                way = self._way(member) or waiting.until_any(lambda m=member: self._way(m), [member.name])  # type: ignore[misc]
+                way = self.way(member) or waiting.until_any(lambda m=member: self.way(m), [member.name])  # type: ignore[misc]
                 meeting.ways[place], meeting.streams[place] = way, self.heard.stream(way)
         waiting.ways = list(meeting.ways.values())
 
-    def _way(self, member: Member) -> Way | None:
+    def way(self, member: Member) -> Way | None:
+        """The way to this worker; None: it is on its way."""
         if member.incarnation not in self._peers.live:
             raise CollectiveError(f"{member.name} is gone: it is no member of the job any more")
         try:
@@ -271,7 +272,8 @@ class Meetings:
         for place in places:
             stream = meeting.streams[place]
             meeting.waiting.until(
-                meeting.ways[place], lambda s=stream: self._is_through(meeting, s)  # type: ignore[misc]
+                meeting.ways[place],
+                lambda s=stream: self._is_through(meeting, s),  # type: ignore[misc]
             )
 
     def _is_through(self, meeting: Meeting, stream: Stream) -> bool | None:
@@ -304,12 +306,16 @@ class Meetings:
         names.update({member.incarnation: member.name for member in meeting.members})
         mine = msgspec.structs.replace(mine, group=meeting.group)
         reason = other_groups((self._name, mine), (crossed.way.name, theirs), names)
-        for incarnation in {*meeting.group, *theirs.group}:
+        for key in (meeting.key, theirs.key):
+            self.tell_broken(Broken(*key, reason), {*meeting.group, *theirs.group})
+        return CollectiveError(reason)
+
+    def tell_broken(self, broken: Broken, incarnations: Iterable[int] = ()) -> None:
+        """A call fails, at all who are in it; `incarnations`: and at these."""
+        for incarnation in {*broken.group, *incarnations}:
             way = self._peers.known(incarnation)
             if way is not None:
-                _mention(way, Broken(*meeting.key, reason))
-                _mention(way, Broken(*theirs.key, reason))
-        return CollectiveError(reason)
+                _mention(way, broken)
 
 
 def _mention(way: Way, message: Message) -> None:

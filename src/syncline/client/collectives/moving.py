@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from syncline.client.arrays import Bytes
 from syncline.client.collectives.hearing import CHUNK_BYTES
 from syncline.client.collectives.meeting import Meeting, Meetings
@@ -12,8 +14,6 @@ from syncline.errors import CollectiveError, FrameError
 from syncline.net import shm
 from syncline.net.memory import aligned_zeros
 from syncline.net.transport import Buffer, buffer_of
-
-import numpy as np
 
 #: From this size on, it is looked whether there is so much memory.
 _LARGE_BYTES = 64 << 20

@@ -57,9 +57,7 @@ class _Expected:
 class _Ring:
     """One part, around all hosts. Sent and received in the same order everywhere: by steps, and chunks within."""
 
-    def __init__(
-        self, meetings: Meetings, meeting: Meeting, reducer: Reducer, data: Bytes, ring: list[int]
-    ) -> None:
+    def __init__(self, meetings: Meetings, meeting: Meeting, reducer: Reducer, data: Bytes, ring: list[int]) -> None:
         self._meetings, self._meeting, self._reducer = meetings, meeting, reducer
         self._size, self._at = len(ring), ring.index(meeting.place)
         self._left, self._right = (ring[(self._at + way) % self._size] for way in (-1, 1))
@@ -126,4 +124,3 @@ class _Ring:
             return True
         self._meetings.check(self._meeting)
         return None
-

@@ -37,10 +37,15 @@ class Stream:
         self.memories: dict[int, Memory] = {}  # of the other side
         self.shared: set[int] = set()  # of mine, that it knows
         # from one to one
+        self.num_offered = self.num_taken = 0  # to it by me, from it by me
         self.offers: collections.deque[tuple[Offer, Sequence[Buffer]]] = collections.deque()
-        self.num_offered = self.num_taken = 0  # by me, from it
-        self.takes: set[int] = set()  # of my offers: those whose bytes it wants
+        self.wants: set[int] = set()  # of my offers: those whose bytes it wants
         self.answers: dict[int, Taken] = {}
-        self.awaits = -1  # the number of my offer that its script waits for
-        self.inbox: tuple[int, Bytes, int] | None = None  # number, where its bytes go, how many are here
+        self.inbox: Inbox | None = None  # for the bytes of an offer of its
 
+
+class Inbox:
+    """Where the bytes of one offer go."""
+
+    def __init__(self, number: int, data: Bytes) -> None:
+        self.number, self.data, self.count = number, data, 0

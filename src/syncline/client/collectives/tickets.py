@@ -71,7 +71,7 @@ class Lane:
     def _run(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._open or self._closed, 1.0)
+                self._change.wait_for(lambda: self._open or self._closed, 0.1)
                 if not self._open:
                     self._is_running = False
                     return

@@ -14,6 +14,7 @@ from syncline.client.collectives.calls import Calls
 from syncline.client.collectives.groups import Group, choose
 from syncline.client.collectives.meeting import Call, Meeting
 from syncline.client.collectives.moving import exchange, make_room
+from syncline.client.collectives.pairs import Pairs
 from syncline.client.collectives.reducing import Reducer
 from syncline.client.collectives.values import (
     NOTHING,
@@ -41,6 +42,7 @@ class Collectives:
 
     def __init__(self, job: Job, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
         self._calls = Calls(job, me, hearing, peers)
+        self._pairs = Pairs(self._calls, me) if peers is not None else None
 
     def group(self, ranks: Iterable[int]) -> Group:
         """The workers that have these ranks now."""
@@ -61,9 +63,7 @@ class Collectives:
     def all_reduce(self, x: Any, op: str, group: Group | None, wait: bool, *, in_place: bool = False) -> Any:
         return self._reduce("all_reduce", x, op, None, group, wait, in_place)
 
-    def reduce(
-        self, x: Any, root: int, op: str, group: Group | None, wait: bool, *, in_place: bool = False
-    ) -> Any:
+    def reduce(self, x: Any, root: int, op: str, group: Group | None, wait: bool, *, in_place: bool = False) -> Any:
         return self._reduce("reduce", x, op, root, group, wait, in_place)
 
     def _reduce(
@@ -166,9 +166,7 @@ class Collectives:
 
     # -- from one to all, from all to all -----------------------------------------------------------------
 
-    def broadcast(
-        self, x: Any, root: int, group: Group | None, wait: bool, *, in_place: bool = False
-    ) -> Any:
+    def broadcast(self, x: Any, root: int, group: Group | None, wait: bool, *, in_place: bool = False) -> Any:
         value = NOTHING if x is None else value_of(x)
         if in_place:
             check_place(x, value.dtype, value.shape, "broadcast")
@@ -250,6 +248,14 @@ class Collectives:
 
         return self._go("barrier", make, lambda meeting: None, group, wait)
 
+    # -- from one to one ----------------------------------------------------------------------------------
+
+    @property
+    def pairs(self) -> Pairs:
+        """`send` and `recv`."""
+        assert self._calls.peers is not None and self._pairs is not None
+        return self._pairs
+
     # -- how ----------------------------------------------------------------------------------------------
 
     def _go(
@@ -275,9 +281,13 @@ class Collectives:
 
     def leave(self) -> None:
         """Finishes what is open, and says goodbye to the other workers."""
+        if self._pairs is not None:
+            self._pairs.settle()
         self._calls.leave()
 
     def close(self) -> None:
+        if self._pairs is not None:
+            self._pairs.close()
         self._calls.close()
 
 

@@ -109,4 +109,3 @@ class Waiting:
         """The call is over, or does something else."""
         self._is_told = False
         self._told.close()
-
