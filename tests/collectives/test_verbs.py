@@ -77,7 +77,9 @@ def test_tensors(job: LocalJob, dtype: torch.dtype) -> None:
         before = [(torch.arange(15_000)[: max(1, int(np.prod(shape)))] % 2 + k).to(dtype) for k in range(len(job))]
         before = [one.reshape(shape).t() if shape else one.reshape(()) for one in before]
         results = together(job, lambda me, b=before: collectives.all_reduce(b[me.rank], op))
-        wanted = torch.stack(before).amax(0) if op == "max" else torch.stack(before).to(torch.float64).sum(0).to(dtype)
+        wanted = (
+            torch.stack(before).amax(0) if op == "max" else torch.stack(before).to(torch.float64).sum(0).to(dtype)
+        )
         for result in results:
             assert result.dtype is dtype and torch.equal(result, wanted)
 

@@ -10,7 +10,7 @@ from syncline.client.current import current_in_thread
 from syncline.client.job import Job
 from syncline.testing.local import LocalJob
 
-SECONDS = 30.0
+SECONDS = 15.0
 
 
 def together(job: LocalJob, *functions: Callable[[Job], Any], ranks: list[int] | None = None) -> list[Any]:

@@ -25,6 +25,7 @@ class Describe(Message, frozen=True):
     offset: int = 0
     waits: bool = True  # its script waits for it
     of_torch: bool = False
+    into: tuple[str, Shape] | None = None  # dtype and shape of the place that it has for the result
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -45,11 +46,13 @@ class Through(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """This collective fails, for everyone, with this reason."""
+    """This collective fails, for everyone, with this reason; and another with it, which was called in its place."""
 
     group: tuple[int, ...]
     number: int
     reason: str
+    other_group: tuple[int, ...] = ()
+    other_number: int = 0
 
 
 class Share(Message, frozen=True):

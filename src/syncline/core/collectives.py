@@ -119,9 +119,23 @@ def disagreement(names: Sequence[str], said: Sequence[Describe]) -> str:
         differences += [lambda one: one.root]
     if any(len({key(one) for one in said}) > 1 for key in differences):
         return _words(names, said)
-    if verb in _FROM_ROOT:
-        return _against_root(names, said)
+    against_root = _against_root(names, said) if verb in _FROM_ROOT else ""
+    if against_root:
+        return against_root
+    for place, one in enumerate(said):
+        result = result_of(said, place)
+        if one.into is not None and one.into != result:
+            has, gets = (f"{dtype}{_shape(shape)}" for dtype, shape in (one.into, result))
+            return f"{names[place]} called {verb} into {has}, and the result is {gets}"
     return ""
+
+
+def result_of(said: Sequence[Describe], place: int) -> tuple[str, Shape]:
+    """Dtype and shape of what the member at this place gets."""
+    one = said[place]
+    if one.verb in ("all_gather", "gather"):
+        return one.dtype, (sum(other.shape[0] if other.shape else 1 for other in said), *one.shape[1:])
+    return one.dtype, one.parts[place] if one.parts else one.shape
 
 
 def _against_root(names: Sequence[str], said: Sequence[Describe]) -> str:

@@ -121,9 +121,7 @@ class InProcess:
         """A worker's question to be a member, not waited for."""
         stamp, hearing = self.stamp(), FromCoordinator()
         link = self.link("worker", name, hearing, stamp)
-        call = link.try_call(
-            Join("worker", name, host, 0, None, dict(defaults), secrets.token_hex(8), "in-process")
-        )
+        call = link.try_call(Join("worker", name, host, 0, None, dict(defaults), secrets.token_hex(8), "in-process"))
         return link, hearing, stamp, call
 
     def dial(self, me: Member, stamp: Stamp, member: Member) -> Endpoint:
@@ -184,7 +182,7 @@ class InProcess:
 
 
 class _Twin:
-    """How a worker in this process reaches another one. Those of other hosts, and with `--transport tcp` all, share no
+    """How a worker in this process reaches another one. Of different hosts, or with `--transport tcp`, they share no
     memory."""
 
     def __init__(self, process: InProcess, me: Member) -> None:

@@ -16,7 +16,7 @@ from syncline.client.collectives.waiting import Waiting
 from syncline.client.hearing import FromCoordinator
 from syncline.client.peers import Peers
 from syncline.core.collecting import Goodbye
-from syncline.core.collectives import described
+from syncline.core.collectives import described, disagreement
 from syncline.core.members import Member
 from syncline.errors import CollectiveError, ConfigError
 
@@ -106,6 +106,9 @@ class Calls:
         meeting = Meeting(members, 0, 0, self.waiting("", is_script=is_script))
         meeting.data, meeting.is_own = call.data, call.is_own
         meeting.said, meeting.hosts = [msgspec.structs.replace(call.said, group=meeting.group)], [[0]]
+        reason = disagreement(meeting.names, meeting.said)
+        if reason:
+            raise CollectiveError(reason)
         return meeting
 
     def _await_others(self, before: list[Member], waiting: Waiting) -> None:

@@ -27,7 +27,7 @@ class Heard:
         self._peers, self._change = peers, peers.change
         self._streams: dict[Way, Stream] = {}
         self.numbers: dict[tuple[int, ...], int] = {}  # of each group: its next collective
-        self.broken: dict[Key, str] = {}
+        self.broken: dict[Key, Broken] = {}
         self.current: Key | None = None  # the call that this worker is in
         peers.ears.update(dict.fromkeys((Describe, Chunk, Through, Broken, Share, Unshare, Goodbye), self))
 
@@ -53,6 +53,11 @@ class Heard:
     def is_over(self, key: Key) -> bool:
         """Whether this worker is through with this call, or will never make it."""
         return key != self.current and key[1] < self.numbers.get(key[0], 0)
+
+    def skip(self, group: tuple[int, ...], number: int) -> None:
+        """This worker has called something else in place of this: it will not be called any more."""
+        self.numbers[group] = max(self.numbers.get(group, 0), number + 1)
+        self.broken.pop((group, number), None)
 
     # -- what ways call -----------------------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class Heard:
         elif isinstance(message, Broken):
             key = (message.group, message.number)
             if not self.is_over(key) and len(self.broken) < _MOST_BROKEN:
-                self.broken.setdefault(key, message.reason)
+                self.broken.setdefault(key, message)
         elif isinstance(message, Goodbye):
             way.has_left = True
 

@@ -255,9 +255,11 @@ class Meetings:
 
     def check(self, meeting: Meeting) -> None:
         """Raises why it has failed at another rank, if it has."""
-        reason = self.heard.broken.get(meeting.key)
-        if reason is not None:
-            raise _Told(reason)
+        broken = self.heard.broken.get(meeting.key)
+        if broken is not None:
+            if broken.other_group:
+                self.heard.skip(broken.other_group, broken.other_number)
+            raise _Told(broken.reason)
 
     # -- all are through ----------------------------------------------------------------------------------
 
@@ -299,15 +301,15 @@ class Meetings:
 
     def _cross(self, meeting: Meeting, mine: Describe, crossed: _Crossed) -> CollectiveError:
         """Both calls fail, at all members of both groups."""
-        theirs, numbers = crossed.said, self.heard.numbers
+        theirs = crossed.said
         with self._peers.change:
-            numbers[theirs.group] = max(numbers.get(theirs.group, 0), theirs.number + 1)
+            self.heard.skip(*theirs.key)
         names = {member.incarnation: member.name for member in ranked(self._peers.rosters.newest)}
         names.update({member.incarnation: member.name for member in meeting.members})
         mine = msgspec.structs.replace(mine, group=meeting.group)
         reason = other_groups((self._name, mine), (crossed.way.name, theirs), names)
-        for key in (meeting.key, theirs.key):
-            self.tell_broken(Broken(*key, reason), {*meeting.group, *theirs.group})
+        for key, other in ((meeting.key, theirs.key), (theirs.key, meeting.key)):
+            self.tell_broken(Broken(*key, reason, *other), {*meeting.group, *theirs.group})
         return CollectiveError(reason)
 
     def tell_broken(self, broken: Broken, incarnations: Iterable[int] = ()) -> None:

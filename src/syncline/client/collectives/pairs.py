@@ -207,7 +207,7 @@ class Pairs:
         if not (is_script and stream.said and stream.said[0][0].waits and self._calls.lane.is_idle):
             return
         said = stream.said[0][0]
-        heard.numbers[said.group] = max(heard.numbers.get(said.group, 0), said.number + 1)
+        heard.skip(*said.key)
         raise _Crossing(*said.key, crossing_words(self._me.name, waiting.what, way.name, said))
 
     def settle(self) -> None:

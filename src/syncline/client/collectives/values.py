@@ -96,8 +96,8 @@ def put(array: Array, data: Bytes, what: str) -> Array:
     return array
 
 
-def check_place(out: Array, dtype: str, shape: Shape, what: str) -> None:
-    """A CollectiveError when the result does not fit the array that was given for it."""
-    found = (dtype_of(out), tuple(out.shape)) if is_torch(out) or isinstance(out, np.ndarray) else ("", ())
-    if found != (dtype, tuple(shape)):
-        raise CollectiveError(f"{what}: out is {found[0]}{list(found[1])}, the result is {dtype}{list(shape)}")
+def place_of(out: Array) -> tuple[str, Shape] | None:
+    """Dtype and shape of an array that was given for a result, if one was."""
+    if out is None:
+        return None
+    return (dtype_of(out), tuple(out.shape)) if is_torch(out) or isinstance(out, np.ndarray) else ("", ())

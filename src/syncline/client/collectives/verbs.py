@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncline.client.arrays import Array, Bytes
+from syncline.client.arrays import Array, Bytes, is_torch
 from syncline.client.collectives import ring
 from syncline.client.collectives.calls import Calls
 from syncline.client.collectives.groups import Group, choose
@@ -19,17 +19,17 @@ from syncline.client.collectives.reducing import Reducer
 from syncline.client.collectives.values import (
     NOTHING,
     Value,
-    check_place,
     joined,
     made,
     own_bytes,
+    place_of,
     put,
     value_of,
 )
 from syncline.client.hearing import FromCoordinator
 from syncline.client.peers import Peers
 from syncline.core.collecting import Describe, Shape
-from syncline.core.collectives import ITEM_BYTES, check_op, is_inline, num_bytes, parts_of, wanted
+from syncline.core.collectives import ITEM_BYTES, check_op, is_inline, num_bytes, parts_of, result_of, wanted
 from syncline.core.members import Member
 from syncline.errors import CollectiveError
 
@@ -72,7 +72,7 @@ class Collectives:
         value = value_of(x)
         check_op(op, value.dtype)
         if in_place:
-            check_place(x, value.dtype, value.shape, verb)
+            _check_in_place(verb, x)
 
         def make(members: list[Member], generation: int) -> Call:
             said = Describe(
@@ -111,13 +111,13 @@ class Collectives:
         def make(members: list[Member], generation: int) -> Call:
             said = Describe(
                 (), 0, "reduce_scatter", value.dtype, value.shape, parts_of(value.shape, splits, len(members)), op,
-                generation=generation, waits=wait,
+                generation=generation, waits=wait, into=place_of(out),
             )  # fmt: skip
             return Call(said, value.data, is_own=value.is_view)
 
         def body(meeting: Meeting) -> Any:
             shape = meeting.mine.parts[meeting.place]
-            result = self._place_for(out, value.dtype, shape, "reduce_scatter")
+            result = self._place_for(out, value.dtype, shape)
             views = exchange(self._calls.meetings, meeting)
             Reducer(value.dtype, op, len(views)).reduce(views, [result])
             self._calls.meetings.leave_memory(meeting)
@@ -139,7 +139,7 @@ class Collectives:
         def make(members: list[Member], generation: int) -> Call:
             said = Describe(
                 (), 0, verb, value.dtype, value.shape, root=self._root(verb, root, members), generation=generation,
-                waits=wait,
+                waits=wait, into=place_of(out),
             )  # fmt: skip
             return Call(said, value.data, is_own=value.is_view)
 
@@ -148,8 +148,8 @@ class Collectives:
                 exchange(self._calls.meetings, meeting)
                 self._calls.meetings.leave_memory(meeting)
                 return None
-            shape = (sum(one.shape[0] if one.shape else 1 for one in meeting.said), *value.shape[1:])
-            result = self._place_for(out, value.dtype, shape, verb)
+            _, shape = result_of(meeting.said, meeting.place)
+            result = self._place_for(out, value.dtype, shape)
             self._fill(meeting, result)
             return _given(out, result, value.dtype, shape, x, of_torch=value.of_torch)
 
@@ -169,7 +169,7 @@ class Collectives:
     def broadcast(self, x: Any, root: int, group: Group | None, wait: bool, *, in_place: bool = False) -> Any:
         value = NOTHING if x is None else value_of(x)
         if in_place:
-            check_place(x, value.dtype, value.shape, "broadcast")
+            _check_in_place("broadcast", x)
 
         def make(members: list[Member], generation: int) -> Call:
             said = Describe(
@@ -199,7 +199,7 @@ class Collectives:
             first, parts = values[0], _parts(x, values, splits, len(members))
             said = Describe(
                 (), 0, "scatter", first.dtype, first.shape, parts, root=chosen, generation=generation, waits=wait,
-                of_torch=first.of_torch,
+                of_torch=first.of_torch, into=place_of(out),
             )  # fmt: skip
             return Call(said, joined(values), is_own=first.is_view)
 
@@ -216,7 +216,7 @@ class Collectives:
             exchange(self._calls.meetings, meeting)
             self._calls.meetings.leave_memory(meeting)
             return value.array
-        result = self._place_for(out, root.dtype, shape, root.verb)
+        result = self._place_for(out, root.dtype, shape)
         self._fill(meeting, result)
         of_torch = value.of_torch if value.dtype else root.of_torch
         return _given(out, result, root.dtype, shape, value.array, of_torch=of_torch)
@@ -268,14 +268,10 @@ class Collectives:
         return 0 if rank is None else self._calls.world.root(rank, members, verb)
 
     @staticmethod
-    def _place_for(out: Any, dtype: str, shape: Shape, verb: str) -> Bytes:
+    def _place_for(out: Any, dtype: str, shape: Shape) -> Bytes:
         """Where a result comes to be: in the caller's array if it can, or in new memory."""
-        if out is not None:
-            check_place(out, dtype, shape, verb)
-            own = own_bytes(out)
-            if own is not None:
-                return own
-        return make_room(num_bytes(dtype, shape))
+        own = own_bytes(out) if out is not None else None
+        return make_room(num_bytes(dtype, shape)) if own is None else own
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -295,6 +291,11 @@ def _given(out: Any, result: Bytes, dtype: str, shape: Shape, like: Any, *, of_t
     if out is not None:
         return put(out, result, "out")
     return made(result, dtype, shape, like, of_torch=of_torch)
+
+
+def _check_in_place(verb: str, x: Any) -> None:
+    if not (is_torch(x) or (isinstance(x, np.ndarray) and x.flags.writeable)):
+        raise CollectiveError(f"{verb}_: the result cannot be written into a {type(x).__name__}; use {verb}")
 
 
 def _values(x: Any) -> list[Value]:
