@@ -12,7 +12,7 @@ SynclineError
 │   ├── TokenError         the other side does not know the job's token
 │   └── VersionError       the other side speaks another version of the protocol
 ├── ConnectionLost         the other side is gone
-├── CollectiveError        ranks did not call the same collective, or one of them is gone: all get the same
+├── CollectiveError        ranks did not call the same collective, or one is gone; all of them get it
 ├── Refresh                the sender knows an older generation; it fetches the roster and repeats
 ├── FencedError            this process has been replaced or evicted
 ├── WaitTimeout            a wait passed its deadline; says for whom it waited
@@ -73,7 +73,7 @@ class ConnectionLost(SynclineError, ConnectionError):
 
 
 class CollectiveError(SynclineError):
-    """Ranks did not call the same collective, or one of them is gone; every rank of the group gets the same."""
+    """Ranks did not call the same collective, or one is gone; every rank of the group gets the same error."""
 
 
 class Refresh(SynclineError):

@@ -32,7 +32,7 @@ class Again(Exception):
     """Members have come, or left between two calls: all describe it anew, with those who are there."""
 
 
-class _Told(CollectiveError):
+class _Told(Exception):
     """An error that all others have, or find by themselves."""
 
 

@@ -272,7 +272,7 @@ class Pairs:
             self._change.notify_all()
 
 
-class _Crossing(CollectiveError):
+class _Crossing(Exception):
     """One is in `send` or `recv`, the other in a collective: both end."""
 
     def __init__(self, group: tuple[int, ...], number: int, reason: str) -> None:
