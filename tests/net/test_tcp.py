@@ -106,7 +106,7 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
 
     def pack_as_one(part: handshake.Part) -> bytes:
         data = bytearray(ours(part))
-        data[4] = 1 if isinstance(part, handshake.Hello) else 5
+        data[4] = 1 if isinstance(part, handshake.Hello) else 6
         return bytes(data)
 
     monkeypatch.setattr(handshake, "pack", pack_as_one)
