@@ -63,6 +63,7 @@ def commands(tmp_path: Any) -> Iterator[Commands]:
 def test_every_way(commands: Commands, transport: str) -> None:
     """Right results, the same error at all ranks; in shared memory no data go over sockets. Then one is killed while
     the others wait for it, and they are told."""
+    (commands.folder / "syncline.toml").write_text("deadline_seconds = 30.0\n")  # a busy machine is no death
     script = commands.script(VERBS + DEATH)
     process = commands.start("run", "-w", "3", "-s", "1", "--max-restarts", "0", "--transport", transport, script)
     commands.wait_for("ALONE", "worker-2")

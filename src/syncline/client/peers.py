@@ -53,20 +53,13 @@ class Way:
         self.name, self.incarnation = member.name, member.incarnation
         self.lost = ""  # why there is nothing more to come
         self.has_left = False  # it has said so
+        self.shares_memory = False  #: whether it is on this host, as proved by what the connection can carry
+        self.waiter_reads = False  #: whether nothing is heard until somebody reads
         self._endpoint: Endpoint | None = None
 
     def begin(self, connection: Connection, stamp: Stamp) -> None:
         self._endpoint = Endpoint(connection, stamp, _Service(self), waiter_reads=True)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether it is on this host, as proved by what the connection can carry."""
-        return self._endpoint is not None and self._endpoint.shares_memory
-
-    @property
-    def waiter_reads(self) -> bool:
-        """Whether nothing is heard until somebody reads."""
-        return self._endpoint is not None and self._endpoint.waiter_reads
+        self.shares_memory, self.waiter_reads = self._endpoint.shares_memory, self._endpoint.waiter_reads
 
     def send(
         self, message: Message, buffers: Iterable[Buffer] = (), payload_bytes: int = 0,
@@ -135,6 +128,7 @@ class Peers:
         self._knocked: dict[int, float] = {}
         self._gone = WireStats()
         self._closed = False
+        self.num_changes = 0  # of rosters that were heard
         rosters.listen(self._hear)
         self._hear(rosters.newest)
 
@@ -145,6 +139,7 @@ class Peers:
     def _hear(self, roster: Roster) -> None:
         with self.change:
             self.live = frozenset(member.incarnation for member in roster.members)
+            self.num_changes += 1
             self.change.notify_all()
 
     # -- making them --------------------------------------------------------------------------------------

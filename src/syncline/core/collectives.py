@@ -107,8 +107,10 @@ def is_inline(said: Describe, source: int) -> bool:
 
 def disagreement(names: Sequence[str], said: Sequence[Describe]) -> str:
     """Who has called what else than the others, in words that are the same at all ranks; empty: nobody."""
+    first, verb = said[0], said[0].verb
+    if verb not in _FROM_ROOT and all(_is_like(one, first) for one in said):
+        return ""
     differences: list[Callable[[Describe], object]] = [lambda one: one.verb]
-    verb = said[0].verb
     if verb in REDUCING:
         differences += [lambda one: (one.dtype, one.shape), lambda one: one.op, lambda one: one.parts]
     elif verb in ("all_gather", "gather"):
@@ -128,6 +130,19 @@ def disagreement(names: Sequence[str], said: Sequence[Describe]) -> str:
             has, gets = (f"{dtype}{_shape(shape)}" for dtype, shape in (one.into, result))
             return f"{names[place]} called {verb} into {has}, and the result is {gets}"
     return ""
+
+
+def _is_like(one: Describe, other: Describe) -> bool:
+    """Whether these two fit, at first sight."""
+    return (
+        one.verb == other.verb
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.op == other.op
+        and one.root == other.root
+        and one.parts == other.parts
+        and one.into is None
+    )
 
 
 def result_of(said: Sequence[Describe], place: int) -> tuple[str, Shape]:

@@ -6,17 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from syncline.client.collectives.groups import Group, World
-from syncline.client.collectives.meeting import Again, Call, Meeting, Meetings
+from syncline.client.collectives.meeting import Again, Call, Make, Meeting, Meetings
 from syncline.client.collectives.memories import Memories
+from syncline.client.collectives.party import Party
 from syncline.client.collectives.tickets import Lane, Ticket
 from syncline.client.collectives.waiting import Waiting
 from syncline.client.hearing import FromCoordinator
 from syncline.client.peers import Peers
 from syncline.core.collecting import Goodbye
-from syncline.core.collectives import described, disagreement
+from syncline.core.collectives import disagreement
+from syncline.core.control import Roster
 from syncline.core.members import Member
 from syncline.errors import CollectiveError, ConfigError
 
@@ -34,6 +34,8 @@ class Calls:
         self.world = World(me, hearing.rosters)
         self.lane = Lane("collectives")
         self._busy = threading.Lock()
+        self._roster: Roster | None = None
+        self._parties: dict[Group | None, Party] = {}
         self._meetings: Meetings | None = None
         self._memories: Memories | None = None
         if peers is not None:
@@ -80,36 +82,31 @@ class Calls:
         finally:
             self._busy.release()
 
-    def meet(
-        self,
-        make: Callable[[list[Member], int], Call],
-        body: Callable[[Meeting], T],
-        group: Group | None,
-        is_script: bool,
-    ) -> T:
-        """`make`: the call, given who takes part and the generation; `body`: what is done when all have made it."""
+    def meet(self, make: Make, body: Callable[[Meeting], T], group: Group | None, is_script: bool) -> T:
+        """`body`: what is done when all have made the call."""
         meetings = self.meetings
         while True:
-            members, generation = self.world.members(group)
-            call = make(members, generation)
-            if len(members) == 1:
-                return body(self._alone(call, members, is_script))
+            party = self._party(group)
+            waiting = self.waiting("a collective", is_script=is_script)
+            if len(party) == 1:
+                return body(_alone(make(party, 0), party, waiting))
             meetings.tidy()
-            waiting = self.waiting(described(call.said), is_script=is_script)
             try:
-                with meetings.meet(call, members, waiting) as meeting:
+                with meetings.meet(make, party, waiting) as meeting:
                     return body(meeting)
             except Again:
-                self._await_others(members, waiting)
+                self._await_others(party.members, waiting)
 
-    def _alone(self, call: Call, members: list[Member], is_script: bool) -> Meeting:
-        meeting = Meeting(members, 0, 0, self.waiting("", is_script=is_script))
-        meeting.data, meeting.is_own = call.data, call.is_own
-        meeting.said, meeting.hosts = [msgspec.structs.replace(call.said, group=meeting.group)], [[0]]
-        reason = disagreement(meeting.names, meeting.said)
-        if reason:
-            raise CollectiveError(reason)
-        return meeting
+    def _party(self, group: Group | None) -> Party:
+        """Who takes part: as before, while nobody has come or gone."""
+        roster = self.world.roster
+        if self._roster is not roster:
+            self._roster, self._parties = roster, {}
+        found = self._parties.get(group)
+        if found is None:
+            members, generation = self.world.members(group)
+            found = self._parties[group] = Party(members, self._me.incarnation, generation)
+        return found
 
     def _await_others(self, before: list[Member], waiting: Waiting) -> None:
         """Until the roster says who takes part now. Who is gone without a word has died in it."""
@@ -146,3 +143,12 @@ class Calls:
         self.lane.close()
         if self._memories is not None:
             self._memories.close()
+
+
+def _alone(call: Call, party: Party, waiting: Waiting) -> Meeting:
+    meeting = Meeting(party, 0, waiting)
+    meeting.data, meeting.is_own, meeting.said = call.data, call.is_own, [call.said]
+    reason = disagreement(party.names, meeting.said)
+    if reason:
+        raise CollectiveError(reason)
+    return meeting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from syncline.client.rosters import Rosters, ranked
 from syncline.core.control import Roster
@@ -17,6 +17,9 @@ class Group:
     """Some workers of the job, as they were when it was made: who dies or leaves is in it all the same."""
 
     members: tuple[Member, ...]
+
+    def __hash__(self) -> int:
+        return hash(tuple(member.incarnation for member in self.members))
 
     def __len__(self) -> int:
         return len(self.members)
@@ -62,12 +65,12 @@ class World:
             raise CollectiveError(f"{listed(gone)} of this group is gone; make a new group of those who are there")
         return list(group.members), 0
 
-    def root(self, rank: int, members: list[Member], what: str) -> int:
+    def root(self, rank: int, group: Sequence[int], what: str) -> int:
         """The incarnation of the worker of this rank, which must take part."""
         workers = ranked(self.roster)
         if not 0 <= rank < len(workers):
             raise CollectiveError(f"{what}: there is no rank {rank}, the job has {len(workers)} workers")
         found = workers[rank]
-        if found.incarnation not in [member.incarnation for member in members]:
+        if found.incarnation not in group:
             raise CollectiveError(f"{what}: rank {rank}, {found.name}, is not among those who take part")
         return found.incarnation

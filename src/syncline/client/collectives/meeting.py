@@ -7,8 +7,8 @@ another group that comes first is a mistake in the script, and no wait would end
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from syncline.client.arrays import Bytes
 from syncline.client.collectives.hearing import Heard
 from syncline.client.collectives.memories import Memories
+from syncline.client.collectives.party import Party
 from syncline.client.collectives.streams import Key, Stream
 from syncline.client.collectives.waiting import Gone, Waiting
 from syncline.client.peers import Peers, Way
@@ -27,12 +28,14 @@ from syncline.core.message import Message
 from syncline.errors import CollectiveError, ConnectionLost, FencedError, JobFailed, SynclineError
 from syncline.net.transport import Buffer, buffer_of
 
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
 
 class Again(Exception):
     """Members have come, or left between two calls: all describe it anew, with those who are there."""
 
 
-class _Told(Exception):
+class Told(Exception):
     """An error that all others have, or find by themselves."""
 
 
@@ -44,34 +47,51 @@ class _Crossed(Exception):
         self.way, self.said = way, said
 
 
-@dataclasses.dataclass
-class Call:
-    """What this rank has called, before it is known who takes part."""
+class Call(NamedTuple):
+    """What this rank has called."""
 
-    said: Describe  # but for who takes part, and where the data lie
+    said: Describe  # but for where the data lie
     data: Bytes  # that it gives, and where the result of a reduction comes to be
     is_own: bool = False  # the data are the caller's, and must not be written
 
 
-class Meeting:
-    """One call, with all of its members, by their places in the group."""
+#: Makes the call, given who takes part, and its number.
+Make = Callable[[Party, int], Call]
 
-    def __init__(self, members: Sequence[Member], place: int, number: int, waiting: Waiting) -> None:
-        self.members, self.place, self.waiting = members, place, waiting
-        self.names = [member.name for member in members]
-        self.group = tuple(member.incarnation for member in members)
-        self.key: Key = (self.group, number)
-        self.data: Bytes = np.empty(0, np.uint8)
+
+class Meeting:
+    """One call, with all who take part."""
+
+    def __init__(self, party: Party, number: int, waiting: Waiting) -> None:
+        self.party, self.waiting = party, waiting
+        self.place, self.group, self.ways, self.streams = party.place, party.group, party.ways, party.streams
+        self.key: Key = (party.group, number)
+        self.data = _NOTHING
         self.is_own = self.is_staged = False  # the data: the caller's, not to be written; in memory that is kept
-        self.ways: dict[int, Way] = {}
-        self.streams: dict[int, Stream] = {}
         self.said: list[Describe] = []
         self.payloads: dict[int, Sequence[Buffer]] = {}
-        self.hosts: list[list[int]] = []
+        self._hosts: list[list[int]] | None = None
+        self._is_inline: bool | None = None
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The places of all, host by host."""
+        if self._hosts is None:
+            self._hosts = hosts_of(self.said)
+            if self._hosts is None:
+                raise Told("some ranks of a host share memory and some do not; use --transport tcp")
+        return self._hosts
 
     @property
     def mine(self) -> Describe:
         return self.said[self.place]
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether all data came with the descriptions."""
+        if self._is_inline is None:
+            self._is_inline = all(is_inline(said, place) for place, said in enumerate(self.said))
+        return self._is_inline
 
     @property
     def is_root(self) -> bool:
@@ -89,7 +109,7 @@ class Meeting:
         said, size = self.said[place], given(self.said[place], place)
         memory = self.streams[place].memories.get(said.memory)
         if memory is None or said.offset + size > len(memory.array):
-            self.ways[place].close(f"{self.names[place]} has described memory that it has not shared")
+            self.ways[place].close(f"{self.party.names[place]} has described memory that it has not shared")
             raise Gone(self.ways[place], "it has described memory that it has not shared")
         return memory.array[said.offset : said.offset + size]
 
@@ -101,7 +121,8 @@ class Meetings:
         self._peers, self._memories, self._name = peers, memories, name
         self.heard = Heard(peers)
         self.change = peers.change
-        self._scratch: Bytes = np.empty(0, np.uint8)
+        self._scratch = _NOTHING
+        self._tidied = 0
 
     def scratch(self, num_bytes: int) -> Bytes:
         """Memory for what comes, until the end of this call."""
@@ -110,72 +131,87 @@ class Meetings:
         return self._scratch[:num_bytes]
 
     @contextlib.contextmanager
-    def meet(self, call: Call, members: Sequence[Member], waiting: Waiting) -> Iterator[Meeting]:
+    def meet(self, make: Make, party: Party, waiting: Waiting) -> Iterator[Meeting]:
         """All have called the same; inside, bytes may go. What is raised inside is raised at all ranks."""
-        group = tuple(member.incarnation for member in members)
-        with self._peers.change:
-            number = self.heard.numbers.get(group, 0)
-            self.heard.numbers[group] = number + 1
-            self.heard.current = (group, number)
-        meeting = Meeting(members, group.index(self._peers.incarnation), number, waiting)
+        heard = self.heard
+        with self.change:
+            number = heard.numbers.get(party.group, 0)
+            heard.numbers[party.group], heard.current = number + 1, (party.group, number)
+        try:
+            if not party.is_open:
+                self._open(party, waiting)
+            call = make(party, number)
+        except BaseException as error:
+            self._leave_out(party, number, error)
+            raise
+        meeting = Meeting(party, number, waiting)
+        waiting.begin(party.ways.values(), call.said)
         try:
             self._gather(call, meeting)
             yield meeting
         except Again:
             raise
-        except _Told as told:
+        except Told as told:
             raise CollectiveError(str(told)) from None
         except _Crossed as crossed:
             raise self._cross(meeting, call.said, crossed) from None
         except Gone as gone:
-            what = described(call.said)
-            reason = f"{gone.way.name} is gone while {what} was under way: {gone.reason}"
-            raise self._break(meeting, reason) from None
+            reason = f"{gone.way.name} is gone while {described(call.said)} was under way: {gone.reason}"
+            self.tell_broken(Broken(*meeting.key, reason))
+            raise CollectiveError(reason) from None
         except BaseException as error:
-            self._break(meeting, _told(self._name, error))
+            self.tell_broken(Broken(*meeting.key, _told(self._name, error)))
             raise
         finally:
             self._end(meeting)
 
+    def _leave_out(self, party: Party, number: int, error: BaseException) -> None:
+        """Nothing was said of it yet. Without ways to all it fails for all; what cannot be called is not called."""
+        is_open = party.is_open
+        with self.change:
+            self.heard.current = None
+            if is_open:
+                self.heard.numbers[party.group] = number
+        if not is_open:
+            self.tell_broken(Broken(party.group, number, _told(self._name, error)))
+
     def _end(self, meeting: Meeting) -> None:
         meeting.waiting.end()
-        with self._peers.change:
+        with self.change:
             self.heard.current = None
             self.heard.broken.pop(meeting.key, None)
             for stream in meeting.streams.values():
                 stream.landing = None
-            self._peers.change.notify_all()
+            self.change.notify_all()
 
     # -- all describe -------------------------------------------------------------------------------------
 
     def _gather(self, call: Call, meeting: Meeting) -> None:
-        self._open_ways(meeting)
-        mine = self._describe(call, meeting)
-        for place, way in meeting.ways.items():
-            start, size = wanted(mine, meeting.place, place) if is_inline(mine, meeting.place) else (0, 0)
+        mine, place = self._locate(call, meeting), meeting.place
+        inline = is_inline(mine, place)
+        for other, way in meeting.ways.items():
+            start, size = wanted(mine, place, other) if inline else (0, 0)
             with contextlib.suppress(ConnectionLost):  # found where it is waited for, with its last words
                 way.send(mine, [buffer_of(call.data[start : start + size])] if size else (), size)
-        meeting.said = [mine] * len(meeting.members)
-        for place, way in meeting.ways.items():
-            meeting.said[place], meeting.payloads[place] = self._hear(way, meeting, mine)
-        reason = disagreement(meeting.names, meeting.said)
+        said = meeting.said = [mine] * len(meeting.party)
+        for other, way in meeting.ways.items():
+            said[other], meeting.payloads[other] = self._hear(way, meeting, mine)
+        reason = disagreement(meeting.party.names, said)
         if reason:
-            raise _Told(reason)
-        hosts = hosts_of(meeting.said)
-        if hosts is None:
-            raise _Told("some ranks of a host share memory and some do not; use --transport tcp")
-        meeting.hosts = hosts
+            raise Told(reason)
 
-    def _open_ways(self, meeting: Meeting) -> None:
-        waiting = meeting.waiting
-        for place, member in enumerate(meeting.members):
-            if place != meeting.place:
-                way = self.way(member) or waiting.until_any(lambda m=member: self.way(m), [member.name])  # type: ignore[misc]
-                meeting.ways[place], meeting.streams[place] = way, self.heard.stream(way)
-        waiting.ways = list(meeting.ways.values())
+    def _open(self, party: Party, waiting: Waiting) -> None:
+        ways: dict[int, Way] = {}
+        for place, member in enumerate(party.members):
+            if place != party.place:
+                ways[place] = self.wait_for_way(member, waiting)
+        party.open(ways, {place: self.heard.stream(way) for place, way in ways.items()})
 
-    def way(self, member: Member) -> Way | None:
-        """The way to this worker; None: it is on its way."""
+    def wait_for_way(self, member: Member, waiting: Waiting) -> Way:
+        """The way to this worker, once there is one."""
+        return self._way(member) or waiting.until_any(lambda: self._way(member), [member.name])
+
+    def _way(self, member: Member) -> Way | None:
         if member.incarnation not in self._peers.live:
             raise CollectiveError(f"{member.name} is gone: it is no member of the job any more")
         try:
@@ -183,22 +219,18 @@ class Meetings:
         except ConnectionLost as error:
             raise CollectiveError(f"{member.name} cannot be reached: {error}") from None
 
-    def _describe(self, call: Call, meeting: Meeting) -> Describe:
+    def _locate(self, call: Call, meeting: Meeting) -> Describe:
         """My call, with where the data lie: large ones in memory that those on this host know."""
-        sharing = sorted([meeting.place, *(place for place, way in meeting.ways.items() if way.shares_memory)])
-        group = meeting.group
-        said = msgspec.structs.replace(
-            call.said, group=group, number=meeting.key[1], host=group[sharing[0]], sharing=len(sharing)
-        )
+        said, party = call.said, meeting.party
         meeting.data, meeting.is_own = call.data, call.is_own
-        if len(sharing) == 1 or is_inline(said, meeting.place):
+        if len(party.sharing) == 1 or is_inline(said, meeting.place):
             return said
         found = None if call.is_own else self._memories.find(call.data)
         if found is None:
             number, meeting.data = self._memories.kept("staging", len(call.data))
             meeting.data[...] = call.data
             meeting.is_own, meeting.is_staged, found = False, True, (number, 0)
-        for place in sharing:
+        for place in party.sharing:
             if place != meeting.place:
                 self.share(meeting.ways[place], found[0])
         return msgspec.structs.replace(said, memory=found[0], offset=found[1])
@@ -214,10 +246,14 @@ class Meetings:
 
     def tidy(self) -> None:
         """Between two calls: what is gone is forgotten here, and what is dropped is forgotten by the others."""
-        self._peers.sweep()
-        self.heard.forget()
+        if self._tidied != self._peers.num_changes:
+            self._tidied = self._peers.num_changes
+            self._peers.sweep()
+            self.heard.forget()
+        if not self._memories.dropped:
+            return
         dropped, self._memories.dropped = self._memories.dropped, []
-        for way, stream in self.heard.known() if dropped else ():
+        for way, stream in self.heard.known():
             for number in stream.shared.intersection(dropped):
                 stream.shared.discard(number)
                 _mention(way, Unshare(number))
@@ -235,13 +271,15 @@ class Meetings:
         self, way: Way, stream: Stream, meeting: Meeting, mine: Describe
     ) -> tuple[Describe, Sequence[Buffer]] | None:
         """What it has said of this call, if it has; under the lock."""
-        self.check(meeting)
+        if self.heard.broken:
+            self.check(meeting)
         while stream.said:
             said, payload = stream.said[0]
             if said.key == meeting.key:
                 stream.said.popleft()
                 stream.heard = said.key
-                stream.through &= {said.key}
+                if stream.through:
+                    stream.through &= {said.key}
                 return said, payload
             if self.heard.is_over(said.key) or 0 < said.generation < mine.generation:
                 stream.said.popleft()  # said before, or to be said anew
@@ -259,12 +297,14 @@ class Meetings:
         if broken is not None:
             if broken.other_group:
                 self.heard.skip(broken.other_group, broken.other_number)
-            raise _Told(broken.reason)
+            raise Told(broken.reason)
 
     # -- all are through ----------------------------------------------------------------------------------
 
     def leave_memory(self, meeting: Meeting) -> None:
         """Returns when every rank of this host is through with the memory of the others, if it was used."""
+        if meeting.is_inline:
+            return
         host = meeting.host
         if all(is_inline(meeting.said[place], place) for place in host):
             return
@@ -294,19 +334,13 @@ class Meetings:
 
     # -- when it fails ------------------------------------------------------------------------------------
 
-    def _break(self, meeting: Meeting, reason: str) -> CollectiveError:
-        for way in meeting.ways.values():
-            _mention(way, Broken(*meeting.key, reason))
-        return CollectiveError(reason)
-
     def _cross(self, meeting: Meeting, mine: Describe, crossed: _Crossed) -> CollectiveError:
         """Both calls fail, at all members of both groups."""
         theirs = crossed.said
         with self._peers.change:
             self.heard.skip(*theirs.key)
         names = {member.incarnation: member.name for member in ranked(self._peers.rosters.newest)}
-        names.update({member.incarnation: member.name for member in meeting.members})
-        mine = msgspec.structs.replace(mine, group=meeting.group)
+        names.update({member.incarnation: member.name for member in meeting.party.members})
         reason = other_groups((self._name, mine), (crossed.way.name, theirs), names)
         for key, other in ((meeting.key, theirs.key), (theirs.key, meeting.key)):
             self.tell_broken(Broken(*key, reason, *other), {*meeting.group, *theirs.group})

@@ -7,7 +7,7 @@ import numpy as np
 from syncline.client.arrays import Bytes
 from syncline.client.collectives.hearing import CHUNK_BYTES
 from syncline.client.collectives.meeting import Meeting, Meetings
-from syncline.core.collecting import Chunk
+from syncline.core.collecting import Chunk, Describe
 from syncline.core.collectives import is_inline, wanted
 from syncline.core.words import size
 from syncline.errors import CollectiveError, FrameError
@@ -52,7 +52,10 @@ def exchange(meetings: Meetings, meeting: Meeting, places: dict[int, Bytes] | No
 
     What lies in others' memory may be read until `leave_memory`.
     """
-    me, host = meeting.place, meeting.host
+    me = meeting.place
+    if meeting.is_inline:
+        return [_inline(meeting, source, said) for source, said in enumerate(meeting.said)]
+    host = meeting.host
     found: list[Bytes] = []
     landings: dict[int, _InOrder] = {}
     for source, said in enumerate(meeting.said):
@@ -60,7 +63,7 @@ def exchange(meetings: Meetings, meeting: Meeting, places: dict[int, Bytes] | No
         if source == me or not num_bytes:
             found.append(meeting.data[start : start + num_bytes])
         elif is_inline(said, source):
-            found.append(np.frombuffer(meeting.payloads[source][0], np.uint8))
+            found.append(_inline(meeting, source, said))
         elif source in host:
             found.append(meeting.memory_of(source)[start : start + num_bytes])
         else:
@@ -69,8 +72,8 @@ def exchange(meetings: Meetings, meeting: Meeting, places: dict[int, Bytes] | No
             landings[source] = _InOrder(found[source])
     _expect(meetings, meeting, landings)
     if not is_inline(meeting.mine, me):
-        for step in range(1, len(meeting.members)):
-            reader = (me + step) % len(meeting.members)
+        for step in range(1, len(meeting.party)):
+            reader = (me + step) % len(meeting.party)
             if reader not in host:
                 start, num_bytes = wanted(meeting.mine, me, reader)
                 send_chunks(meetings, meeting, reader, meeting.data[start : start + num_bytes])
@@ -80,6 +83,14 @@ def exchange(meetings: Meetings, meeting: Meeting, places: dict[int, Bytes] | No
             lambda one=landing: _whole(meetings, meeting, one),  # type: ignore[misc]
         )
     return found
+
+
+def _inline(meeting: Meeting, source: int, said: Describe) -> Bytes:
+    if source == meeting.place:
+        start, num_bytes = wanted(said, source, source)
+        return meeting.data[start : start + num_bytes]
+    payload = meeting.payloads[source]
+    return np.frombuffer(payload[0], np.uint8) if payload else meeting.data[:0]
 
 
 def _expect(meetings: Meetings, meeting: Meeting, landings: dict[int, _InOrder]) -> None:

@@ -187,8 +187,8 @@ class Pairs:
     def _way(self, member: Member, what: str, is_script: bool) -> Iterator[tuple[Way, Stream, Waiting]]:
         waiting = self._calls.waiting(what, is_script=is_script)
         try:
-            way = self._meetings.way(member) or waiting.until_any(lambda: self._meetings.way(member), [member.name])
-            waiting.ways = [way]
+            way = self._meetings.wait_for_way(member, waiting)
+            waiting.begin([way])
             yield way, self._meetings.heard.stream(way), waiting
         except (Gone, ConnectionLost) as gone:
             reason = gone.reason if isinstance(gone, Gone) else str(gone)

@@ -16,6 +16,8 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "average": np.add, "sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply,
 }  # fmt: skip
 _TORCH = {"average": "add", "sum": "add", "min": "minimum", "max": "maximum", "product": "mul"}
+#: What overflows is the script's own affair, wherever it happens to be added up.
+_QUIET = np.errstate(all="ignore")
 
 
 class Reducer:
@@ -33,6 +35,7 @@ class Reducer:
             return self._torch.from_numpy(data).view(getattr(self._torch, self._dtype))
         return data.view(self._dtype)
 
+    @_QUIET
     def merge(self, into: Bytes, earlier: Bytes) -> None:
         """What earlier ranks have, and what is here, is here."""
         target = self._typed(into)
@@ -44,6 +47,17 @@ class Reducer:
             target = self._typed(data)
             (self._torch.div if self._torch is not None else np.divide)(target, self._count, out=target)
 
+    @_QUIET
+    def small(self, sources: Sequence[Bytes]) -> Bytes:
+        """All sources, in new memory."""
+        result = sources[0].copy()
+        total = self._typed(result)
+        for source in sources[1:]:
+            self._merge(total, self._typed(source), out=total)
+        self.finish(result)
+        return result
+
+    @_QUIET
     def reduce(self, sources: Sequence[Bytes], targets: Sequence[Bytes], *, is_all: bool = True) -> None:
         """All sources, into every target; a target may be a source. `is_all`: these are all ranks."""
         size = len(sources[0])

@@ -29,6 +29,7 @@ class Stream:
     """Of one way; changed and read under the lock of all ways."""
 
     def __init__(self) -> None:
+        self.checked: tuple[object, int] = (None, 0)  # a description that was found sound, and the bytes with it
         self.said: collections.deque[tuple[Describe, Sequence[Buffer]]] = collections.deque()
         self.last: Key | None = None  # what it has described last: its chunks come now
         self.heard: Key | None = None  # what of it was taken last

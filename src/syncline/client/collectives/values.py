@@ -87,7 +87,7 @@ def put(array: Array, data: Bytes, what: str) -> Array:
     """Fills the caller's array, of any strides and on any device, with these bytes."""
     own = own_bytes(array)
     if own is not None:
-        if own.ctypes.data != data.ctypes.data:
+        if own is not data:
             own[...] = data
         return array
     if not is_torch(array) and not (isinstance(array, np.ndarray) and array.flags.writeable):

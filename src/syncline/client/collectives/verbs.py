@@ -12,9 +12,10 @@ from syncline.client.arrays import Array, Bytes, is_torch
 from syncline.client.collectives import ring
 from syncline.client.collectives.calls import Calls
 from syncline.client.collectives.groups import Group, choose
-from syncline.client.collectives.meeting import Call, Meeting
+from syncline.client.collectives.meeting import Call, Make, Meeting
 from syncline.client.collectives.moving import exchange, make_room
 from syncline.client.collectives.pairs import Pairs
+from syncline.client.collectives.party import Party
 from syncline.client.collectives.reducing import Reducer
 from syncline.client.collectives.values import (
     NOTHING,
@@ -28,7 +29,7 @@ from syncline.client.collectives.values import (
 )
 from syncline.client.hearing import FromCoordinator
 from syncline.client.peers import Peers
-from syncline.core.collecting import Describe, Shape
+from syncline.core.collecting import Shape
 from syncline.core.collectives import ITEM_BYTES, check_op, is_inline, num_bytes, parts_of, result_of, wanted
 from syncline.core.members import Member
 from syncline.errors import CollectiveError
@@ -74,11 +75,17 @@ class Collectives:
         if in_place:
             _check_in_place(verb, x)
 
-        def make(members: list[Member], generation: int) -> Call:
-            said = Describe(
-                (), 0, verb, value.dtype, value.shape, op=op, root=self._root(verb, root, members),
-                generation=generation, waits=wait, of_torch=value.of_torch,
-            )  # fmt: skip
+        def make(party: Party, number: int) -> Call:
+            said = party.describe(
+                number,
+                verb,
+                dtype=value.dtype,
+                shape=value.shape,
+                op=op,
+                root=self._root(verb, root, party),
+                waits=wait,
+                of_torch=value.of_torch,
+            )
             return Call(said, value.data, is_own=value.is_view and not (in_place and root is None))
 
         def body(meeting: Meeting) -> Any:
@@ -91,12 +98,10 @@ class Collectives:
         return self._go(verb, make, body, group, wait)
 
     def _reduced(self, meeting: Meeting, value: Value, op: str, *, is_copied: bool) -> Bytes:
-        reducer = Reducer(value.dtype, op, len(meeting.members))
+        reducer = Reducer(value.dtype, op, len(meeting.party))
         if is_inline(meeting.mine, meeting.place):
-            views, result = exchange(self._calls.meetings, meeting), make_room(len(value.data))
-            if len(views[0]) == len(result):  # else this is not the root
-                reducer.reduce(views, [result])
-            return result
+            views = exchange(self._calls.meetings, meeting)
+            return reducer.small(views) if len(views[0]) == len(value.data) else value.data  # this is not the root
         if meeting.is_own:
             meeting.data = meeting.data.copy()
         ring.all_reduce(self._calls.meetings, meeting, reducer)
@@ -108,11 +113,17 @@ class Collectives:
         value = value_of(x)
         check_op(op, value.dtype)
 
-        def make(members: list[Member], generation: int) -> Call:
-            said = Describe(
-                (), 0, "reduce_scatter", value.dtype, value.shape, parts_of(value.shape, splits, len(members)), op,
-                generation=generation, waits=wait, into=place_of(out),
-            )  # fmt: skip
+        def make(party: Party, number: int) -> Call:
+            said = party.describe(
+                number,
+                "reduce_scatter",
+                dtype=value.dtype,
+                shape=value.shape,
+                parts=parts_of(value.shape, splits, len(party)),
+                op=op,
+                waits=wait,
+                into=place_of(out),
+            )
             return Call(said, value.data, is_own=value.is_view)
 
         def body(meeting: Meeting) -> Any:
@@ -136,11 +147,16 @@ class Collectives:
     def _gather(self, verb: str, x: Any, root: int | None, out: Any, group: Group | None, wait: bool) -> Any:
         value = value_of(x)
 
-        def make(members: list[Member], generation: int) -> Call:
-            said = Describe(
-                (), 0, verb, value.dtype, value.shape, root=self._root(verb, root, members), generation=generation,
-                waits=wait, into=place_of(out),
-            )  # fmt: skip
+        def make(party: Party, number: int) -> Call:
+            said = party.describe(
+                number,
+                verb,
+                dtype=value.dtype,
+                shape=value.shape,
+                root=self._root(verb, root, party),
+                waits=wait,
+                into=place_of(out),
+            )
             return Call(said, value.data, is_own=value.is_view)
 
         def body(meeting: Meeting) -> Any:
@@ -171,11 +187,16 @@ class Collectives:
         if in_place:
             _check_in_place("broadcast", x)
 
-        def make(members: list[Member], generation: int) -> Call:
-            said = Describe(
-                (), 0, "broadcast", value.dtype, value.shape, root=self._root("broadcast", root, members),
-                generation=generation, waits=wait, of_torch=value.of_torch,
-            )  # fmt: skip
+        def make(party: Party, number: int) -> Call:
+            said = party.describe(
+                number,
+                "broadcast",
+                dtype=value.dtype,
+                shape=value.shape,
+                root=self._root("broadcast", root, party),
+                waits=wait,
+                of_torch=value.of_torch,
+            )
             return Call(said, value.data, is_own=value.is_view)
 
         def body(meeting: Meeting) -> Any:
@@ -189,18 +210,31 @@ class Collectives:
         values = [] if x is None else _values(x)
         place = NOTHING if out is None else value_of(out)
 
-        def make(members: list[Member], generation: int) -> Call:
-            chosen = self._root("scatter", root, members)
+        def make(party: Party, number: int) -> Call:
+            chosen = self._root("scatter", root, party)
             if chosen != self._calls.incarnation:
-                said = Describe((), 0, "scatter", place.dtype, place.shape, root=chosen, generation=generation)
+                said = party.describe(
+                    number,
+                    "scatter",
+                    dtype=place.dtype,
+                    shape=place.shape,
+                    root=chosen,
+                )
                 return Call(said, NOTHING.data)
             if not values:
                 raise CollectiveError("scatter: the root gives an array, or as many arrays as there are ranks")
-            first, parts = values[0], _parts(x, values, splits, len(members))
-            said = Describe(
-                (), 0, "scatter", first.dtype, first.shape, parts, root=chosen, generation=generation, waits=wait,
-                of_torch=first.of_torch, into=place_of(out),
-            )  # fmt: skip
+            first, parts = values[0], _parts(x, values, splits, len(party))
+            said = party.describe(
+                number,
+                "scatter",
+                dtype=first.dtype,
+                shape=first.shape,
+                parts=parts,
+                root=chosen,
+                waits=wait,
+                of_torch=first.of_torch,
+                into=place_of(out),
+            )
             return Call(said, joined(values), is_own=first.is_view)
 
         def body(meeting: Meeting) -> Any:
@@ -225,9 +259,9 @@ class Collectives:
         values = _values(x)
         data, dtype, of_torch = joined(values), values[0].dtype, values[0].of_torch
 
-        def make(members: list[Member], generation: int) -> Call:
-            parts = _parts(x, values, splits, len(members))
-            said = Describe((), 0, "all_to_all", dtype, (), parts, generation=generation, waits=wait)
+        def make(party: Party, number: int) -> Call:
+            parts = _parts(x, values, splits, len(party))
+            said = party.describe(number, "all_to_all", dtype=dtype, parts=parts, waits=wait)
             return Call(said, data, is_own=values[0].is_view)
 
         def body(meeting: Meeting) -> Any:
@@ -243,8 +277,15 @@ class Collectives:
         return self._go("all_to_all", make, body, group, wait)
 
     def barrier(self, group: Group | None, wait: bool) -> Any:
-        def make(members: list[Member], generation: int) -> Call:
-            return Call(Describe((), 0, "barrier", generation=generation, waits=wait), NOTHING.data)
+        def make(party: Party, number: int) -> Call:
+            return Call(
+                party.describe(
+                    number,
+                    "barrier",
+                    waits=wait,
+                ),
+                NOTHING.data,
+            )
 
         return self._go("barrier", make, lambda meeting: None, group, wait)
 
@@ -259,13 +300,13 @@ class Collectives:
     # -- how ----------------------------------------------------------------------------------------------
 
     def _go(
-        self, verb: str, make: Callable[[list[Member], int], Call], body: Callable[[Meeting], Any],
+        self, verb: str, make: Make, body: Callable[[Meeting], Any],
         group: Group | None, wait: bool,
     ) -> Any:  # fmt: skip
         return self._calls.go(verb, lambda is_script: self._calls.meet(make, body, group, is_script), wait)
 
-    def _root(self, verb: str, rank: int | None, members: list[Member]) -> int:
-        return 0 if rank is None else self._calls.world.root(rank, members, verb)
+    def _root(self, verb: str, rank: int | None, party: Party) -> int:
+        return 0 if rank is None else self._calls.world.root(rank, party.group, verb)
 
     @staticmethod
     def _place_for(out: Any, dtype: str, shape: Shape) -> Bytes:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from syncline.client.calling import ValidationCalled
 from syncline.client.hearing import FromCoordinator
 from syncline.client.peers import Peers, Way
+from syncline.core.collecting import Describe
+from syncline.core.collectives import described
 from syncline.core.words import listed
 from syncline.errors import WaitTimeout
 
@@ -36,12 +38,20 @@ class Waiting:
 
     def __init__(self, job: Job, hearing: FromCoordinator, peers: Peers, what: str, *, is_script: bool) -> None:
         self._job, self._hearing, self._peers = job, hearing, peers
-        self.what, self._is_script = what, is_script
-        self.ways: Sequence[Way] = ()  # all that take part
-        self._told = contextlib.ExitStack()
-        self._is_told = False
+        self._what, self._is_script = what, is_script
+        self._said: Describe | None = None
+        self._ways: Iterable[Way] = ()
+        self._told: contextlib.ExitStack | None = None
         self._for: list[str] = []
         self._gone_since: dict[Way, float] = {}
+
+    def begin(self, ways: Iterable[Way], said: Describe | None = None) -> None:
+        """These take part, in this."""
+        self._ways, self._said = ways, said
+
+    @property
+    def what(self) -> str:
+        return described(self._said) if self._said is not None else self._what
 
     def until(self, way: Way, ready: Callable[[], T | None]) -> T:
         """What `ready` returns, once it is not None; looked at under the lock, when something was heard."""
@@ -88,7 +98,7 @@ class Waiting:
         if is_late:
             seconds = self._job.config.wait_seconds
             raise WaitTimeout(f"{self._job.name}: {self.what} has waited {seconds:g} s for {listed(names)}")
-        for way in self.ways:
+        for way in self._ways:
             while way.waiter_reads and not way.lost and way.read(0.0):
                 pass
         if self._is_script:
@@ -100,12 +110,13 @@ class Waiting:
         except ValidationCalled as called:
             self.end()
             called.answer()
-        if not self._is_told:
-            self._is_told = True
+        if self._told is None:
+            self._told = contextlib.ExitStack()
             self._told.enter_context(self._job.exchange.waits.of(self.what, why=lambda: f"for {listed(self._for)}"))
             self._told.enter_context(self._job.boundary.standing())
 
     def end(self) -> None:
         """The call is over, or does something else."""
-        self._is_told = False
-        self._told.close()
+        if self._told is not None:
+            told, self._told = self._told, None
+            told.close()
