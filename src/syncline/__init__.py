@@ -5,6 +5,7 @@ core/                      pure: messages, layout, placement, policy, rounds, me
 net/                       frames, sockets, shared memory, the in-process twin, calls
 store/                     what outlives a process: the coordinator's journal, checkpoints
 client/  roles/            inside a worker / the coordinator and the servers
+collectives                what workers do together
 torch/   data/             thin adapters, data sets
 launch/                    init(), local processes, other hosts
 testing/                   whole jobs inside one process
