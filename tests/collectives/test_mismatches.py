@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from tests.collectives.together import messages, together
 
 from syncline import collectives
+from syncline.client.collectives.reducing import Reducer
 from syncline.errors import CollectiveError
 from syncline.testing.local import LocalJob
 
@@ -154,6 +157,43 @@ def _without_memory(me: Any) -> Any:
         return collectives.all_gather(LARGE)
     finally:
         me.collectives.__dict__.pop("_fill", None)
+
+
+def test_nobody_writes_into_memory_after_an_error(three: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """worker-2 fails at once, while worker-1 has not written its part yet: worker-0 gets its error only when that is
+    through, and what its script writes then stays."""
+    ours, begun, written = Reducer.reduce, threading.Event(), threading.Event()
+    mine = threading.local()
+
+    def reduce(self: Any, sources: Any, targets: Any, **options: Any) -> None:
+        if mine.rank == 2:
+            begun.wait(5.0)
+            raise MemoryError("7 bytes")
+        if mine.rank == 1:
+            begun.set()
+            time.sleep(0.3)
+        ours(self, sources, targets, **options)
+        if mine.rank == 1:
+            written.set()
+
+    def work(me: Any) -> Any:
+        mine.rank, array = me.rank, collectives.empty(60_000)
+        array[:] = 1
+        try:
+            collectives.all_reduce_(array)
+        except (CollectiveError, MemoryError):
+            if me.rank == 0:
+                assert written.is_set()
+        array[:] = 100 + me.rank
+        time.sleep(0.4)
+        return (array == 100 + me.rank).all()
+
+    if not any(way.shares_memory for way in three[0].collectives._calls.peers._ways.values()):
+        pytest.skip("no memory is shared over sockets")
+    monkeypatch.setattr(Reducer, "reduce", reduce)
+    assert together(three, work) == [True] * 3
+    monkeypatch.undo()
+    usable(three)
 
 
 def test_what_cannot_be_is_said_before_anybody_waits(three: LocalJob) -> None:

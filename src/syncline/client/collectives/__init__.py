@@ -5,7 +5,8 @@ calls        made by the script's thread or that of tickets, and made again when
 values       arrays and tensors as bytes, and back
 groups       who takes part
 party        the same, with the ways to them
-meeting      all describe what they have called, and see whether it is the same
+meeting      one call, with all who take part
+meetings     all describe what they have called, and see whether it is the same
 waiting      for one another: until when, what ends it, what is said meanwhile
 hearing      what others say, as it comes in
 streams      what one other worker has said, and was not taken yet

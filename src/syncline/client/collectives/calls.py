@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncline.client.collectives.groups import Group, World
-from syncline.client.collectives.meeting import Again, Call, Make, Meeting, Meetings
+from syncline.client.collectives.meeting import Again, Call, Make, Meeting
+from syncline.client.collectives.meetings import Meetings
 from syncline.client.collectives.memories import Memories
 from syncline.client.collectives.party import Party
 from syncline.client.collectives.tickets import Lane, Ticket

@@ -67,7 +67,7 @@ class Heard:
                 raise FrameError(f"{payload_bytes} bytes with a {message.verb} of other sizes")
             return [memoryview(bytearray(payload_bytes))]
         if isinstance(message, Chunk):
-            return [self._place(self.stream(way), message, payload_bytes)]
+            return [self._place(way, message, payload_bytes)]
         raise FrameError(f"{type(message).__name__} has no payload")
 
     def _inline_bytes(self, way: Way, stream: Stream, said: Describe) -> int:
@@ -81,13 +81,16 @@ class Heard:
         stream.checked = (kind, num_bytes)
         return num_bytes
 
-    def _place(self, stream: Stream, chunk: Chunk, num_bytes: int) -> Buffer:
+    def _place(self, way: Way, chunk: Chunk, num_bytes: int) -> Buffer:
         """Waits until it is known: all must have described it, and some may come sooner than others."""
         if not 0 < num_bytes <= CHUNK_BYTES:
             raise FrameError(f"a chunk of {num_bytes} bytes; at most {CHUNK_BYTES}")
+        stream = self.stream(way)
         with self._change:
             key = stream.last
-            while key is not None and not self.is_over(key):
+            if key is None:
+                raise FrameError("a chunk of nothing that was described")
+            while not self.is_over(key) and not way.lost:
                 if stream.landing is not None and stream.heard == key:
                     return stream.landing.place(chunk.offset, num_bytes)
                 self._change.wait(1.0)

@@ -68,6 +68,10 @@ class Memories:
             number, array = self._kept[purpose] = self._make(size)
         return number, array[:num_bytes]
 
+    def forget(self, purpose: str) -> None:
+        """What was kept for this is not used again: somebody may still have it in hand."""
+        self._kept.pop(purpose, None)
+
     def find(self, data: Bytes) -> tuple[int, int] | None:
         """The memory in which these bytes lie, and where in it."""
         if self._mine:

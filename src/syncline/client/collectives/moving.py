@@ -6,7 +6,8 @@ import numpy as np
 
 from syncline.client.arrays import Bytes
 from syncline.client.collectives.hearing import CHUNK_BYTES
-from syncline.client.collectives.meeting import Meeting, Meetings
+from syncline.client.collectives.meeting import Meeting
+from syncline.client.collectives.meetings import Meetings
 from syncline.core.collecting import Chunk, Describe
 from syncline.core.collectives import is_inline, wanted
 from syncline.core.words import size

@@ -64,6 +64,7 @@ class Pairs:
             except BaseException:
                 with contextlib.suppress(ConnectionLost):
                     way.send(Withdraw(number))
+                self._calls.memories.forget(f"to {way.incarnation}")  # it may be read at this moment
                 raise
         if answer.refused:
             raise CollectiveError(answer.refused)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from syncline.client.arrays import Bytes
 from syncline.client.collectives.hearing import CHUNK_BYTES
-from syncline.client.collectives.meeting import Meeting, Meetings
+from syncline.client.collectives.meeting import Meeting
+from syncline.client.collectives.meetings import Meetings
 from syncline.client.collectives.reducing import Reducer
 from syncline.core.collecting import Chunk
 from syncline.core.collectives import share
