@@ -188,6 +188,7 @@ def test_nobody_writes_into_memory_after_an_error(three: LocalJob, monkeypatch: 
         time.sleep(0.4)
         return (array == 100 + me.rank).all()
 
+    usable(three)
     if not any(way.shares_memory for way in three[0].collectives._calls.peers._ways.values()):
         pytest.skip("no memory is shared over sockets")
     monkeypatch.setattr(Reducer, "reduce", reduce)
