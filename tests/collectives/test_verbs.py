@@ -51,7 +51,7 @@ def test_all_reduce(job: LocalJob, op: str, size: int) -> None:
 
 
 def test_sums_are_in_the_order_of_ranks(three: LocalJob) -> None:
-    """1 + 1e8 - 1e8 is 0 in float32, and 1 the other way round. On one host large ones too; a ring begins anywhere."""
+    """1 + 1e8 - 1e8 is 0 in float32, and 1 the other way round. On one host large ones too, not on a ring."""
     is_shared = three[0].config.transport != "tcp"
     for size in (4, 50_000) if is_shared else (4,):
         values = [np.full(size, x, np.float32) for x in (1.0, 1e8, -1e8)]
