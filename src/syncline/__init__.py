@@ -5,6 +5,7 @@ core/                      pure: messages, layout, placement, policy, rounds, me
 net/                       frames, sockets, shared memory, the in-process twin, calls
 store/                     what outlives a process: the coordinator's journal, checkpoints
 client/  roles/            inside a worker / the coordinator and the servers
+collectives                what workers do together
 torch/   data/             thin adapters, data sets
 launch/                    init(), local processes, other hosts
 testing/                   whole jobs inside one process
@@ -23,6 +24,7 @@ from syncline.client.job import Job
 from syncline.core.codecs.codec import Codec
 from syncline.core.rule import Rule
 from syncline.errors import (
+    CollectiveError,
     ConfigError,
     ConnectionLost,
     DataError,
@@ -43,6 +45,7 @@ from syncline.launch.start import init
 __version__ = "0.1.0"
 __all__ = [
     "Codec",
+    "CollectiveError",
     "ConfigError",
     "ConnectionLost",
     "DataError",

@@ -12,6 +12,7 @@ SynclineError
 │   ├── TokenError         the other side does not know the job's token
 │   └── VersionError       the other side speaks another version of the protocol
 ├── ConnectionLost         the other side is gone
+├── CollectiveError        ranks did not call the same collective, or one is gone; all of them get it
 ├── Refresh                the sender knows an older generation; it fetches the roster and repeats
 ├── FencedError            this process has been replaced or evicted
 ├── WaitTimeout            a wait passed its deadline; says for whom it waited
@@ -69,6 +70,10 @@ class VersionError(ProtocolError):
 
 class ConnectionLost(SynclineError, ConnectionError):
     """The other side is gone."""
+
+
+class CollectiveError(SynclineError):
+    """Ranks did not call the same collective, or one is gone; every rank of the group gets the same error."""
 
 
 class Refresh(SynclineError):

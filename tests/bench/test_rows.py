@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.bench import footprint, leases, moving, namespaces, reading, training
+from syncline.bench import collecting, footprint, leases, moving, namespaces, reading, training
 from syncline.bench.match import play
 from syncline.bench.row import Effort, Samples
 from syncline.bench.rows import all_rows
@@ -28,14 +28,17 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
         return Samples([1.0] * 5, [1.0] * 5)
 
     class NoWire:
+        def __init__(self, rate: str = "") -> None: ...
+
         def __enter__(self) -> namespaces.Wire:
-            return namespaces.Wire("one", "two")
+            return namespaces.Wire("one", "two", ("card1", "card2"))
 
         def __exit__(self, *error: object) -> None: ...
 
-    for module in (moving, training, footprint, leases, reading):
+    for module in (moving, collecting, training, footprint, leases, reading):
         monkeypatch.setattr(module, "play", note)
-    monkeypatch.setattr(moving, "wire", NoWire)
+    for module in (moving, collecting):
+        monkeypatch.setattr(module, "wire", NoWire)
     for module in (footprint, leases):
         monkeypatch.setattr(module, "check_memory_is_told", lambda: None)
     monkeypatch.setattr(reading, "write", lambda path, shape, num_rows: None)
@@ -50,6 +53,11 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
     counts = {name: (ours.num_processes, reference.num_processes) for name, (ours, reference, _) in played.items()}
     assert {name: pair for name, pair in counts.items() if pair != (1, 1)} == {
         "tls-large": (2, 1),  # one of our two workers stands by
+        "allreduce-2": (2, 2),
+        "allreduce-4": (4, 4),
+        "allreduce-arrays": (2, 2),
+        "allreduce-small": (2, 1),
+        "allreduce-net": (2, 2),
         "sync-2": (2, 2),
         "sync-4": (4, 4),
         "sync-scaling": (8, 2),
@@ -125,3 +133,13 @@ def test_the_partner_of_the_bare_echo_is_in_the_other_namespace(played: dict[str
     command = " ".join(ours.commands(tmp_path, "p")[0])
     assert command.startswith("ip netns exec one ")
     assert "run -H one:1,two:1 -s 1 --remote ip netns exec {host} --bind 10.77.0.1 " in command
+
+
+def test_gloo_goes_over_the_same_wire(played: dict[str, Sides], tmp_path: Any):
+    ours, gloo, _ = played["allreduce-net"]
+    assert "run -H one:1,two:1 -s 1" in " ".join(ours.commands(tmp_path, "p")[0])
+    starts = [command[:6] for command in gloo.commands(tmp_path, "p")]
+    assert starts == [
+        ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={card}"]
+        for name, card in (("one", "card1"), ("two", "card2"))
+    ]

@@ -1,8 +1,9 @@
 """Figures with their references: every row is measured beside something bare, in turns, and printed as a ratio.
 
 row          what a row is, how hard to measure, what came out
-rows         the rows there are, of six kinds:
+rows         the rows there are, of seven kinds:
   moving       bytes between processes
+  collecting   all-reduce among workers
   training     steps of a model
   leases       samples handed out
   reading      files to batches

@@ -28,6 +28,7 @@ class Wire:
 
     server: str
     worker: str
+    cards: tuple[str, str] = ("", "")  # the ends of the wire in each
 
 
 def inside(namespace: str) -> list[str]:
@@ -36,13 +37,19 @@ def inside(namespace: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def wire() -> Iterator[Wire]:
-    """Makes the namespaces; deletes them however this ends. Raises NotMeasured where they cannot be made."""
+def wire(rate: str = "") -> Iterator[Wire]:
+    """Makes the namespaces; deletes them however this ends. Raises NotMeasured where they cannot be made.
+
+    `rate`: of the wire, in each direction, as `tc` spells it (`1gbit`); without, as fast as it goes.
+    """
     tag = secrets.token_hex(3)
-    made = Wire(f"syncline{tag}s", f"syncline{tag}w")
+    made = Wire(f"syncline{tag}s", f"syncline{tag}w", (f"sl{tag}s", f"sl{tag}w"))
     with _deleted_at_the_end((made.server, made.worker)):
         try:
-            _make(made, f"sl{tag}")
+            _make(made)
+            for namespace, card in zip((made.server, made.worker), made.cards, strict=True) if rate else ():
+                shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+                _run(*inside(namespace), "tc", "qdisc", "add", "dev", card, *shape)
         except (OSError, subprocess.SubprocessError):
             raise NotMeasured(NEEDS) from None
         yield made
@@ -76,11 +83,12 @@ def _deleted_at_the_end(namespaces: Sequence[str]) -> Iterator[None]:
             ) from None
 
 
-def _make(made: Wire, card: str) -> None:
-    ends = ((made.server, f"{card}s", SERVER_ADDRESS), (made.worker, f"{card}w", WORKER_ADDRESS))
+def _make(made: Wire) -> None:
+    one, two = made.cards
+    ends = ((made.server, one, SERVER_ADDRESS), (made.worker, two, WORKER_ADDRESS))
     for namespace, _, _ in ends:
         _ip("netns", "add", namespace)
-    _ip("link", "add", f"{card}s", "netns", made.server, "type", "veth", "peer", f"{card}w", "netns", made.worker)
+    _ip("link", "add", one, "netns", made.server, "type", "veth", "peer", two, "netns", made.worker)
     for namespace, name, address in ends:
         _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", name)
         _ip("-n", namespace, "link", "set", name, "up")
@@ -88,18 +96,22 @@ def _make(made: Wire, card: str) -> None:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_DELETE_SECONDS)
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_DELETE_SECONDS)
 
 
 class SpannedJobSide(ProcessSide):
     """`syncline run -H` over both namespaces: the server in one, the worker that works in the other.
 
-    A host has a worker at least, so that the server's has one too: it registers, and then rests.
+    A host has a worker at least, so that the server's has one too: it registers, and then rests, as a bystander; or
+    both work.
     """
 
     def __init__(self, task: Task, over: Wire) -> None:
         super().__init__(WORKER, task, processes=2, side="ours")
-        assert task.num_bystanders == 1
         self._over = over
 
     def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:
@@ -110,3 +122,16 @@ class SpannedJobSide(ProcessSide):
         ]  # fmt: skip
         run = [sys.executable, "-m", "syncline", "run", *options, *to_arguments(self._task, self._side, path)]
         return [[*inside(self._over.server), *run]]
+
+
+class SpannedProcessSide(ProcessSide):
+    """Two plain processes, one in each namespace; gloo is told by which end of the wire it goes."""
+
+    def __init__(self, module: str, task: Task, over: Wire) -> None:
+        super().__init__(module, task, processes=2)
+        self._over = over
+
+    def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:
+        ends = zip((self._over.server, self._over.worker), self._over.cards, strict=True)
+        prefixes = [[*inside(namespace), "env", f"GLOO_SOCKET_IFNAME={card}"] for namespace, card in ends]
+        return [[*prefix, *words] for prefix, words in zip(prefixes, super().commands(folder, path), strict=True)]

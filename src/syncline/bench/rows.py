@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
+from syncline.bench.collecting import all_reduce, all_reduce_net, all_reduce_small
 from syncline.bench.footprint import server_memory, worker_memory
 from syncline.bench.leases import coordinator_memory, epoch_start, lease_share
 from syncline.bench.moving import adam, crowd, push_pull, replicas, sync, sync_scaling, tls
@@ -24,6 +25,7 @@ _WIDE = "MLP 784-2048-2048-10 batch 32, SGD with momentum"
 def all_rows() -> list[Row]:
     return [
         *_moving_rows(),
+        *_collective_rows(),
         *_training_rows(),
         *_data_rows(),
         *_save_rows(),
@@ -48,6 +50,16 @@ def _moving_rows() -> list[Row]:
         adam("adam", LARGE, reach=_at_most(1.3)),
         replicas("replicas-sync", LARGE, policy="sync", reach=_at_most(1.6)),
         replicas("replicas-async", LARGE, policy="async", reach=_at_most(2.2)),
+    ]
+
+
+def _collective_rows() -> list[Row]:
+    return [
+        all_reduce("allreduce-2", LARGE, workers=2, reach=_at_most(0.25)),
+        all_reduce("allreduce-4", LARGE, workers=4, reach=_at_most(0.25)),
+        all_reduce("allreduce-arrays", LARGE, workers=2, own_arrays=True, reach=Reach("printed")),
+        all_reduce_small("allreduce-small", SMALL, reach=_at_most(8)),
+        all_reduce_net("allreduce-net", LARGE, rate="1gbit", reach=_at_most(1.05)),
     ]
 
 

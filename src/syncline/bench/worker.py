@@ -47,6 +47,17 @@ def train_keeping(task: Task) -> Operation:
     return backward_step(made, DistributedOptimizer(made.optimizer, model=made.model).step)
 
 
+def all_reduce(task: Task) -> Operation:
+    """All workers' numbers are added up, in place: in memory that they share, or in the caller's own arrays."""
+    from syncline import collectives
+
+    syncline.init()
+    size = task.num_bytes // 4
+    numbers = np.empty(size, np.float32) if task.own_arrays else collectives.empty(size)
+    numbers[...] = 0.0
+    return lambda: collectives.all_reduce_(numbers)
+
+
 class _Numbers:
     """A data set that costs next to nothing: sample i is i."""
 
@@ -110,6 +121,7 @@ def epoch_start(task: Task) -> Operation:
 
 OPERATIONS = {
     "push_pull": push_pull,
+    "all_reduce": all_reduce,
     "train": train,
     "train_keeping": train_keeping,
     "leased_steps": leased_steps,

@@ -11,6 +11,7 @@ from typing import Any
 
 from syncline.client.asking import Asking
 from syncline.client.calling import ValidationCalled
+from syncline.client.collectives.verbs import Collectives
 from syncline.client.current import forget
 from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
@@ -18,6 +19,7 @@ from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
 from syncline.client.measures import Measures
 from syncline.client.memory import Memory
+from syncline.client.peers import Peers
 from syncline.client.reporting import Reporting
 from syncline.client.residuals import saved_part
 from syncline.client.rosters import place_of
@@ -52,9 +54,11 @@ class Job:
         say: Callable[[str], None],
         embedded: bool,
         beats: bool = True,
+        peers: Peers | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens."""
+        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens.
+        `peers`: ways to the other workers."""
         self.config: JobConfig = joined.config
         self.name = me.name
         self.folder = folder  #: where the job's files go
@@ -87,6 +91,7 @@ class Job:
         if self.exchange.encoder is not None:
             self.state.add_part("residuals", saved_part(self.exchange.encoder, lambda: self.world_size, say))
         self.validating = Validating(self, hearing)
+        self.collectives = Collectives(self, me, hearing, peers)  #: `syncline.collectives` of this worker
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
@@ -354,6 +359,7 @@ class Job:
             self.measures.flush()
             self.reporting.report()
             self._tell_staleness()
+            self.collectives.leave()
             self.exchange.leave()
             if self.config.checkpoint and not self._hearing.has_retired:
                 self._memory.finish()
@@ -382,6 +388,7 @@ class Job:
         forget(self)
         self._link.close()
         self.exchange.close()
+        self.collectives.close()
         self._on_close()
 
     def __enter__(self) -> Job:

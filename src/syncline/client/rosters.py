@@ -39,10 +39,15 @@ class Rosters:
             return self._change.wait_for(lambda: self.newest.generation > generation, max(0.0, seconds))
 
 
-def place_of(me: Member, roster: Roster) -> tuple[int, int, int] | None:
-    """Rank, number of workers, rank on this host; None: not there. Who was there first comes first."""
+def ranked(roster: Roster) -> list[Member]:
+    """The workers in the order of their ranks, with those that have finished. Who was there first comes first."""
     workers = [member for member in (*roster.members, *roster.finished) if member.role == "worker"]
-    workers.sort(key=lambda member: (member.since, by_name(member.name)))
+    return sorted(workers, key=lambda member: (member.since, by_name(member.name)))
+
+
+def place_of(me: Member, roster: Roster) -> tuple[int, int, int] | None:
+    """Rank, number of workers, rank on this host; None: not there."""
+    workers = ranked(roster)
     names = [member.name for member in workers]
     if me.name not in names:
         return None

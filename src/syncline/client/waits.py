@@ -24,6 +24,7 @@ class Waiting:
     servers: Callable[[], Sequence[str]]  # that have not answered
     asked: float | None = None
     loud_seconds: float = 0.0  # more than usual
+    why: Callable[[], str] | None = None  # known here
 
     @property
     def text(self) -> str:
@@ -44,11 +45,11 @@ class Waits:
     @contextlib.contextmanager
     def of(
         self, what: str, *, step: int = 0, began: float | None = None, servers: Callable[[], Sequence[str]] = list,
-        loud_seconds: float = 0.0,
+        loud_seconds: float = 0.0, why: Callable[[], str] | None = None,
     ) -> Iterator[None]:  # fmt: skip
-        """While this lasts, the script waits for that."""
+        """While this lasts, the script waits for that; `why`: it knows why, in words."""
         before = self._now
-        self._now = Waiting(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds)
+        self._now = Waiting(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
         try:
             yield
         finally:
@@ -76,6 +77,8 @@ class Waits:
             self._say(reason)
 
     def _why(self, now: Waiting) -> str:
+        if now.why is not None:
+            return f"{now.text} has waited {time.monotonic() - now.began:.1f} s {now.why()}"
         with contextlib.suppress(SynclineError):
             reason = self._ask(now.step, list(now.servers()))
             if "has waited" in reason:

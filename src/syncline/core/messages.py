@@ -5,6 +5,20 @@ A frame holds one message; its number on the wire is its place in `MESSAGES`.
 
 from __future__ import annotations
 
+from syncline.core.collecting import (
+    Broken,
+    Chunk,
+    Describe,
+    Goodbye,
+    Offer,
+    Piece,
+    Share,
+    Take,
+    Taken,
+    Through,
+    Unshare,
+    Withdraw,
+)
 from syncline.core.control import (
     AskCopies,
     AskRoster,
@@ -126,7 +140,7 @@ from syncline.core.traffic import (
     Verify,
 )
 
-PROTOCOL = 5
+PROTOCOL = 6
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -141,6 +155,7 @@ MESSAGES: tuple[type[Message], ...] = (
     WriteMarked, WrittenMarked, TakeUp, AskTakenUp, GivenTakenUp, Finish, Noted, Metrics, Steer,
     Come, Called, Attend, Begin, Begun, AskStint, GivenStint, AskReading, GivenReading,
     Own, WriteOwn, WrittenOwn,
+    Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -151,6 +166,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
         AskTakenUp, Finish, Metrics, Come, Attend, Begin, AskStint, AskReading, Own,
+        Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,

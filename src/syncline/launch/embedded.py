@@ -6,6 +6,7 @@ import contextlib
 import pathlib
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from syncline import config as configuration
 from syncline.client.hearing import FromCoordinator
 from syncline.client.job import Job
+from syncline.client.peers import Peers
 from syncline.core.control import Join, Joined, Over
 from syncline.core.members import Member
 from syncline.core.saves import check_words
@@ -39,6 +41,7 @@ class InProcess:
         self._endpoints: dict[str, list[Endpoint]] = {}  # by the member that they belong to
         self._links: dict[str, Link] = {}
         self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
+        self._peers: dict[str, Peers] = {}  # of workers, by name
 
     def stamp(self) -> Stamp:
         return Stamp(self._job)
@@ -115,13 +118,13 @@ class InProcess:
             raise ConnectionLost(f"{name} is gone")
         return self._servers[name]
 
-    def ask_to_join(self, name: str, defaults: Mapping[str, Any]) -> tuple[Link, FromCoordinator, Stamp, Call]:
+    def ask_to_join(
+        self, name: str, defaults: Mapping[str, Any], host: str = "local"
+    ) -> tuple[Link, FromCoordinator, Stamp, Call]:
         """A worker's question to be a member, not waited for."""
         stamp, hearing = self.stamp(), FromCoordinator()
         link = self.link("worker", name, hearing, stamp)
-        call = link.try_call(
-            Join("worker", name, "local", 0, None, dict(defaults), secrets.token_hex(8), "in-process")
-        )
+        call = link.try_call(Join("worker", name, host, 0, None, dict(defaults), secrets.token_hex(8), "in-process"))
         return link, hearing, stamp, call
 
     def dial(self, me: Member, stamp: Stamp, member: Member) -> Endpoint:
@@ -130,6 +133,8 @@ class InProcess:
 
     def make_job(self, link: Link, hearing: FromCoordinator, stamp: Stamp, joined: Joined, embedded: bool) -> Job:
         me = myself(joined)
+        stamp.incarnation = me.incarnation
+        peers = self._peers[me.name] = Peers(hearing.rosters, stamp, _Twin(self, me), say(me.name))
         return Job(
             joined,
             me,
@@ -141,14 +146,25 @@ class InProcess:
             say=say(me.name),
             embedded=embedded,
             beats=False,
-            on_close=self.close if embedded else lambda: None,
+            peers=peers,
+            on_close=self.close if embedded else peers.close,
         )
+
+    def peers_of(self, member: Member) -> Peers:
+        """The ways of another worker in this process."""
+        peers = self._peers.get(member.name)
+        if peers is None or peers.incarnation != member.incarnation:
+            raise ConnectionLost(f"{member.name} is gone")
+        return peers
 
     def kill(self, name: str) -> None:
         """This member is gone from one moment to the next: its connections break, and nobody answers for it."""
         server = self._servers.pop(name, None)
         for endpoint in self._endpoints.pop(name, []):
             endpoint.close("killed")
+        peers = self._peers.pop(name, None)
+        if peers is not None:
+            peers.close("killed")
         link = self._links.pop(name, None)
         if link is not None:
             link.close()
@@ -159,11 +175,36 @@ class InProcess:
         self.coordinator.close()
         for link in self._links.values():
             link.close()
+        for peers in self._peers.values():
+            peers.close()
         for server in self._servers.values():
             server.close()
         for endpoints in self._endpoints.values():
             for endpoint in endpoints:
                 endpoint.close()
+
+
+class _Twin:
+    """How a worker in this process reaches another one. Of different hosts, or with `--transport tcp`, they share no
+    memory."""
+
+    def __init__(self, process: InProcess, me: Member) -> None:
+        self._process, self._me = process, me
+
+    def connect(self, member: Member) -> Connection:
+        others = self._process.peers_of(member)
+        one, two = (Peer("worker", who.name, who.incarnation) for who in (self._me, member))
+        connection = memory.dialled(one, two, others.accept)
+        if self._process.coordinator.config.transport == "tcp" or self._me.host != member.host:
+            connection.share_nothing()
+        return connection
+
+    def knock(self, member: Member) -> None:
+        others = self._process.peers_of(member)
+        threading.Thread(target=others.knocked, args=(self._me,), name="knock", daemon=True).start()
+
+    def create_memory(self, num_bytes: int) -> HeapMemory:
+        return HeapMemory(num_bytes)
 
 
 def _ignore(over: Over) -> None:
@@ -228,6 +269,7 @@ def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Ma
             say=say(me.name),
             embedded=True,
             beats=False,
+            peers=Peers(hearing.rosters, stamp, _Twin(process, me), say(me.name)),
             on_close=close,
         )
     except BaseException:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-import pathlib
 import platform
 import secrets
 import socket
@@ -18,7 +17,6 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.client.hearing import FromCoordinator
-from syncline.client.job import Job
 from syncline.config import JobConfig
 from syncline.core.control import Join, Joined
 from syncline.core.cores import describe
@@ -161,32 +159,6 @@ def open_link(file: JobFile, identity: tcp.Identity, hearing: FromCoordinator, s
         fenced=hearing.fenced,
         gone=hearing.gone,
     )
-
-
-def join_as_worker(file: JobFile, name: str, host: str, defaults: Mapping[str, Any]) -> Job:
-    """A worker's way into its job."""
-    stamp, hearing = Stamp(file.job), FromCoordinator()
-    identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
-    link = open_link(file, identity, hearing, stamp, name or "worker")
-
-    def on_joined(joined: Joined) -> None:
-        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
-        hearing.begin(link, joined, myself(joined).name, beats=True)
-
-    try:
-        seconds = configuration.resolve(file.given).start_seconds
-        joined = join(link, "worker", name, host, None, defaults, seconds, on_joined)
-        me = myself(joined)
-        proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
-
-        def dial(member: Member) -> Endpoint:
-            return Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined))
-
-        folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
-        return Job(joined, me, link, hearing, dial, stamp, folder=folder, say=say(me.name), embedded=False)
-    except BaseException:
-        link.close()
-        raise
 
 
 def waiter_reads(joined: Joined) -> bool:

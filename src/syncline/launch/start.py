@@ -44,7 +44,7 @@ def init(**defaults: Any) -> Job:
     for key in configuration.LAUNCH_ONLY.intersection(known):
         raise ConfigError(f"init({key}=…): this is said at launch, e.g. syncline run -w 2 -s 1, or in syncline.toml")
     if _invitation is not None:
-        from syncline.launch.membership import join_as_worker
+        from syncline.launch.working import join_as_worker
 
         _join_once()
         job = join_as_worker(_invitation.file, _invitation.name, _invitation.host, known)

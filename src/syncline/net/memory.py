@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,25 @@ class MemoryConnection(Connection):
             other.close("the other side closed the connection" if reason == "closed" else reason)
 
 
+class Dialled(MemoryConnection):
+    """An end that brings the other end to those who accept it, as soon as it can hear itself."""
+
+    def __init__(self, peer: Peer, accept: Callable[[Connection], None]) -> None:
+        super().__init__(peer)
+        self._accept = accept
+
+    def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
+        super().start(receiver)
+        assert self.other is not None
+        self._accept(self.other)
+        return False
+
+    def share_nothing(self) -> None:
+        """Both ends are as those of a network."""
+        assert self.other is not None
+        self.shares_memory = self.other.shares_memory = False
+
+
 def _copy(buffers: Iterable[Buffer], landing: list[Buffer], num_bytes: int) -> None:
     if sum(len(buffer) for buffer in landing) != num_bytes:
         raise FrameError(f"a payload of {num_bytes} bytes does not fit its message")
@@ -110,3 +129,10 @@ def pair(one: Peer, two: Peer) -> tuple[MemoryConnection, MemoryConnection]:
     left, right = MemoryConnection(two), MemoryConnection(one)
     left.other, right.other = right, left
     return left, right
+
+
+def dialled(one: Peer, two: Peer, accept: Callable[[Connection], None]) -> Dialled:
+    """The end of `one`, which leads to `two`; the other is accepted when this one is started."""
+    left, right = Dialled(two, accept), MemoryConnection(one)
+    left.other, right.other = right, left
+    return left

@@ -38,8 +38,11 @@ class SharedMemory:
         self.array = np.empty(0, np.uint8)
 
 
-def create(num_bytes: int) -> SharedMemory:
-    """New shared memory, really reserved: an OSError here rather than a bus error later."""
+def create(num_bytes: int, *, for_all: bool = False) -> SharedMemory:
+    """New shared memory, really reserved: an OSError here rather than a bus error later.
+
+    `for_all`: whoever gets it may write it too.
+    """
     size = max(num_bytes, mmap.PAGESIZE)
     fd = _anonymous_file()
     try:
@@ -49,8 +52,18 @@ def create(num_bytes: int) -> SharedMemory:
     except BaseException:
         os.close(fd)
         raise
-    _seal(fd)
+    _seal(fd, is_final=not for_all)
     return memory
+
+
+def writable(memory: SharedMemory) -> SharedMemory:
+    """The same memory, to be written here too; a FrameError where its owner has not made it for that."""
+    fd = os.dup(memory.fd)
+    try:
+        return SharedMemory(fd, memory.num_bytes, writable=True)
+    except OSError as error:
+        os.close(fd)
+        raise FrameError(f"shared memory that cannot be written: {error}") from None
 
 
 def accept(fd: int, num_bytes: int) -> SharedMemory:
@@ -107,14 +120,14 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
-def _seal(fd: int) -> None:
+def _seal(fd: int, *, is_final: bool) -> None:
     if not hasattr(os, "memfd_create"):
         return
     import fcntl
 
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _FUTURE_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | (_FUTURE_WRITE if is_final else 0))
     except OSError:  # an older kernel: the receiver maps it read-only by itself
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 

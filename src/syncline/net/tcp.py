@@ -140,7 +140,11 @@ class Listener:
 
     def rename(self, incarnation: int) -> None:
         """From now on, handshakes name this incarnation of us."""
-        self._identity = self._identity.as_incarnation(incarnation)
+        self.become(self._identity.as_incarnation(incarnation))
+
+    def become(self, identity: Identity) -> None:
+        """From now on, handshakes name this one."""
+        self._identity = identity
 
     def _serve(self, listening: socket.socket) -> None:
         with selectors.DefaultSelector() as looks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from syncline import config as configuration
@@ -102,10 +102,12 @@ def _leave(job: Job) -> None:
 
 @contextlib.contextmanager
 def local_job(
-    workers: int = 2, servers: int = 1, policy: str = "sync", *, folder: str = "runs/local", **settings: Any
-) -> Iterator[LocalJob]:
+    workers: int = 2, servers: int = 1, policy: str = "sync", *, folder: str = "runs/local",
+    on: Sequence[str] = (), **settings: Any,
+) -> Iterator[LocalJob]:  # fmt: skip
     """A whole job inside this process; `settings` are those of syncline.toml.
 
+    `on`: the host of each worker, by name. Workers of different hosts share no memory among themselves.
     With `transport="tcp"` workers and servers share no memory: bytes travel, as they would over sockets.
     """
     given = configuration.check_known(
@@ -116,7 +118,8 @@ def local_job(
     process.shares_memory = given.get("transport") != "tcp"
     local: LocalJob | None = None
     try:
-        asked = [process.ask_to_join(f"worker-{rank}", {}) for rank in range(workers)]
+        hosts = [*on, *["local"] * (workers - len(on))]
+        asked = [process.ask_to_join(f"worker-{rank}", {}, hosts[rank]) for rank in range(workers)]
         for number in range(servers):
             process.add_server(f"server-{number}")
         jobs = []

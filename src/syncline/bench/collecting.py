@@ -1,0 +1,63 @@
+"""Rows about collectives: all-reduce among workers of one host or of two."""
+
+from __future__ import annotations
+
+from syncline.bench.match import play
+from syncline.bench.moving import FLOORS
+from syncline.bench.namespaces import SpannedJobSide, SpannedProcessSide, wire
+from syncline.bench.row import Effort, Reach, Row, Samples
+from syncline.bench.sides import JobSide, ProcessSide
+from syncline.bench.task import Task
+from syncline.bench.words import size_in_words
+
+
+def all_reduce(name: str, num_bytes: int, *, workers: int, reach: Reach, own_arrays: bool = False) -> Row:
+    """In shared memory, beside gloo."""
+
+    def measure(effort: Effort) -> Samples:
+        ours = JobSide(Task(kind="all_reduce", num_bytes=num_bytes, own_arrays=own_arrays), workers=workers)
+        gloo = ProcessSide("peers", Task(kind="all_reduce_only", num_bytes=num_bytes), processes=workers)
+        return play(ours, gloo, effort)
+
+    source = "the caller's own arrays" if own_arrays else "collectives.empty()"
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} all_reduce_ of float32, {workers} ranks, in {source}",
+        reference=f"gloo all-reduce in place, {workers} ranks",
+        reach=reach,
+        measure=measure,
+    )
+
+
+def all_reduce_small(name: str, num_bytes: int, *, reach: Reach) -> Row:
+    """So small that only the way counts."""
+
+    def measure(effort: Effort) -> Samples:
+        ours = JobSide(Task(kind="all_reduce", num_bytes=num_bytes, own_arrays=True), workers=2)
+        return play(ours, ProcessSide("floors", Task(kind="round trip", num_bytes=num_bytes)), effort)
+
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} all_reduce_ of float32, 2 ranks, in the caller's own arrays",
+        reference=FLOORS["round trip"],
+        reach=reach,
+        measure=measure,
+    )
+
+
+def all_reduce_net(name: str, num_bytes: int, *, rate: str, reach: Reach) -> Row:
+    """Between two hosts, which are network namespaces, beside gloo over the same wire."""
+
+    def measure(effort: Effort) -> Samples:
+        with wire(rate) as hosts:
+            ours = SpannedJobSide(Task(kind="all_reduce", num_bytes=num_bytes), hosts)
+            gloo = SpannedProcessSide("peers", Task(kind="all_reduce_only", num_bytes=num_bytes), hosts)
+            return play(ours, gloo, effort)
+
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} all_reduce_ of float32, 2 ranks, TLS between two namespaces at {rate}",
+        reference="gloo all-reduce in place between the same two, in the clear",
+        reach=reach,
+        measure=measure,
+    )

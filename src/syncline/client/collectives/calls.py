@@ -1,0 +1,155 @@
+"""Making a call: by the script's own thread or by that of tickets, again when members have come or left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from syncline.client.collectives.groups import Group, World
+from syncline.client.collectives.meeting import Again, Call, Make, Meeting
+from syncline.client.collectives.meetings import Meetings
+from syncline.client.collectives.memories import Memories
+from syncline.client.collectives.party import Party
+from syncline.client.collectives.tickets import Lane, Ticket
+from syncline.client.collectives.waiting import Waiting
+from syncline.client.hearing import FromCoordinator
+from syncline.client.peers import Peers
+from syncline.core.collecting import Goodbye
+from syncline.core.collectives import disagreement
+from syncline.core.control import Roster
+from syncline.core.members import Member
+from syncline.errors import CollectiveError, ConfigError
+
+if TYPE_CHECKING:
+    from syncline.client.job import Job
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Of one worker. Its calls are made one after the other, in the order in which its script makes them."""
+
+    def __init__(self, job: Job, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
+        self.job, self._me, self._hearing, self._peers = job, me, hearing, peers
+        self.world = World(me, hearing.rosters)
+        self.lane = Lane("collectives")
+        self._busy = threading.Lock()
+        self._roster: Roster | None = None
+        self._parties: dict[Group | None, Party] = {}
+        self._meetings: Meetings | None = None
+        self._memories: Memories | None = None
+        if peers is not None:
+            self._memories = Memories(peers.create_memory)
+            self._meetings = Meetings(peers, self._memories, me.name)
+
+    @property
+    def peers(self) -> Peers:
+        if self._peers is None:
+            raise ConfigError("this job has no ways between its workers")
+        return self._peers
+
+    @property
+    def incarnation(self) -> int:
+        return self._me.incarnation
+
+    @property
+    def memories(self) -> Memories:
+        assert self.peers is not None and self._memories is not None
+        return self._memories
+
+    @property
+    def meetings(self) -> Meetings:
+        assert self.peers is not None and self._meetings is not None
+        return self._meetings
+
+    def waiting(self, what: str, *, is_script: bool) -> Waiting:
+        return Waiting(self.job, self._hearing, self.peers, what, is_script=is_script)
+
+    def go(self, what: str, work: Callable[[bool], T], wait: bool, lane: Lane | None = None) -> Any:
+        """Does the work now, or gives a ticket for it. What was called before on the same lane is done before."""
+        lane = lane or self.lane
+        if not wait:
+            return lane.add(Ticket(what, lambda: work(False)))
+        self.job.leave_if_asked()
+        if not lane.is_idle:
+            return lane.add(Ticket(what, lambda: work(False))).wait()
+        if not self._busy.acquire(blocking=False):
+            raise CollectiveError(
+                f"{what}: another thread is in a collective; call them from one, or with wait=False"
+            )
+        try:
+            return work(True)
+        finally:
+            self._busy.release()
+
+    def meet(self, make: Make, body: Callable[[Meeting], T], group: Group | None, is_script: bool) -> T:
+        """`body`: what is done when all have made the call."""
+        meetings = self.meetings
+        while True:
+            party = self._party(group)
+            waiting = self.waiting("a collective", is_script=is_script)
+            if len(party) == 1:
+                return body(_alone(make(party, 0), party, waiting))
+            meetings.tidy()
+            try:
+                with meetings.meet(make, party, waiting) as meeting:
+                    return body(meeting)
+            except Again:
+                self._await_others(party.members, waiting)
+
+    def _party(self, group: Group | None) -> Party:
+        """Who takes part: as before, while nobody has come or gone."""
+        roster = self.world.roster
+        if self._roster is not roster:
+            self._roster, self._parties = roster, {}
+        found = self._parties.get(group)
+        if found is None:
+            members, generation = self.world.members(group)
+            found = self._parties[group] = Party(members, self._me.incarnation, generation)
+        return found
+
+    def _await_others(self, before: list[Member], waiting: Waiting) -> None:
+        """Until the roster says who takes part now. Who is gone without a word has died in it."""
+
+        def changed() -> list[Member] | None:
+            now = self.world.members(None)[0]
+            return now if now != before else None
+
+        try:
+            now = {member.incarnation for member in waiting.until_any(changed, [self._me.name])}
+        finally:
+            waiting.end()
+        for member in before:
+            if member.incarnation not in now and not self._has_left(member):
+                raise CollectiveError(f"{member.name} is gone while {waiting.what} was under way")
+
+    def _has_left(self, member: Member) -> bool:
+        if any(one.incarnation == member.incarnation for one in self.world.roster.finished):
+            return True
+        way = self.peers.last_way(member.incarnation)
+        while way is not None and not way.has_left and way.read(0.0):
+            pass
+        return way is not None and way.has_left
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Finishes what is open, and says goodbye: whoever calls a collective next does it without this one."""
+        self.lane.settle()
+        if self._peers is not None:
+            self._peers.tell_all(Goodbye())
+
+    def close(self) -> None:
+        self.lane.close()
+        if self._memories is not None:
+            self._memories.close()
+
+
+def _alone(call: Call, party: Party, waiting: Waiting) -> Meeting:
+    meeting = Meeting(party, 0, waiting)
+    meeting.data, meeting.is_own, meeting.said = call.data, call.is_own, [call.said]
+    reason = disagreement(party.names, meeting.said)
+    if reason:
+        raise CollectiveError(reason)
+    return meeting

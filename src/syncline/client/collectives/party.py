@@ -1,0 +1,48 @@
+"""Those who take part in calls, with the ways to them: made once, and used until somebody comes or goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from syncline.client.collectives.streams import Stream
+from syncline.client.peers import Way
+from syncline.core.collecting import Describe
+from syncline.core.members import Member
+
+
+class Party:
+    """The members of a group; by their places in it."""
+
+    def __init__(self, members: Sequence[Member], me: int, generation: int) -> None:
+        """`me`: an incarnation. `generation`: of the roster, if these are all workers; else 0."""
+        self.members, self.generation = list(members), generation
+        self.names = [member.name for member in members]
+        self.group = tuple(member.incarnation for member in members)
+        self.place = self.group.index(me)
+        self.ways: dict[int, Way] = {}
+        self.streams: dict[int, Stream] = {}
+        self.host = me  # the first that shares memory with this one
+        self.sharing: list[int] = [self.place]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are ways to all others."""
+        for way in self.ways.values():
+            if way.lost:
+                return False
+        return len(self.ways) == len(self.members) - 1
+
+    def open(self, ways: dict[int, Way], streams: dict[int, Stream]) -> None:
+        self.ways, self.streams = ways, streams
+        self.sharing = sorted([self.place, *(place for place, way in ways.items() if way.shares_memory)])
+        self.host = self.group[self.sharing[0]]
+
+    def describe(self, number: int, verb: str, **fields: Any) -> Describe:
+        """A call of this group."""
+        return Describe(
+            self.group, number, verb, generation=self.generation, host=self.host, sharing=len(self.sharing), **fields
+        )

@@ -1,0 +1,236 @@
+"""Collectives: what ranks must agree on, which bytes go from whom to whom, how work is split. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from syncline.core.collecting import Describe, Shape
+from syncline.core.words import listed
+from syncline.errors import CollectiveError, FrameError
+
+OPS = ("average", "sum", "min", "max", "product")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+VERBS = (*REDUCING, "all_gather", "gather", "scatter", "broadcast", "all_to_all", "barrier")
+_ROOTED = ("reduce", "gather", "scatter", "broadcast")
+_FROM_ROOT = ("scatter", "broadcast")
+_IN_PARTS = ("reduce_scatter", "scatter", "all_to_all")
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+MAX_DIMENSIONS = 64
+MAX_BYTES = 1 << 44
+#: Data of at most so many bytes go with the description.
+INLINE_BYTES = 16 << 10
+_REMEDY = "; all ranks of a group make the same calls in the same order"
+#: Parts of a reduction begin where a cache line does.
+_LINE = 64
+
+
+def num_bytes(dtype: str, shape: Shape) -> int:
+    return math.prod(shape) * ITEM_BYTES[dtype] if dtype else 0
+
+
+def check_op(op: str, dtype: str) -> None:
+    """A CollectiveError says what cannot be reduced so."""
+    if op not in OPS:
+        raise CollectiveError(f"op={op!r}: there are {', '.join(OPS)}")
+    if dtype == "bool" and op not in ("min", "max"):
+        raise CollectiveError(f"{op} of bool: use max for any, min for all, or numbers")
+    if op == "average" and not dtype.startswith(("float", "bfloat", "complex")):
+        raise CollectiveError(f"average of {dtype}: use sum, and divide as you want it rounded")
+    if op in ("min", "max") and dtype.startswith("complex"):
+        raise CollectiveError(f"{op} of {dtype}: complex numbers have no order; use sum, average or product")
+
+
+def check_heard(said: Describe, sender: int, me: int) -> None:
+    """A FrameError: nobody who keeps to the protocol says this."""
+    shapes = (said.shape, *said.parts)
+    if said.verb not in VERBS or (said.dtype and said.dtype not in ITEM_BYTES):
+        raise FrameError(f"a collective {said.verb[:20]!r} of {said.dtype[:20]!r}")
+    if sender not in said.group or me not in said.group or len(set(said.group)) != len(said.group):
+        raise FrameError("a collective of a group that this worker, or the one that says so, is not in")
+    if len(said.parts) not in (0, len(said.group)) or any(len(shape) > MAX_DIMENSIONS for shape in shapes):
+        raise FrameError("a collective of pieces, or of dimensions, that cannot be")
+    if any(size < 0 for shape in shapes for size in shape) or said.number < 0 or said.offset < 0:
+        raise FrameError("a collective of less than nothing")
+    if any(num_bytes(said.dtype, shape) > MAX_BYTES for shape in shapes):
+        raise FrameError(f"a collective of more than {MAX_BYTES} bytes")
+
+
+def even_parts(shape: Shape, count: int) -> tuple[Shape, ...]:
+    """The shapes of `count` pieces along the first dimension, as even as possible: the first ones have one more."""
+    if not shape:
+        raise CollectiveError("a single number cannot be split; give an array with a first dimension")
+    least, more = divmod(shape[0], count)
+    return tuple((least + (k < more), *shape[1:]) for k in range(count))
+
+
+def parts_of(shape: Shape, splits: Sequence[int] | None, count: int) -> tuple[Shape, ...]:
+    """The same by given sizes along the first dimension."""
+    if splits is None:
+        return even_parts(shape, count)
+    if len(splits) != count or not shape or sum(splits) != shape[0] or min(splits) < 0:
+        size = shape[0] if shape else 1
+        raise CollectiveError(f"splits={list(splits)}: {count} sizes are needed, {size} in all")
+    return tuple((int(size), *shape[1:]) for size in splits)
+
+
+def given(said: Describe, place: int) -> int:
+    """Bytes that the member at this place of the group gives."""
+    if not said.dtype or (said.verb in _FROM_ROOT and said.group[place] != said.root):
+        return 0
+    if said.parts:
+        return sum(num_bytes(said.dtype, part) for part in said.parts)
+    return num_bytes(said.dtype, said.shape)
+
+
+def wanted(said: Describe, source: int, reader: int) -> tuple[int, int]:
+    """Where in what the source gives is what goes to the reader: offset and number of bytes."""
+    count = given(said, source)
+    if not count or (said.verb in ("reduce", "gather") and said.group[reader] != said.root):
+        return 0, 0
+    if said.verb in _IN_PARTS and said.parts:
+        sizes = [num_bytes(said.dtype, part) for part in said.parts]
+        return sum(sizes[:reader]), sizes[reader]
+    return 0, count
+
+
+def is_inline(said: Describe, source: int) -> bool:
+    """Whether what the source gives comes with its description."""
+    return given(said, source) <= INLINE_BYTES
+
+
+# -- agreeing ---------------------------------------------------------------------------------------------------
+
+
+def disagreement(names: Sequence[str], said: Sequence[Describe]) -> str:
+    """Who has called what else than the others, in words that are the same at all ranks; empty: nobody."""
+    first, verb = said[0], said[0].verb
+    if verb not in _FROM_ROOT and all(_is_like(one, first) for one in said):
+        return ""
+    differences: list[Callable[[Describe], object]] = [lambda one: one.verb]
+    if verb in REDUCING:
+        differences += [lambda one: (one.dtype, one.shape), lambda one: one.op, lambda one: one.parts]
+    elif verb in ("all_gather", "gather"):
+        differences += [lambda one: (one.dtype, len(one.shape), one.shape[1:])]
+    elif verb == "all_to_all":
+        differences += [lambda one: one.dtype]
+    if verb in _ROOTED:
+        differences += [lambda one: one.root]
+    if any(len({key(one) for one in said}) > 1 for key in differences):
+        return _words(names, said)
+    against_root = _against_root(names, said) if verb in _FROM_ROOT else ""
+    if against_root:
+        return against_root
+    for place, one in enumerate(said):
+        result = result_of(said, place)
+        if one.into is not None and one.into != result:
+            has, gets = (f"{dtype}{_shape(shape)}" for dtype, shape in (one.into, result))
+            return f"{names[place]} called {verb} into {has}, and the result is {gets}"
+    return ""
+
+
+def _is_like(one: Describe, other: Describe) -> bool:
+    """Whether these two fit, at first sight."""
+    return (
+        one.verb == other.verb
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.op == other.op
+        and one.root == other.root
+        and one.parts == other.parts
+        and one.into is None
+    )
+
+
+def result_of(said: Sequence[Describe], place: int) -> tuple[str, Shape]:
+    """Dtype and shape of what the member at this place gets."""
+    one = said[place]
+    if one.verb in ("all_gather", "gather"):
+        return one.dtype, (sum(other.shape[0] if other.shape else 1 for other in said), *one.shape[1:])
+    return one.dtype, one.parts[place] if one.parts else one.shape
+
+
+def _against_root(names: Sequence[str], said: Sequence[Describe]) -> str:
+    """Whoever gives a place for it must have one that fits."""
+    place = said[0].group.index(said[0].root)
+    root = said[place]
+    for reader, one in enumerate(said):
+        shape = root.parts[reader] if root.parts else root.shape
+        if one.dtype and reader != place and (one.dtype, one.shape) != (root.dtype, shape):
+            what = f"{root.dtype}{_shape(shape)}"
+            return (
+                f"{names[reader]} called {one.verb} into {one.dtype}{_shape(one.shape)}, and gets {what} from "
+                f"{names[place]}"
+            )
+    return ""
+
+
+def _shape(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def described(one: Describe, names: dict[int, str] | None = None, shown: Collection[str] = ()) -> str:
+    """A call in words; `shown`: which of `op`, `root` and `parts` are said as well."""
+    words = [one.verb]
+    if one.dtype:
+        words.append(f"of {one.dtype}{_shape(one.shape)}")
+    if one.op and "op" in shown:
+        words.append(f"({one.op})")
+    if one.verb in _ROOTED and "root" in shown:
+        words.append(f"with root {(names or {}).get(one.root, 'another')}")
+    if one.parts and "parts" in shown:
+        words.append(f"in pieces of {', '.join(str(part[0]) for part in one.parts)}")
+    return " ".join(words)
+
+
+def _words(names: Sequence[str], said: Sequence[Describe]) -> str:
+    known = dict(zip(said[0].group, names, strict=True))
+    shown = [field for field in ("op", "root", "parts") if len({getattr(one, field) for one in said}) > 1]
+    callers: dict[str, list[str]] = {}
+    for name, one in zip(names, said, strict=True):
+        callers.setdefault(described(one, known, shown), []).append(name)
+    # The call that most have made comes last; of several the one of the lowest rank.
+    ordered = sorted(callers.items(), key=lambda item: (len(item[1]), -names.index(item[1][0])))
+    is_one_verb = len({one.verb for one in said}) == 1
+    parts = []
+    for k, (what, who) in enumerate(ordered):
+        text = what.removeprefix(f"{said[0].verb} ") if k and is_one_verb else f"called {what}"
+        parts.append(f"{listed(who)} {text}")
+    return f"{', '.join(parts)}{_REMEDY}"
+
+
+def other_groups(one: tuple[str, Describe], two: tuple[str, Describe], names: dict[int, str]) -> str:
+    """Two have called collectives of different groups; the same words at both."""
+    parts = []
+    for name, said in sorted((one, two), key=lambda call: call[0]):
+        group = listed([names.get(number, "another") for number in said.group])
+        parts.append(f"{name} called {described(said)} among {group}")
+    return f"{', '.join(parts)}{_REMEDY}"
+
+
+def crossing_words(name: str, what: str, other: str, said: Describe) -> str:
+    """One has called something from one to one, while the other waits for it in a collective."""
+    return f"{name} called {what}, {other} called {described(said)}{_REMEDY}"
+
+
+# -- splitting --------------------------------------------------------------------------------------------------
+
+
+def hosts_of(said: Sequence[Describe]) -> list[list[int]] | None:
+    """The places of the members, host by host; None: memory is shared by some of a host only."""
+    hosts: dict[int, list[int]] = {}
+    for place, one in enumerate(said):
+        hosts.setdefault(one.host, []).append(place)
+    if any(said[place].sharing != len(places) for places in hosts.values() for place in places):
+        return None
+    return sorted(hosts.values())
+
+
+def share(number: int, count: int, num_bytes: int) -> tuple[int, int]:
+    """The part of so many bytes that is number's of count: start and end, along cache lines."""
+    lines = -(-num_bytes // _LINE)
+    start, end = (min(num_bytes, _LINE * (lines * k // count)) for k in (number, number + 1))
+    return start, end

@@ -1,0 +1,99 @@
+"""A worker's process joins its job: it listens for the other workers, which are dialled when they are needed."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from syncline import config as configuration
+from syncline.client.hearing import FromCoordinator
+from syncline.client.job import Job
+from syncline.client.peers import Peers
+from syncline.client.rosters import Rosters
+from syncline.core.control import Joined
+from syncline.core.members import Address, Member
+from syncline.errors import ConnectionLost
+from syncline.launch.jobfile import JobFile
+from syncline.launch.membership import (
+    join,
+    local_address,
+    myself,
+    open_link,
+    reach,
+    say,
+    unix_name,
+    waiter_reads,
+)
+from syncline.net import shm, tcp
+from syncline.net.connection import SocketConnection
+from syncline.net.rpc import Endpoint, Stamp
+from syncline.net.transport import Memory, Peer
+
+
+class Sockets:
+    """A worker's listener, and its way to dial others; as a server's, between hosts with TLS."""
+
+    def __init__(self, file: JobFile, name: str, rosters: Rosters, stamp: Stamp, log: Callable[[str], None]) -> None:
+        self._config = configuration.resolve(file.given)
+        self._identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
+        self.peers = Peers(rosters, stamp, self, log)
+        here = local_address(file)
+        unix = unix_name() if self._config.transport != "tcp" else ""
+        self._listener = tcp.Listener(self._identity, self.peers.accept, sock=tcp.bind(here, 0), unix=unix, log=log)
+        self.address = Address(self._listener.address.unix, here, self._listener.address.port)
+
+    def is_in(self, joined: Joined) -> None:
+        """This process is a member now: it says so to whoever connects."""
+        me = myself(joined)
+        self._identity = tcp.Identity(
+            self._identity.job, self._identity.token, Peer("worker", me.name, me.incarnation)
+        )
+        self._listener.become(self._identity)
+
+    def connect(self, member: Member) -> SocketConnection:
+        if member.address is None:
+            raise ConnectionLost(f"{member.name} does not listen; use one version of syncline")
+        return reach(member, self._identity, self._config)
+
+    def knock(self, member: Member) -> None:
+        self.connect(member).close()
+
+    def create_memory(self, num_bytes: int) -> Memory:
+        return shm.create(num_bytes, for_all=True)
+
+    def close(self) -> None:
+        self._listener.close()
+        self.peers.close()
+
+
+def join_as_worker(file: JobFile, name: str, host: str, defaults: Mapping[str, Any]) -> Job:
+    """A worker's way into its job."""
+    stamp, hearing = Stamp(file.job), FromCoordinator()
+    identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
+    link = open_link(file, identity, hearing, stamp, name or "worker")
+    sockets = Sockets(file, name, hearing.rosters, stamp, say(name or "worker"))
+
+    def on_joined(joined: Joined) -> None:
+        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
+        sockets.is_in(joined)
+        hearing.begin(link, joined, myself(joined).name, beats=True)
+
+    try:
+        seconds = configuration.resolve(file.given).start_seconds
+        joined = join(link, "worker", name, host, sockets.address, defaults, seconds, on_joined)
+        me = myself(joined)
+        proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
+
+        def dial(member: Member) -> Endpoint:
+            return Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined))
+
+        folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
+        return Job(
+            joined, me, link, hearing, dial, stamp,
+            folder=folder, say=say(me.name), embedded=False, peers=sockets.peers, on_close=sockets.close,
+        )  # fmt: skip
+    except BaseException:
+        link.close()
+        sockets.close()
+        raise

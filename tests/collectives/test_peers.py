@@ -1,0 +1,152 @@
+"""Ways between workers: one for each pair, of members only; and what a lying peer gets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.collectives.together import messages, together
+
+from syncline import collectives
+from syncline.client import peers as peers_module
+from syncline.client.peers import Peers, Way
+from syncline.client.rosters import Rosters
+from syncline.core.collecting import Chunk, Describe, Offer, Piece, Share
+from syncline.core.control import Leave, Roster
+from syncline.core.members import Member
+from syncline.net import memory
+from syncline.net.memory import HeapMemory
+from syncline.net.rpc import Stamp
+from syncline.net.transport import Peer
+from syncline.testing import local_job
+from syncline.testing.local import LocalJob
+
+
+@pytest.fixture
+def two(tmp_path: Any) -> Iterator[LocalJob]:
+    with local_job(workers=2, transport="tcp", folder=str(tmp_path), wait_seconds=10.0) as job:
+        assert together(job, lambda me: collectives.all_reduce(1)) == [2, 2]
+        yield job
+
+
+def ways(job: LocalJob, rank: int) -> list[Way]:
+    return list(job[rank].collectives._calls.peers._ways.values())
+
+
+def test_one_connection_for_each_pair(tmp_path: Any) -> None:
+    """Whoever begins: the earlier one knocks, and the later one dials."""
+    with local_job(workers=3, folder=str(tmp_path)) as job:
+        assert together(
+            job, lambda me: collectives.send(1, to=1) if me.rank == 0 else collectives.recv(0), ranks=[0, 1]
+        )
+        assert together(
+            job, lambda me: collectives.send(1, to=0) if me.rank == 2 else collectives.recv(2), ranks=[0, 2]
+        )
+        before = [way for rank in range(3) for way in ways(job, rank)]
+        assert [len(ways(job, rank)) for rank in range(3)] == [2, 1, 1]
+        assert together(job, lambda me: collectives.all_reduce(1)) == [3, 3, 3]
+        assert [len(ways(job, rank)) for rank in range(3)] == [2, 2, 2]
+        assert set(before) <= {way for rank in range(3) for way in ways(job, rank)}
+
+
+def test_an_incarnation_that_the_roster_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was evicted may still have the token."""
+    monkeypatch.setattr(peers_module, "_ROSTER_SECONDS", 0.05)
+    said: list[str] = []
+    rosters, stamp = Rosters(), Stamp("job")
+    members = [Member("worker-0", "worker", 1, "local"), Member("worker-1", "worker", 4, "local")]
+    rosters.hear(Roster(1, members, []))
+    stamp.incarnation = 1
+    peers = Peers(rosters, stamp, _Nowhere(), said.append)
+    for stranger in (Peer("worker", "worker-1", 2), Peer("worker", "worker-2", 4), Peer("server", "worker-1", 4)):
+        left, right = memory.pair(stranger, Peer("worker", "worker-0", 1))
+        peers.accept(right)
+        assert right.other is None and not peers._ways
+    assert len(said) == 3 and "incarnation 2 is no worker of this job" in said[0]
+    left, right = memory.pair(Peer("worker", "worker-1", 4), Peer("worker", "worker-0", 1))
+    peers.accept(right)
+    assert list(peers._ways) == [4] and left.other is right
+    peers.close()
+
+
+class _Nowhere:
+    def connect(self, member: Member) -> Any:
+        raise AssertionError
+
+    def knock(self, member: Member) -> None:
+        raise AssertionError
+
+    def create_memory(self, num_bytes: int) -> HeapMemory:
+        return HeapMemory(num_bytes)
+
+
+def lie(way: Way, group: tuple[int, ...], which: str) -> None:
+    """Says something that nobody says who keeps to the protocol."""
+    bytes8 = memoryview(bytearray(8))
+    if which == "other bytes than described":
+        way.send(Describe(group, 1, "all_reduce", "float32", (4,), op="sum"), [bytes8], 8)
+    elif which == "no bytes":
+        way.send(Describe(group, 1, "all_reduce", "float32", (4,), op="sum"))
+    elif which == "a group without us":
+        way.send(Describe((77, 78), 0, "barrier"))
+    elif which == "a chunk of nothing":
+        way.send(Chunk(5), [bytes8], 8)
+        way.send(Chunk(0), [memoryview(bytearray(1 << 20))], 1 << 20)
+    elif which == "memory that did not come":
+        way.send(Share(1, 4096))
+    elif which == "an offer of other bytes":
+        way.send(Offer(0, "float64", (3,)), [bytes8], 8)
+    elif which == "less than nothing":
+        way.send(Offer(0, "float64", (-3,)))
+    elif which == "too much at once":
+        way.send(Piece(0, 0), [memoryview(bytearray(1 << 20))], 1 << 20)
+    elif which == "what is said to the coordinator":
+        way.send(Leave(False))
+
+
+LIES = [
+    "other bytes than described", "no bytes", "a group without us", "a chunk of nothing", "memory that did not come",
+    "an offer of other bytes", "less than nothing", "too much at once", "what is said to the coordinator",
+]  # fmt: skip
+
+
+def test_a_lie_ends_the_connection(two: LocalJob) -> None:
+    """With a reason; whoever waits is told whose connection it was; the next call makes a new one."""
+    for which in LIES:
+        (mine,), (theirs,) = ways(two, 0), ways(two, 1)
+        lie(theirs, (mine.incarnation, theirs.incarnation), which)
+        assert mine.lost.startswith("refused what worker-1 sent: "), (which, mine.lost)
+        assert together(two, lambda me: collectives.all_reduce(1)) == [2, 2], which
+
+
+def test_a_chunk_that_is_not_the_next_one(two: LocalJob) -> None:
+    """In the middle of a call: a description as it should be, and then bytes that nobody has asked for."""
+    calls, (theirs,) = two[1].collectives._calls, ways(two, 1)
+    group = tuple(member.incarnation for member in calls.world.members(None)[0])
+    said = Describe(
+        group,
+        1,
+        "all_reduce",
+        "float32",
+        (50_000,),
+        op="sum",
+        host=group[1],
+        generation=calls.world.roster.generation,
+    )
+    theirs.send(said)
+
+    def work(me: Any) -> Any:
+        timer = threading.Timer(0.2, lambda: theirs.send(Chunk(7), [memoryview(bytearray(64))], 64))
+        timer.start()
+        try:
+            return collectives.all_reduce(np.ones(50_000, np.float32))
+        finally:
+            timer.join()
+
+    (told,) = messages(together(two, work, ranks=[0]))
+    assert told.startswith(
+        "CollectiveError: worker-1 is gone while all_reduce of float32[50000] was under way: refused"
+    )

@@ -1,0 +1,79 @@
+"""Collectives between real processes: in shared memory handed over by descriptors, and over TCP."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.launch.conftest import Commands
+
+VERBS = """
+    import numpy as np
+    import syncline
+    from syncline import collectives
+    job = syncline.init()
+    me, count = job.rank, job.world_size
+    for size in (5, 100_003):
+        x = np.arange(size, dtype=np.float32) + me
+        total = collectives.all_reduce(x)
+        assert np.array_equal(total, count * np.arange(size, dtype=np.float32) + sum(range(count)))
+        shared = collectives.empty(size)
+        for turn in range(3):
+            shared[:] = me + turn
+            collectives.all_reduce_(shared, "max")
+            assert (shared == count - 1 + turn).all()
+        assert np.array_equal(collectives.all_gather(np.full((me + 1, size), me)),
+                              np.concatenate([np.full((k + 1, size), k) for k in range(count)]))
+        collectives.send(x, to=1) if me == 0 else None
+        assert me != 1 or np.array_equal(collectives.recv(0), np.arange(size))
+        try:
+            collectives.all_reduce(x[: size - me])
+        except syncline.CollectiveError as error:
+            print("TOLD", size, error)
+        del shared
+    tickets = [collectives.all_reduce_(np.ones(50_000), wait=False) for _ in range(3)]
+    assert all((ticket.wait(20.0) == count).all() for ticket in tickets)
+    collectives.barrier()
+    print("BYTES", sum(way.stats().bytes_sent for way in job.collectives._calls.peers._ways.values()) > 1_000_000)
+"""
+
+DEATH = """
+    import os, time
+    if me == 2:
+        print("ALONE", flush=True)
+        time.sleep(60)
+    try:
+        collectives.all_reduce(np.ones(1_000_000))
+    except syncline.CollectiveError as error:
+        print("TOLD", error)
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Any) -> Iterator[Commands]:
+    made = Commands(tmp_path.resolve())
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.proof)])
+def test_every_way(commands: Commands, transport: str) -> None:
+    """Right results, the same error at all ranks; in shared memory no data go over sockets. Then one is killed while
+    the others wait for it, and they are told."""
+    (commands.folder / "syncline.toml").write_text("deadline_seconds = 30.0\n")  # a busy machine is no death
+    script = commands.script(VERBS + DEATH)
+    process = commands.start("run", "-w", "3", "-s", "1", "--max-restarts", "0", "--transport", transport, script)
+    commands.wait_for("ALONE", "worker-2")
+    os.kill(commands.members()["worker-2"], signal.SIGKILL)
+    output = commands.finish(process).output
+    for size in (5, 100_003):
+        told = (
+            f"TOLD {size} worker-2 called all_reduce of float32[{size - 2}], worker-1 of float32[{size - 1}], "
+            f"worker-0 of float32[{size}]"
+        )
+        assert output.count(told) == 3, output
+    assert output.count(f"BYTES {transport == 'tcp'}") == 3, output
+    assert output.count("TOLD worker-2 is gone while all_reduce of float64[1000000] was under way") == 2, output
