@@ -21,7 +21,7 @@ from syncline.client.measures import Measures
 from syncline.client.memory import Memory
 from syncline.client.peers import Peers
 from syncline.client.reporting import Reporting
-from syncline.client.residuals import saved_part
+from syncline.client.residuals import keep_residuals
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
@@ -54,14 +54,12 @@ class Job:
         say: Callable[[str], None],
         embedded: bool,
         beats: bool = True,
-        peers: Peers | None = None,
+        peers: Peers | None = None,  # ways to the other workers
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens.
-        `peers`: ways to the other workers."""
+        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens."""
         self.config: JobConfig = joined.config
-        self.name = me.name
-        self.folder = folder  #: where the job's files go
+        self.name, self.folder = me.name, folder  #: its own; where the job's files go
         self._me, self._link, self._hearing, self._say = me, link, hearing, say
         self._on_close = on_close
         self._asking = Asking(self, link, hearing)
@@ -88,8 +86,7 @@ class Job:
         self._memory = Memory(self, link, hearing, say)
         self.boundary = self._memory.boundary
         self.state = self._memory.state  #: what the script wants to have again when the job is taken up
-        if self.exchange.encoder is not None:
-            self.state.add_part("residuals", saved_part(self.exchange.encoder, lambda: self.world_size, say))
+        keep_residuals(self.exchange.encoder, self.state, lambda: self.world_size, say)
         self.validating = Validating(self, hearing)
         self.collectives = Collectives(self, me, hearing, peers)  #: `syncline.collectives` of this worker
         self._before_rest: list[Callable[[], None]] = []

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from syncline.client.arrays import Bytes
-from syncline.client.script import Part
+from syncline.client.script import Part, ScriptState
 from syncline.core.codecs.codec import Floats
 from syncline.core.codecs.named import Codecs
 from syncline.core.codecs.pieces import NOT_SENT, Encoded, Place, SliceCoder, Unit, coder_of
@@ -188,8 +188,15 @@ class PushEncoder:
                 yield from ((segment.parameters[place.parameter], place) for place in unit.places)
 
 
-def saved_part(encoder: PushEncoder, num_workers: Callable[[], int], say: Callable[[str], None]) -> Part:
-    """Residuals as a part of a script's state. Each is its worker's own, and of the work of so many workers."""
+def keep_residuals(
+    encoder: PushEncoder | None, state: ScriptState, num_workers: Callable[[], int], say: Callable[[str], None]
+) -> None:
+    """Residuals are a part of a script's state. Each is its worker's own, and of the work of so many workers."""
+    if encoder is not None:
+        state.add_part("residuals", _saved_part(encoder, num_workers, say))
+
+
+def _saved_part(encoder: PushEncoder, num_workers: Callable[[], int], say: Callable[[str], None]) -> Part:
     has_told: list[bool] = []
 
     def take() -> dict[str, Any]:
