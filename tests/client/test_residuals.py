@@ -251,17 +251,16 @@ def _push_of(job: Job, values: Any) -> Any:
 
 
 def test_residuals_are_saved_and_put_back(tmp_path: pathlib.Path) -> None:
+    """Also in a script that has nothing of its own to be saved, and reads no loader."""
     settings = {"transport": "tcp", "codec": "topk:0.25", "checkpoint": str(tmp_path / "saved")}
 
     def first(job: Job) -> None:
         register(job, 8)
-        job.state["n"] = 0
         push(job, x=floats(8, 7, 6, 5, 4, 3, 2, 1))
         assert job.save()
 
     def second(job: Job) -> Any:
         register(job, 8)
-        job.state["n"] = 0
         job.save()
         return [push(job, x=floats(0))["x"] for _ in range(3)][-1]
 

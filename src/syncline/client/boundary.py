@@ -32,6 +32,7 @@ class Boundary:
         self.is_clean: Callable[[], bool] = lambda: True  #: whether all that was read is in them
         self.stride = 0  #: commits between the last two boundaries that were apart; 0: there was one at most
         self.is_in_loop: Callable[[], bool] = lambda: False
+        self.comes_to_place: Callable[[], object] = lambda: None  #: called by the script, before it stands
         self.on_stop: Callable[[Position, int], None] | None = None  #: called once, where training ends by a rule
         self._lock = threading.RLock()
         self._watchers: tuple[Watcher, ...] = ()
@@ -101,6 +102,7 @@ class Boundary:
     def place(self, kind: str, name: str) -> Position:
         """Where the script comes to now. What a loop comes to is not counted: batches that are done are not looped
         over again."""
+        self.comes_to_place()
         turn = self._turns.get((kind, name), 0) + (not self.is_in_loop())
         self._turns[kind, name] = turn
         return kind, name, turn

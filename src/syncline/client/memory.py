@@ -63,6 +63,7 @@ class Memory:
         if not self.boundary.is_in_loop():
             self._num_saves += 1
             place = ("save", "", self._num_saves)
+            self.boundary.comes_to_place()
         job.settle()
         with self.boundary.waiting(place):
             if name := self.taken_up.name:

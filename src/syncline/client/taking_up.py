@@ -42,6 +42,7 @@ class TakenUp:
         self._state = state
         if not self.is_over:
             self._boundary.watch(self)
+            self._boundary.comes_to_place = lambda: self.name  # what was saved is read: others may look at the place
 
     def saved(self) -> SavedState | None:
         """What this worker's script saved, or the chief's where it saved nothing. In the script's thread."""
