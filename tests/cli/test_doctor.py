@@ -200,7 +200,7 @@ def test_no_unix_socket_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_is_not_sealed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_seal", lambda fd: None)
+    monkeypatch.setattr(shm, "_seal", lambda fd, is_final: None)
     finding = connections.shared_memory()
     assert finding.level == "problem" and "not sealed" in finding.text and finding.remedy == "use --transport tcp"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from typing import Any
 
@@ -234,14 +235,17 @@ def test_who_is_through_waits_for_the_end_and_takes_part_in_no_round_meanwhile()
 def test_samples_that_wait_for_a_commit_hold_nobody_up() -> None:
     """Gradients of two batches are accumulated: the odd one counts with the first step of the next epoch."""
     desk = Desk(2, in_rounds=False)
+    both = threading.Barrier(2)  # who gets less than two batches of an epoch makes no step in it
 
     def work(job: FakeJob) -> int:
         loader, count = DataLoader(Numbers(52), 4, job=job), 0
         for _ in range(2):
-            for batch in loader:
+            for number, batch in enumerate(loader):
                 count += len(batch)
                 if count % 8 == 0:
                     job.step()
+                if number == 1:
+                    both.wait(120)
         job.step()
         return count
 

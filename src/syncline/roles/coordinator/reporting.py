@@ -137,8 +137,12 @@ class Reporting:
         return sum((report.pushed for report in self._c.reports.values()), PushBytes())
 
     def pushed_told(self) -> str:
-        """Under the lock: per step. At the end the last beats may be older than the last reports."""
-        return pushed_told(self.pushed(), max([self.step(), *(r.job_step for r in self._c.reports.values())]))
+        """Under the lock: per step, where they are few or travel. At the end the last beats may be older than last
+        reports."""
+        pushed, config = self.pushed(), self._c.config
+        if not (pushed.socket or config.sync_every > 1 or config.codec):
+            return ""
+        return pushed_told(pushed, max([self.step(), *(r.job_step for r in self._c.reports.values())]))
 
     def step(self) -> int:
         """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""
