@@ -33,8 +33,8 @@ def test_a_folder_is_listed_verified_pruned_and_exported(tmp_path: pathlib.Path)
     assert lines[made[0].name].endswith("best") and "accuracy 0.1" in lines[made[0].name]
     assert lines[made[5].name].endswith("last") and "unfinished" in lines["000007-step-70"]
     assert "damaged" in lines[made[3].name]
-    assert "5 checkpoints whole, 1 damaged" in run("verify", str(tmp_path), code=1)
-    assert "1 checkpoint whole, 0 damaged" in run("verify", str(tmp_path / "best"))
+    assert "5 checkpoints verified, 1 damaged" in run("verify", str(tmp_path), code=1)
+    assert "1 checkpoint verified, 0 damaged" in run("verify", str(tmp_path / "best"))
     assert "embed.weight" in run("show", str(tmp_path / "best"))
     run("prune", str(tmp_path), "--keep", "2", "--unfinished")
     assert [one.name for one in checkpoints.find(folder)] == [made[i].name for i in (5, 4, 0)]

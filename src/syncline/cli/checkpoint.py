@@ -118,7 +118,7 @@ def verify(folder: OneArgument) -> None:
         chosen = _first(folder)
         num_whole = int(_verified(chosen.folder, chosen.manifest))
         num_damaged = 1 - num_whole
-    typer.echo(f"{counted(num_whole, 'checkpoint')} whole, {num_damaged} damaged")
+    typer.echo(f"{counted(num_whole, 'checkpoint')} verified, {num_damaged} damaged")
     if num_damaged:
         raise typer.Exit(1)
 
@@ -187,7 +187,7 @@ def _verified(folder: Folder, manifest: Manifest) -> bool:
     except StoreError as error:
         typer.echo(f"{folder.name}: damaged: {error}")
         return False
-    typer.echo(f"{folder.name}: whole")
+    typer.echo(f"{folder.name}: verified")
     return True
 
 

@@ -124,7 +124,7 @@ def _options(
         ),
     ] = None,
     max_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Stop after N steps of the job; exact in sync.")
+        int | None, typer.Option(metavar="N", help="Stop after N steps of the job; exact in sync. 0: no limit.")
     ] = None,
     max_time: Annotated[
         str | None,

@@ -232,7 +232,7 @@ class Saving:
     def _begin(self, now: float) -> UnderWay | None:
         """Under the lock. Its number is kept: whoever comes after this coordinator ends it."""
         saves = self._c.membership.state.saves
-        wanted = self._wanted or Wanted("it is time", [], now)
+        wanted = self._wanted or Wanted("a regular one", [], now)
         saves.num_begun += 1
         saves.open = saves.num_begun
         self._c.keep()
