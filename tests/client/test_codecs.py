@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.pushing import SGD, SIZE, floats, push, register, residual_of
 
 from syncline import extensions
 from syncline.client.job import Job
@@ -18,28 +19,6 @@ from syncline.errors import ConfigError, ConnectionLost, FrameError
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import buffer_of
 from syncline.testing import local_job
-
-SIZE = 20_000
-SGD = Rule("SGD", lr=1.0)
-
-
-def floats(*values: float, size: int = 8) -> Any:
-    return np.resize(np.array(values, np.float32), size)
-
-
-def register(job: Job, size: int = SIZE, **others: Any) -> None:
-    job.kv.register({"x": np.zeros(size, np.float32), **others}, SGD)
-
-
-def push(job: Job, **grads: Any) -> dict[str, Any]:
-    found = job.kv.push_pull(grads).wait()
-    assert found is not None
-    return found
-
-
-def residual_of(job: Job) -> Any:
-    assert job.exchange.encoder is not None
-    return job.exchange.encoder.take().get("x")
 
 
 @pytest.mark.parametrize(("codec", "ratio"), [("bf16", 0.51), ("fp16", 0.51), ("int8", 0.27), ("topk:0.01", 0.03)])
