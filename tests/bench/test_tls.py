@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.bench import moving, namespaces, tls
 from syncline.bench.match import play
@@ -27,7 +28,7 @@ from syncline.errors import ConnectionLost, JobFailed, WaitTimeout
 from syncline.net.certificate import Certificate, client_context
 from syncline.net.transport import buffer_of
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 @contextlib.contextmanager

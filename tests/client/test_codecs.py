@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 from tests.pushing import SGD, SIZE, floats, push, register, residual_of
 
 from syncline import extensions
@@ -131,7 +132,7 @@ def test_a_worker_that_lies_is_closed(codec: str, sizes: Any, payload: bytes, me
             stage_of(jobs[0], codec, sizes), buffers=[memoryview(payload)], payload_bytes=len(payload)
         )
         with pytest.raises(ConnectionLost, match=message):
-            call.wait(10)
+            call.wait(PATIENCE)
         assert not endpoint.is_open
 
 
@@ -229,4 +230,4 @@ def test_an_encoding_that_a_users_codec_cannot_read_closes_the_connection() -> N
         data = buffer_of(np.zeros(3, np.uint8))
         call = endpoint.call(stage_of(jobs[0], "sign", [[3]]), buffers=[data], payload_bytes=3)
         with pytest.raises(ConnectionLost, match="no encoding by sign: ValueError: cut short"):
-            call.wait(10)
+            call.wait(PATIENCE)

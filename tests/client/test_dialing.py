@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.blackhole import blackhole
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.core.control import Over
@@ -62,7 +63,7 @@ def begin(house: Callable[..., Any], nowhere: Any) -> tuple[Any, threading.Threa
 
     thread = threading.Thread(target=push)
     thread.start()
-    assert twin.dialled.wait(5.0)
+    assert twin.dialled.wait(PATIENCE)
     time.sleep(0.1)
     assert thread.is_alive() and not found
     return twin, thread, found

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client.job import Job
@@ -107,7 +108,7 @@ def hand_over(jobs: LocalJob, name: str) -> None:
 
 def run(seconds: float, window: int, replicas: int) -> int:
     num_moves, over = 0, threading.Event()
-    settings = {"replicas": replicas, "window": window, "slice_bytes": SLICE, "wait_seconds": 60.0}
+    settings = {"replicas": replicas, "window": window, "slice_bytes": SLICE, "wait_seconds": PATIENCE}
     beside = ThreadPoolExecutor(1, thread_name_prefix="Thread-workers")
     with local_job(workers=WORKERS, servers=3, policy="async", **settings) as jobs, beside:
         begin = {"x": np.zeros(NUM_SLICES * ITEMS, np.float32)}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.patience import PATIENCE
 
 from syncline import LayoutError, Rule, RuleError, WaitTimeout
 from syncline.client.job import Job
@@ -53,7 +54,7 @@ def test_other_names_are_an_error_and_not_a_wait(names: tuple[str, ...]) -> None
         job.kv.register({name: np.zeros(2) for name in mine}, SGD)
 
     with local_job(workers=2) as jobs, pytest.raises(LayoutError, match=r"worker-1 (registered|did not register)"):
-        jobs.run(register, timeout_seconds=20)
+        jobs.run(register, timeout_seconds=PATIENCE)
 
 
 def test_calling_again_adds_parameters_while_pushes_go_on() -> None:
@@ -220,7 +221,7 @@ def test_min_version_waits_for_the_update() -> None:
 
 def test_a_wait_that_passes_its_deadline_names_who_is_missing() -> None:
     late = threading.Barrier(3)
-    with local_job(workers=3, wait_seconds=5.0) as jobs:
+    with local_job(workers=3, wait_seconds=PATIENCE) as jobs:
 
         def work(job: Job) -> str:
             job.kv.register({"x": np.zeros(1)}, SGD)
@@ -271,7 +272,7 @@ def test_what_is_sent_again_is_what_was_pushed(house: Callable[..., Any], shares
     mine = {"a": np.ones(64)}
     ticket = twin.job.kv.push(mine)
     mine["a"][:] = 1000.0
-    assert is_hit.wait(10.0)
+    assert is_hit.wait(PATIENCE)
     twin.fail_over("server-1", "server-0")
     ticket.wait()
     np.testing.assert_array_equal(twin.everything()["a"], np.full(64, -1.0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 from tests.saved_scripts import NAME, Asker, finish, takes_up
 
 from syncline import Rule
@@ -19,7 +20,7 @@ from syncline.core.pacing import Pace
 from syncline.core.saving import Finish, Noted, Save, Saved, WriteScript
 from syncline.errors import ConfigError, StoreError, WaitTimeout
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 class Counter:

@@ -10,6 +10,7 @@ import textwrap
 import time
 
 import pytest
+from tests.patience import PATIENCE
 
 BEGIN = """
 import os, signal, sys, time
@@ -73,7 +74,7 @@ def test_it_finishes_its_step_and_leaves(tmp_path: pathlib.Path, body: str) -> N
     try:
         wait_ready(process, "3 3")
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
@@ -92,7 +93,7 @@ def test_a_second_one_ends_it_at_once(tmp_path: pathlib.Path) -> None:
         time.sleep(0.5)
         assert process.poll() is None, "it computes, and has made no step since"
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
@@ -104,7 +105,7 @@ def test_before_there_is_a_job_it_ends_as_ever(tmp_path: pathlib.Path) -> None:
     try:
         wait_ready(process)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
@@ -118,7 +119,7 @@ def test_a_script_may_do_otherwise(tmp_path: pathlib.Path) -> None:
     try:
         wait_ready(process)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
@@ -135,6 +136,6 @@ def test_a_fenced_worker_says_so_in_one_line(tmp_path: pathlib.Path) -> None:
     sys.exit(run_worker(Plan(role="worker", name="worker-2", host="local", file=file, script="script.py")))
     """
     process = start(tmp_path, textwrap.dedent(text))
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert output == "syncline: worker-2 was evicted: silent for 4.0 s; a new process may join under its name\n"
     assert process.returncode == 75

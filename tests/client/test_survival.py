@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client.job import Job
@@ -58,7 +59,7 @@ POLICIES = [("sync", 0), ("bounded:2", 0), ("bounded:2", 2), ("async", 0), ("asy
 def test_a_server_is_killed_and_its_backup_takes_over(policy: str, window: int, late_seconds: float | None) -> None:
     """Between two steps, or within one."""
     with local_job(
-        workers=WORKERS, servers=3, policy=policy, window=window, replicas=2, slice_bytes=128, wait_seconds=30.0
+        workers=WORKERS, servers=3, policy=policy, window=window, replicas=2, slice_bytes=128, wait_seconds=PATIENCE
     ) as jobs:
         timers = []
 
@@ -84,7 +85,7 @@ def test_a_server_is_killed_and_its_backup_takes_over(policy: str, window: int, 
 @pytest.mark.parametrize(("policy", "window"), POLICIES)
 def test_two_deaths_one_after_the_other(policy: str, window: int) -> None:
     with local_job(
-        workers=WORKERS, servers=3, policy=policy, window=window, replicas=2, slice_bytes=128, wait_seconds=30.0
+        workers=WORKERS, servers=3, policy=policy, window=window, replicas=2, slice_bytes=128, wait_seconds=PATIENCE
     ) as jobs:
 
         def kill(number: int) -> None:
@@ -101,7 +102,7 @@ def test_two_deaths_one_after_the_other(policy: str, window: int) -> None:
 @pytest.mark.parametrize(("policy", "window"), POLICIES)
 def test_connections_break_and_nobody_dies(policy: str, window: int) -> None:
     with local_job(
-        workers=WORKERS, servers=2, policy=policy, window=window, slice_bytes=128, wait_seconds=30.0
+        workers=WORKERS, servers=2, policy=policy, window=window, slice_bytes=128, wait_seconds=PATIENCE
     ) as jobs:
 
         def breaks(number: int) -> None:
@@ -116,7 +117,7 @@ def test_connections_break_and_nobody_dies(policy: str, window: int) -> None:
 
 def test_the_only_copy_of_a_slice_comes_back_from_a_worker() -> None:
     """One replica, in rounds: what everyone has landed is what the slice was."""
-    with local_job(workers=WORKERS, servers=2, slice_bytes=128, wait_seconds=30.0) as jobs:
+    with local_job(workers=WORKERS, servers=2, slice_bytes=128, wait_seconds=PATIENCE) as jobs:
 
         def kill(number: int) -> None:
             if number == STEPS // 2:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client import waits
@@ -83,7 +84,7 @@ def test_a_refusal_is_not_waited_upon_until_the_others_answer(house: Callable[..
 
     twin.servers["server-1"].fail = refuse
     with pytest.raises(ProtocolError, match="one is missing"):
-        twin.job.kv.push({"a": np.ones(32)}).wait(timeout_seconds=10)
+        twin.job.kv.push({"a": np.ones(32)}).wait(timeout_seconds=PATIENCE)
 
 
 @pytest.mark.parametrize("how", ["gone", "knows nothing"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.collectives.together import messages, together
+from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.errors import CollectiveError, WaitTimeout
@@ -21,7 +22,7 @@ LARGE = np.ones(200_000, np.float32)
 
 @pytest.fixture(params=["auto", "tcp"])
 def fresh(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[LocalJob]:
-    settings = {"transport": request.param, "wait_seconds": 10.0, "most_workers": 4}
+    settings = {"transport": request.param, "wait_seconds": PATIENCE, "most_workers": 4}
     with local_job(workers=3, folder=str(tmp_path), **settings) as job:
         yield job
 
@@ -96,7 +97,7 @@ def test_one_who_comes(fresh: LocalJob) -> None:
     def work(me: Any) -> int:
         if me.rank == 3:
             return int(collectives.all_reduce(1))
-        deadline, total = time.monotonic() + 10.0, 0
+        deadline, total = time.monotonic() + PATIENCE, 0
         while total < 4 and time.monotonic() < deadline:
             total = int(collectives.all_reduce(1))
             time.sleep(0.01)
@@ -142,7 +143,7 @@ def test_tickets_of_a_job_that_ends(tmp_path: Any) -> None:
 
 
 def wait_until(is_so: Any) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.collectives.together import messages, together
+from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.client import peers as peers_module
@@ -27,7 +28,7 @@ from syncline.testing.local import LocalJob
 
 @pytest.fixture
 def two(tmp_path: Any) -> Iterator[LocalJob]:
-    with local_job(workers=2, transport="tcp", folder=str(tmp_path), wait_seconds=10.0) as job:
+    with local_job(workers=2, transport="tcp", folder=str(tmp_path), wait_seconds=PATIENCE) as job:
         assert together(job, lambda me: collectives.all_reduce(1)) == [2, 2]
         yield job
 

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.patience import PATIENCE
+
 from syncline.client.current import current_in_thread
 from syncline.client.job import Job
 from syncline.testing.local import LocalJob
 
-SECONDS = 15.0
+SECONDS = PATIENCE
 
 
 def together(job: LocalJob, *functions: Callable[[Job], Any], ranks: list[int] | None = None) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.launch.played import Play, Process
+from tests.patience import PATIENCE
 
 from syncline.core.control import Died, Report
 from syncline.launch.lives import Lives
@@ -99,8 +100,12 @@ def test_the_job_ends_well_without_one_that_was_evicted(play: Callable[..., Play
     assert job.finish()[0] == 0
 
 
-def test_a_mistake_of_the_script_is_not_tried_again(play: Callable[..., Play]) -> None:
+def test_a_mistake_of_the_script_is_not_tried_again(
+    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All workers end by themselves before a step was made: the verdict is that of the first, and at once."""
+    for pause in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):  # the second is to end within it
+        monkeypatch.setattr(f"syncline.launch.restarts.{pause}", PATIENCE)
     job = play()
     job.end("worker-1", 3)
     job.wait(lambda: len(job.coordinator.told) == 1)

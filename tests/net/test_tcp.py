@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.control import Died, Leave
 from syncline.core.traffic import Pull, Upload
@@ -23,7 +24,7 @@ from syncline.net.frame import Header
 from syncline.net.transport import Connection, Peer, buffer_of
 
 Make = Callable[..., Any]
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 def send(connection: Any, message: Any, payload: bytes = b"", **fields: int) -> None:
@@ -355,6 +356,6 @@ def test_a_listener_that_closes_leaves_a_shared_socket_to_the_others() -> None:
     sock.close()
     me = tcp.Identity("job-1", bytes(range(32)), Peer("worker", "worker-0", 3))
     connection = tcp.connect_tcp("127.0.0.1", second.address.port, me, 5.0)
-    assert accepted.get(timeout=5.0).peer.name == "worker-0"
+    assert accepted.get(timeout=PATIENCE).peer.name == "worker-0"
     connection.close()
     second.close()

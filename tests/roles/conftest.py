@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.config import JobConfig
 from syncline.core.changes import Change
@@ -31,7 +32,7 @@ from syncline.roles.server.homes import Home
 from syncline.roles.server.pool import InlinePool, ThreadPool
 from syncline.roles.server.server import Server
 
-WAIT = 120.0
+WAIT = PATIENCE
 Values = Mapping[str, np.ndarray[Any, Any]]
 
 

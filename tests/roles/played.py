@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.control import (
     AskCopies,
@@ -51,7 +52,7 @@ from syncline.roles.coordinator.coordinator import Coordinator
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.data
 from tests.leased import Desk, FakeJob, order
+from tests.patience import PATIENCE
 
 from syncline.client import times
 from syncline.client.leases import Uses
@@ -245,7 +246,7 @@ def test_samples_that_wait_for_a_commit_hold_nobody_up() -> None:
                 if count % 8 == 0:
                     job.step()
                 if number == 1:
-                    both.wait(120)
+                    both.wait(PATIENCE)
         job.step()
         return count
 
