@@ -70,7 +70,7 @@ def begin(house: Callable[..., Any], nowhere: Any) -> tuple[Any, threading.Threa
 
 
 def test_a_newer_roster_without_that_server_ends_the_dial(house: Callable[..., Any], nowhere: Any) -> None:
-    """In `sync` all others would wait ten seconds for this worker, although everyone knows where the slices are."""
+    """In `sync` all others would wait so long for this worker, although everyone knows where the slices are."""
     twin, thread, found = begin(house, nowhere)
     began = time.monotonic()
     twin.servers["server-1"].die()

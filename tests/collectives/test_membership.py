@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from tests.collectives.together import messages, together
+from tests.collectives.together import messages, together, waits
 from tests.patience import PATIENCE
 
 from syncline import collectives
@@ -27,9 +28,11 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[LocalJob]:
         yield job
 
 
-def later(action: Any, seconds: float = 0.2) -> threading.Thread:
+def later(action: Any, waiting: Any = ()) -> threading.Thread:
+    """As soon as these workers wait in their calls."""
+
     def run() -> None:
-        time.sleep(seconds)
+        wait_until(lambda: all(waits(job) for job in waiting))
         action()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -40,7 +43,7 @@ def later(action: Any, seconds: float = 0.2) -> threading.Thread:
 def test_a_death_while_others_wait(fresh: LocalJob) -> None:
     """Both get an error that names it; then the world is those who are left."""
     assert together(fresh, lambda me: collectives.all_reduce(1)) == [3, 3, 3]
-    thread = later(lambda: fresh.kill("worker-1"))
+    thread = later(lambda: fresh.kill("worker-1"), [fresh[0], fresh[2]])
     results = together(fresh, lambda me: collectives.all_reduce(LARGE), ranks=[0, 2])
     thread.join()
     for told in messages(results):
@@ -51,7 +54,7 @@ def test_a_death_while_others_wait(fresh: LocalJob) -> None:
 
 def test_a_death_before_the_first_call(fresh: LocalJob) -> None:
     """It was never connected: who waits for its connection is told, too."""
-    thread = later(lambda: fresh.kill("worker-2"), 0.3)
+    thread = later(lambda: fresh.kill("worker-2"), [fresh[0], fresh[1]])
     for told in messages(together(fresh, lambda me: collectives.all_reduce(LARGE), ranks=[0, 1])):
         assert "worker-2 is gone" in told
     thread.join()
@@ -103,7 +106,7 @@ def test_one_who_comes(fresh: LocalJob) -> None:
             time.sleep(0.01)
         return total
 
-    joining = later(lambda: (thread.join(), found.extend(together(fresh, work, ranks=[3]))), 0.0)
+    joining = later(lambda: (thread.join(), found.extend(together(fresh, work, ranks=[3]))))
     found: list[Any] = []
     assert together(fresh, work, ranks=[0, 1, 2]) == [4, 4, 4]
     joining.join()
@@ -112,9 +115,12 @@ def test_one_who_comes(fresh: LocalJob) -> None:
 
 def test_a_wait_has_an_end_and_says_for_whom(tmp_path: Any) -> None:
     """The one who comes late is told what has become of it; and then all are level."""
-    with local_job(workers=2, folder=str(tmp_path), wait_seconds=0.5) as job:
+    with local_job(workers=2, folder=str(tmp_path)) as job:
         assert together(job, lambda me: collectives.all_reduce(1)) == [2, 2]
+        patient = job[0].config
+        job[0].config = msgspec.structs.replace(patient, wait_seconds=0.5)
         (late,) = together(job, lambda me: collectives.all_reduce(LARGE), ranks=[0])
+        job[0].config = patient
         assert isinstance(late, WaitTimeout)
         assert str(late) == "worker-0: all_reduce of float32[200000] has waited 0.5 s for worker-1"
         (told,) = messages(together(job, lambda me: collectives.all_reduce(LARGE), ranks=[1]))
@@ -124,7 +130,7 @@ def test_a_wait_has_an_end_and_says_for_whom(tmp_path: Any) -> None:
 
 def test_the_end_of_the_job_ends_a_wait(tmp_path: Any) -> None:
     with local_job(workers=2, folder=str(tmp_path)) as job:
-        thread = later(lambda: job.fail("worker-1", "as a test wants it"))
+        thread = later(lambda: job.fail("worker-1", "as a test wants it"), [job[0]])
         (told,) = messages(together(job, lambda me: collectives.barrier(), ranks=[0]))
         thread.join()
         assert told.startswith(("JobFailed: the job has ended: worker-1", "CollectiveError: worker-1"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.collectives.together import messages, together
+from tests.collectives.together import messages, together, waits
 from tests.patience import PATIENCE
 
 from syncline import collectives
@@ -140,12 +141,18 @@ def test_a_chunk_that_is_not_the_next_one(two: LocalJob) -> None:
     theirs.send(said)
 
     def work(me: Any) -> Any:
-        timer = threading.Timer(0.2, lambda: theirs.send(Chunk(7), [memoryview(bytearray(64))], 64))
-        timer.start()
+        lying = threading.Thread(target=lie_when_it_waits)
+        lying.start()
         try:
             return collectives.all_reduce(np.ones(50_000, np.float32))
         finally:
-            timer.join()
+            lying.join()
+
+    def lie_when_it_waits() -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not waits(two[0]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        theirs.send(Chunk(7), [memoryview(bytearray(64))], 64)
 
     (told,) = messages(together(two, work, ranks=[0]))
     assert told.startswith(

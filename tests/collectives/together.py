@@ -40,6 +40,11 @@ def together(job: LocalJob, *functions: Callable[[Job], Any], ranks: list[int] |
     return [found[rank] for rank in chosen]
 
 
+def waits(job: Job) -> bool:
+    """Whether this worker's script is in a call now, and waits in it for others."""
+    return job.exchange.waits._now is not None
+
+
 def messages(results: list[Any]) -> list[str]:
     """The error of each rank, in words."""
     assert all(isinstance(result, Exception) for result in results), results

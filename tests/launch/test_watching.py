@@ -44,7 +44,7 @@ def test_it_looks_on_when_the_coordinator_is_back(tmp_path: pathlib.Path) -> Non
             start(False)
             watching.start()
             assert watching.look_now(PATIENCE) and not watching.take()[-1].formed
-            first = ask(file, AskStatus(), GivenStatus).status
+            first = ask(file, AskStatus(), GivenStatus, PATIENCE).status
             os.kill(processes[0].pid, signal.SIGKILL)
             wait(lambda: processes[0].poll() is not None)
             watching.take()
@@ -52,7 +52,7 @@ def test_it_looks_on_when_the_coordinator_is_back(tmp_path: pathlib.Path) -> Non
             start(True)
             wait(lambda: watching.is_told("worker-0"))
             assert watching.look_now(PATIENCE)
-            assert ask(file, AskStatus(), GivenStatus).status.term == first.term + 1
+            assert ask(file, AskStatus(), GivenStatus, PATIENCE).status.term == first.term + 1
         finally:
             watching.close()
             for process in processes:

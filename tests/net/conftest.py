@@ -22,7 +22,7 @@ from syncline.net.frame import Header
 from syncline.net.transport import Connection, Memory, Peer, buffer_of
 
 SECONDS = PATIENCE  # the deadline of every wait here: much more than anything needs
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 60.0
 JOB, TOKEN = "job-1", bytes(range(32))
 
 
