@@ -134,7 +134,7 @@ def test_asked_to_leave_where_it_waits_for_others_it_waits_no_longer(
             twin.job.barrier("x")
         else:
             twin.job.kv.register({"c": np.zeros(1)}, SGD)
-    assert caught.value.code == 0 and time.monotonic() - began < 20.0
+    assert caught.value.code == 0 and time.monotonic() - began < PATIENCE / 2
     assert [m for m in twin.coordinator.heard if isinstance(m, Leave)] == [Leave(True)]
 
 

@@ -13,6 +13,7 @@ from tests.patience import PATIENCE
 from syncline import Rule
 from syncline.client.job import Job
 from syncline.testing import local_job
+from syncline.testing.local import LocalJob
 
 #: Push number q of worker w adds 1 to its own cell: the cell that is not 1 names what was lost or doubled.
 STEPS, WORKERS = 12, 2
@@ -82,6 +83,21 @@ def test_a_server_is_killed_and_its_backup_takes_over(policy: str, window: int, 
         assert all("server-1" not in job.exchange._endpoints for job in jobs)
 
 
+def wait_for_backups(jobs: LocalJob) -> None:
+    """Until every slice has one again, on a server that lives."""
+    coordinator, deadline = jobs._process.coordinator, time.monotonic() + PATIENCE
+    while True:
+        with coordinator.lock:
+            live = {
+                member.name for member in coordinator.membership.state.members.values() if member.role == "server"
+            }
+            seats = list(coordinator.membership.state.seats.values())
+            if all({seat.primary, seat.backup} <= live and seat.primary != seat.backup for seat in seats):
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(("policy", "window"), POLICIES)
 def test_two_deaths_one_after_the_other(policy: str, window: int) -> None:
     with local_job(
@@ -92,7 +108,7 @@ def test_two_deaths_one_after_the_other(policy: str, window: int) -> None:
             if number == 3:
                 jobs.kill("server-0")
             elif number == 9:
-                time.sleep(1.0)  # every slice has a backup again
+                wait_for_backups(jobs)
                 jobs.kill("server-2")
 
         for values in jobs.run(lambda job: work(job, kill, window)):

@@ -116,7 +116,9 @@ def test_without_the_coordinators_word_the_servers_are_asked(house: Callable[...
     slow(twin, "server-0", (Stage,), lambda: until(lambda: said(twin)))
     twin.job.kv.push({"a": np.ones(32)}).wait()
     found = said(twin)[0]
-    assert re.match(r"step 1 has waited [0-9.]+ s", found) and found.endswith("server-0: the round waits for worker-7")
+    assert re.match(r"step 1 has waited [0-9.]+ s", found) and found.endswith(
+        "server-0: the round waits for worker-7"
+    )
 
 
 def test_why_a_barrier_waits_is_said(house: Callable[..., Any]) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.collectives.together import messages, together, waits
+from tests.collectives.together import messages, together
 from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.client import peers as peers_module
+from syncline.client.collectives.hearing import Heard
 from syncline.client.peers import Peers, Way
 from syncline.client.rosters import Rosters
 from syncline.core.collecting import Chunk, Describe, Offer, Piece, Share
@@ -124,7 +124,7 @@ def test_a_lie_ends_the_connection(two: LocalJob) -> None:
         assert together(two, lambda me: collectives.all_reduce(1)) == [2, 2], which
 
 
-def test_a_chunk_that_is_not_the_next_one(two: LocalJob) -> None:
+def test_a_chunk_that_is_not_the_next_one(two: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a call: a description as it should be, and then bytes that nobody has asked for."""
     calls, (theirs,) = two[1].collectives._calls, ways(two, 1)
     group = tuple(member.incarnation for member in calls.world.members(None)[0])
@@ -139,6 +139,9 @@ def test_a_chunk_that_is_not_the_next_one(two: LocalJob) -> None:
         generation=calls.world.roster.generation,
     )
     theirs.send(said)
+    under_way, ours = threading.Event(), Heard._place
+    # What worker-0 sends waits there for a call of worker-1, which makes none.
+    monkeypatch.setattr(Heard, "_place", lambda self, *given: (under_way.set(), ours(self, *given))[1])
 
     def work(me: Any) -> Any:
         lying = threading.Thread(target=lie_when_it_waits)
@@ -149,9 +152,7 @@ def test_a_chunk_that_is_not_the_next_one(two: LocalJob) -> None:
             lying.join()
 
     def lie_when_it_waits() -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not waits(two[0]) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        under_way.wait(PATIENCE)
         theirs.send(Chunk(7), [memoryview(bytearray(64))], 64)
 
     (told,) = messages(together(two, work, ranks=[0]))
