@@ -163,7 +163,7 @@ def test_a_server_that_lies_is_closed(
 
     with local_job(workers=1, transport="tcp", pull_codec="bf16") as jobs:
         register(jobs[0], 8)
-        msgspec.structs.force_setattr(jobs[0].config, "wait_seconds", 0.2)
+        jobs[0].exchange._wait_seconds = 0.2
         monkeypatch.setattr(Endpoint, "send", lie)
         monkeypatch.setattr(Endpoint, "lost", noted)
         with pytest.raises(Exception):  # noqa: B017 - whatever the job makes of a server that is cut off

@@ -21,7 +21,7 @@ from syncline.net.rpc import Endpoint
 from syncline.net.transport import Peer
 
 SGD = Rule("SGD", lr=1.0)
-DIAL_SECONDS = 10.0
+DIAL_SECONDS = PATIENCE
 
 
 @pytest.fixture

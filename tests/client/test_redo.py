@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -223,7 +222,7 @@ def test_a_window_is_made_anew_in_the_order_of_its_clocks(house: Callable[..., A
 
 def be_impatient(twin: Any) -> None:
     """From now on: what came before may take its time."""
-    msgspec.structs.force_setattr(twin.job.config, "wait_seconds", 0.4)
+    twin.job.exchange._wait_seconds = 0.4
 
 
 def test_a_wait_without_help_ends(house: Callable[..., Any]) -> None:

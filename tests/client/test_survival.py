@@ -88,9 +88,7 @@ def wait_for_backups(jobs: LocalJob) -> None:
     coordinator, deadline = jobs._process.coordinator, time.monotonic() + PATIENCE
     while True:
         with coordinator.lock:
-            live = {
-                member.name for member in coordinator.membership.state.members.values() if member.role == "server"
-            }
+            live = set(coordinator.membership.servers())
             seats = list(coordinator.membership.state.seats.values())
             if all({seat.primary, seat.backup} <= live and seat.primary != seat.backup for seat in seats):
                 return

@@ -95,7 +95,21 @@ def test_drop_last_leaves_out_the_partial_global_batch() -> None:
 
 
 def test_the_fast_take_more_where_nobody_steps_together() -> None:
-    world = epoch_of(Desk(2, in_rounds=False), 400, seconds=[0.001, 0.01])
+    """One step of the slow one takes as long as seventy of the other."""
+    seventy = threading.Event()
+
+    def work(job: FakeJob) -> list[list[int]]:
+        found = []
+        for batch in DataLoader(Numbers(400), 4, job=job):
+            if job.rank == 1:
+                seventy.wait(PATIENCE)
+            found.append(batch.tolist())
+            job.step()
+            if job.rank == 0 and len(found) == 70:
+                seventy.set()
+        return found
+
+    world = Desk(2, in_rounds=False).run(work)
     assert sorted(flat(world)) == list(range(400))
     assert len(world[0]) > 2 * len(world[1])
 
