@@ -205,11 +205,11 @@ class Job:
         given = {
             "workers": workers,
             "servers": servers,
-            "deadline_seconds": 60.0,
+            "deadline_seconds": 2 * SECONDS,
             "suspect_seconds": 0.05,
             **settings,
         }
-        given.setdefault("longest_deadline_seconds", 60.0)
+        given.setdefault("longest_deadline_seconds", 2 * SECONDS)
         self.coordinator = Coordinator(given, log=self.log.append, journal=self.disk, job="job")
         self.coordinator.start_deadline()
         self.members: dict[str, Played] = {}
