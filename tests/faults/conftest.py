@@ -139,6 +139,7 @@ def hurt(tmp_path: pathlib.Path) -> Iterator[Callable[..., Hurt]]:
         script: Sequence[str] = (),
         ledger: pathlib.Path = LEDGER,
         before: Sequence[str] = (),
+        only_kills: bool = False,
         **environment: str,
     ) -> Hurt:
         run = [sys.executable, "-m", "syncline", "run", "--name", "hurt", *flags]
@@ -147,7 +148,7 @@ def hurt(tmp_path: pathlib.Path) -> Iterator[Callable[..., Hurt]]:
         words = [*run, str(ledger), *before, *pushes, *script]
         if not (toml := tmp_path / "syncline.toml").exists():
             # Where a kill is meant, who is silent is not dead: a machine may stand still for seconds.
-            toml.write_text(PATIENT_TOML if fault.endswith("=kill") else PATIENT_START)
+            toml.write_text(PATIENT_TOML if only_kills or fault.endswith("=kill") else PATIENT_START)
         made.append(Hurt(tmp_path.resolve(), prefix, words, {"SYNCLINE_FAULT": fault, **environment}))
         return made[-1]
 
