@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.patience import PATIENCE
+from tests.patience import JOB_PATIENCE, PATIENCE
 from torch import nn
 
 from syncline.client.job import Job
@@ -262,6 +262,6 @@ def test_every_parameter_is_exact_between_processes(
     here = pathlib.Path(__file__).parent
     command = [sys.executable, "-m", "syncline", "run", "-s", "2", *policy, "--transport", transport, "--device", on]
     result = subprocess.run(
-        [*command, "train.py", str(here), on], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        [*command, "train.py", str(here), on], cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE
     )
     assert result.returncode == 0 and "exact" in result.stdout, result.stdout[-3000:]
