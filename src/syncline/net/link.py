@@ -21,8 +21,8 @@ _AGAIN_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
 #: A coordinator that does not answer for this part of the deadline of silence is looked for anew.
 SILENT = 0.6
-#: For a coordinator that was found again to say who is there. It has just proved who it is, so it lives; if it is slow,
-#: giving up costs more than waiting: it would take that for a connection that broke.
+#: For a coordinator that was found again to say who is there. It has just proved who it is, so it lives; giving up on
+#: one that is slow costs more than waiting: it would take that for a connection that broke.
 _ANSWER_SECONDS = 10.0
 
 
