@@ -104,7 +104,7 @@ class House:
         policy: str = "sync",
         replicas: int = 1,
         slice_bytes: int = 64,
-        hold_seconds: float = 5.0,
+        hold_seconds: float = WAIT,
         threads: int = 2,
         home: Home | None = None,
         lends: bool = True,
@@ -227,6 +227,10 @@ class House:
 
     def tell(self, server: str, message: Message) -> Call:
         return self._coordinators[server].call(message)
+
+    def holds(self, server: str, seconds: float = WAIT) -> None:
+        """From now on what this server prepares is held for so long, if no Install comes; more where it moves."""
+        self.servers[server]._changes()._hold_seconds = seconds
 
     def change(
         self,

@@ -28,8 +28,8 @@ def step(model: Counting, opt: DistributedOptimizer) -> None:
 
 
 def test_rounds_are_whole_however_long_a_save_takes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who left them while the cut of a save was awaited was in other rounds afterwards than the others, by chance: on a
-    starved machine the same samples made more steps."""
+    """Who left them while the cut of a save was awaited was in other rounds afterwards than the others, by chance: on
+    a starved machine the same samples made more steps."""
     monkeypatch.setattr(validating, "ASIDE_SECONDS", 0.0)
     asked: list[bool] = []
 

@@ -73,8 +73,8 @@ class TakingPart:
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
     def pause(self, *, if_active: bool = False, if_awaited: bool = False) -> None:
-        """In no more rounds of this stretch; said once, until there is a commit in the next. `if_awaited`: only when a
-        round waits for this worker.
+        """In no more rounds of this stretch; said once, until there is a commit in the next. `if_awaited`: only when
+        a round waits for this worker.
 
         In rounds there is no next stretch within a loop: its rounds would wait for all who have paused, and those
         maybe for it. The next commit enters again, beside the others.
