@@ -28,6 +28,7 @@ from syncline.core.messages import KIND, MESSAGES, PROTOCOL
 from syncline.errors import FrameError, VersionError
 
 HEADER = struct.Struct("<4sBBHIQQQIIQ")
+_JOB_END, _SENDER_END, _TERM_END = 20, 28, 40
 MAGIC = b"SYNC"
 ANSWER, ATTACHED, MORE = 1, 2, 4
 MAX_BODY_BYTES = 64 << 20
@@ -93,6 +94,15 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
+
+
+def is_like(head: bytes, theirs: memoryview, sender: bytes) -> bool:
+    """Whether a frame of theirs, of this sender (an incarnation, packed), has a header and body as these of my own.
+
+    What generation and term the sender knows of does not matter here.
+    """
+    found = bytes(theirs[: len(head)])
+    return found[_TERM_END:] == head[_TERM_END:] and found[:_SENDER_END] == head[:_JOB_END] + sender
 
 
 def kind_of(message: Message) -> int:

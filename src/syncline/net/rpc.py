@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from syncline.core.message import Message, Refused
-from syncline.core.messages import MAY_SAY
+from syncline.core.messages import KIND, MAY_SAY, PROTOCOL
 from syncline.errors import (
     ConnectionLost,
     FencedError,
@@ -24,7 +24,7 @@ from syncline.errors import (
     to_wire,
 )
 from syncline.net import frame
-from syncline.net.frame import ANSWER, ATTACHED, MORE, Header
+from syncline.net.frame import ANSWER, ATTACHED, HEADER, MAGIC, MORE, Header
 from syncline.net.transport import Buffer, Connection, Memory, Peer
 from syncline.stats import WireStats
 
@@ -234,7 +234,7 @@ class Endpoint:
         self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
         self._lost: str | None = None
-        self.read = connection.read
+        self.read, self.post, self.take_like = connection.read, connection.post, connection.take_like
         self.waiter_reads = False  # what comes in at once may be answered before `start` has returned
         self.waiter_reads = connection.start(self, waiter_reads=waiter_reads)
 
@@ -297,6 +297,17 @@ class Endpoint:
             len(body), payload_bytes,
         )  # fmt: skip
         self._connection.send(header, body, buffers, attachment)
+
+    def head(self, kind: type[Message], body: bytes, payload_bytes: int) -> bytes:
+        """Header and body of a frame that is not answered, as `post` and `take_like` want them."""
+        stamp = self._stamp
+        return (
+            HEADER.pack(
+                MAGIC, PROTOCOL, 0, KIND[kind], 0, stamp.job, stamp.incarnation, stamp.generation, stamp.term,
+                len(body), payload_bytes,
+            )
+            + body
+        )  # fmt: skip
 
     # -- what the connection calls ------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from syncline.client.collectives.meeting import Again, Call, Make, Meeting
 from syncline.client.collectives.meetings import Meetings
 from syncline.client.collectives.memories import Memories
 from syncline.client.collectives.party import Party
+from syncline.client.collectives.repeating import Usual, repeat, views
 from syncline.client.collectives.tickets import Lane, Ticket
 from syncline.client.collectives.waiting import Waiting
 from syncline.client.hearing import FromCoordinator
@@ -83,17 +84,25 @@ class Calls:
         finally:
             self._busy.release()
 
-    def meet(self, make: Make, body: Callable[[Meeting], T], group: Group | None, is_script: bool) -> T:
+    def meet(
+        self, make: Make, body: Callable[[Meeting], T], group: Group | None, is_script: bool,
+        usual: Usual | None = None,
+    ) -> T:  # fmt: skip
         """`body`: what is done when all have made the call."""
         meetings = self.meetings
         while True:
-            party = self._party(group)
+            party, begun = self._party(group), None
+            meetings.tidy()
+            if usual is not None and party.near:
+                begun = repeat(meetings, party, usual, make)
+                if begun is not None and len(begun.payloads) == len(party.near):
+                    found: T = usual.finish(views(party, begun, usual.data))
+                    return found
             waiting = self.waiting("a collective", is_script=is_script)
             if len(party) == 1:
                 return body(_alone(make(party, 0), party, waiting))
-            meetings.tidy()
             try:
-                with meetings.meet(make, party, waiting) as meeting:
+                with meetings.meet(make, party, waiting, begun) as meeting:
                     return body(meeting)
             except Again:
                 self._await_others(party.members, waiting)

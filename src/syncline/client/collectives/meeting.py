@@ -38,6 +38,14 @@ class Call(NamedTuple):
 Make = Callable[[Party, int], Call]
 
 
+class Begun:
+    """A call that this rank has described, and who has said the same of it: what these have given with it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.payloads: dict[int, Buffer] = {}
+
+
 class Meeting:
     """One call, with all who take part."""
 

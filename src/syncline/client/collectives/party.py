@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+from syncline.client.collectives.habits import Habit
 from syncline.client.collectives.streams import Stream
 from syncline.client.peers import Way
 from syncline.core.collecting import Describe
@@ -24,6 +25,8 @@ class Party:
         self.streams: dict[int, Stream] = {}
         self.host = me  # the first that shares memory with this one
         self.sharing: list[int] = [self.place]
+        self.habits: dict[Hashable, Habit] = {}
+        self.near: list[tuple[int, Way, Stream]] = []  # all others, if they are heard only when this one reads
 
     def __len__(self) -> int:
         return len(self.members)
@@ -40,6 +43,8 @@ class Party:
         self.ways, self.streams = ways, streams
         self.sharing = sorted([self.place, *(place for place, way in ways.items() if way.shares_memory)])
         self.host = self.group[self.sharing[0]]
+        is_near = all(way.waiter_reads for way in ways.values())
+        self.habits, self.near = {}, [(place, way, streams[place]) for place, way in ways.items() if is_near]
 
     def describe(self, number: int, verb: str, **fields: Any) -> Describe:
         """A call of this group."""

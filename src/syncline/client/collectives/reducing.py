@@ -28,12 +28,13 @@ class Reducer:
         # NumPy has no bfloat16, and is slow with float16.
         torch = sys.modules.get("torch") if dtype in ("bfloat16", "float16") else None
         self._torch: Any = torch
+        self._numpy = np.dtype(dtype) if torch is None else None
         self._merge = getattr(torch, _TORCH[op]) if torch is not None else _NUMPY[op]
 
     def _typed(self, data: Bytes) -> Array:
         if self._torch is not None:
             return self._torch.from_numpy(data).view(getattr(self._torch, self._dtype))
-        return data.view(self._dtype)
+        return data.view(self._numpy)
 
     @_QUIET
     def merge(self, into: Bytes, earlier: Bytes) -> None:
@@ -48,13 +49,18 @@ class Reducer:
             (self._torch.div if self._torch is not None else np.divide)(target, self._count, out=target)
 
     @_QUIET
-    def small(self, sources: Sequence[Bytes]) -> Bytes:
-        """All sources, in new memory."""
-        result = sources[0].copy()
-        total = self._typed(result)
-        for source in sources[1:]:
-            self._merge(total, self._typed(source), out=total)
-        self.finish(result)
+    def small(self, sources: Sequence[Bytes], into: Bytes | None = None) -> Bytes:
+        """All sources, in new memory, or in that of one of two."""
+        if len(sources) == 2 and into is not None:
+            result = into
+            self._merge(self._typed(sources[0]), self._typed(sources[1]), out=self._typed(into))
+        else:
+            result = sources[0].copy()
+            total = self._typed(result)
+            for source in sources[1:]:
+                self._merge(total, self._typed(source), out=total)
+        if self._is_average:
+            self.finish(result)
         return result
 
     @_QUIET

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from syncline.client.collectives.moving import exchange, make_room
 from syncline.client.collectives.pairs import Pairs
 from syncline.client.collectives.party import Party
 from syncline.client.collectives.reducing import Reducer
+from syncline.client.collectives.repeating import Usual
 from syncline.client.collectives.values import (
     NOTHING,
     Value,
@@ -30,7 +32,16 @@ from syncline.client.collectives.values import (
 from syncline.client.hearing import FromCoordinator
 from syncline.client.peers import Peers
 from syncline.core.collecting import Shape
-from syncline.core.collectives import ITEM_BYTES, check_op, is_inline, num_bytes, parts_of, result_of, wanted
+from syncline.core.collectives import (
+    INLINE_BYTES,
+    ITEM_BYTES,
+    check_op,
+    is_inline,
+    num_bytes,
+    parts_of,
+    result_of,
+    wanted,
+)
 from syncline.core.members import Member
 from syncline.errors import CollectiveError
 
@@ -88,14 +99,25 @@ class Collectives:
             )
             return Call(said, value.data, is_own=value.is_view and not (in_place and root is None))
 
+        def given(result: Bytes) -> Any:
+            if in_place:
+                return x if value.is_view and result is value.data else put(x, result, verb)
+            return made(result, value.dtype, value.shape, x, of_torch=value.of_torch)
+
         def body(meeting: Meeting) -> Any:
             is_wanted = root is None or meeting.is_root
             result = self._reduced(meeting, value, op, is_copied=is_wanted and not in_place)
-            if in_place:
-                return put(x, result, verb) if is_wanted else x
-            return made(result, value.dtype, value.shape, x, of_torch=value.of_torch) if is_wanted else None
+            if not is_wanted:
+                return x if in_place else None
+            return given(result)
 
-        return self._go(verb, make, body, group, wait)
+        usual = None
+        if root is None and len(value.data) <= INLINE_BYTES:
+            kind = (verb, value.dtype, value.shape, op, wait, value.of_torch)
+            into = value.data if in_place and value.is_view else None
+            reducer = partial(Reducer, value.dtype, op)
+            usual = Usual(kind, value.data, lambda found: given(reducer(len(found)).small(found, into)))
+        return self._go(verb, make, body, group, wait, usual)
 
     def _reduced(self, meeting: Meeting, value: Value, op: str, *, is_copied: bool) -> Bytes:
         reducer = Reducer(value.dtype, op, len(meeting.party))
@@ -287,7 +309,7 @@ class Collectives:
                 NOTHING.data,
             )
 
-        return self._go("barrier", make, lambda meeting: None, group, wait)
+        return self._go("barrier", make, lambda meeting: None, group, wait, _barrier(wait))
 
     # -- from one to one ----------------------------------------------------------------------------------
 
@@ -301,9 +323,9 @@ class Collectives:
 
     def _go(
         self, verb: str, make: Make, body: Callable[[Meeting], Any],
-        group: Group | None, wait: bool,
+        group: Group | None, wait: bool, usual: Usual | None = None,
     ) -> Any:  # fmt: skip
-        return self._calls.go(verb, lambda is_script: self._calls.meet(make, body, group, is_script), wait)
+        return self._calls.go(verb, lambda is_script: self._calls.meet(make, body, group, is_script, usual), wait)
 
     def _root(self, verb: str, rank: int | None, party: Party) -> int:
         return 0 if rank is None else self._calls.world.root(rank, party.group, verb)
@@ -326,6 +348,10 @@ class Collectives:
         if self._pairs is not None:
             self._pairs.close()
         self._calls.close()
+
+
+def _barrier(wait: bool) -> Usual:
+    return Usual(("barrier", wait), NOTHING.data, lambda found: None)
 
 
 def _given(out: Any, result: Bytes, dtype: str, shape: Shape, like: Any, *, of_torch: bool) -> Array:
