@@ -41,9 +41,13 @@ Make = Callable[[Party, int], Call]
 class Begun:
     """A call that this rank has described, and who has said the same of it: what these have given with it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.payloads: dict[int, Buffer] = {}
+    def __init__(self, party: Party, number: int) -> None:
+        self.party, self.number = party, number
+        self.payloads: dict[int, Buffer] = {}  # by place
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.payloads) == len(self.party) - 1
 
 
 class Meeting:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from syncline.client.collectives.habits import Habit
+from syncline.client.collectives.habits import MOST_HABITS, Habit
+from syncline.client.collectives.reducing import Reducer
 from syncline.client.collectives.streams import Stream
 from syncline.client.peers import Way
 from syncline.core.collecting import Describe
@@ -45,6 +46,13 @@ class Party:
         self.host = self.group[self.sharing[0]]
         is_near = all(way.waiter_reads for way in ways.values())
         self.habits, self.near = {}, [(place, way, streams[place]) for place, way in ways.items() if is_near]
+
+    def learn(self, kind: Hashable, said: Describe, reducer: Reducer | None = None) -> None:
+        """All have called this, and may do so again."""
+        if self.near:
+            if len(self.habits) >= MOST_HABITS:
+                self.habits.clear()
+            self.habits[kind] = Habit(said, reducer)
 
     def describe(self, number: int, verb: str, **fields: Any) -> Describe:
         """A call of this group."""

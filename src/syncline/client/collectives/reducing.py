@@ -49,19 +49,27 @@ class Reducer:
             (self._torch.div if self._torch is not None else np.divide)(target, self._count, out=target)
 
     @_QUIET
-    def small(self, sources: Sequence[Bytes], into: Bytes | None = None) -> Bytes:
-        """All sources, in new memory, or in that of one of two."""
-        if len(sources) == 2 and into is not None:
-            result = into
-            self._merge(self._typed(sources[0]), self._typed(sources[1]), out=self._typed(into))
-        else:
-            result = sources[0].copy()
-            total = self._typed(result)
-            for source in sources[1:]:
-                self._merge(total, self._typed(source), out=total)
-        if self._is_average:
-            self.finish(result)
+    def small(self, sources: Sequence[Bytes]) -> Bytes:
+        """All sources, in new memory."""
+        result = sources[0].copy()
+        total = self._typed(result)
+        for source in sources[1:]:
+            self._merge(total, self._typed(source), out=total)
+        self.finish(result)
         return result
+
+    @_QUIET
+    def few(self, sources: Sequence[Array], out: Array = None) -> Array:
+        """The same of arrays of numbers, two at least; `out` may be one of them."""
+        is_pair = len(sources) == 2
+        total = self._merge(sources[0], sources[1], out=out if is_pair else None)
+        for source in sources[2:]:
+            self._merge(total, source, out=total)
+        if self._is_average:
+            np.divide(total, self._count, out=total)
+        if out is not None and not is_pair:
+            out[...] = total
+        return total
 
     @_QUIET
     def reduce(self, sources: Sequence[Bytes], targets: Sequence[Bytes], *, is_all: bool = True) -> None:
