@@ -23,6 +23,7 @@ from syncline.core.collectives import disagreement
 from syncline.core.control import Roster
 from syncline.core.members import Member
 from syncline.errors import CollectiveError, ConfigError
+from syncline.stats import WireStats
 
 if TYPE_CHECKING:
     from syncline.client.job import Job
@@ -155,6 +156,9 @@ class Calls:
         while way is not None and not way.has_left and way.read(0.0):
             pass
         return way is not None and way.has_left
+
+    def stats(self) -> WireStats:
+        return self._peers.stats() if self._peers is not None else WireStats()
 
     # -- the end ------------------------------------------------------------------------------------------
 

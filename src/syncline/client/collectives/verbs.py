@@ -43,6 +43,7 @@ from syncline.core.collectives import (
 )
 from syncline.core.members import Member
 from syncline.errors import CollectiveError
+from syncline.stats import WireStats
 
 if TYPE_CHECKING:
     from syncline.client.job import Job
@@ -340,6 +341,10 @@ class Collectives:
         """Where a result comes to be: in the caller's array if it can, or in new memory."""
         own = own_bytes(out) if out is not None else None
         return make_room(num_bytes(dtype, shape)) if own is None else own
+
+    def stats(self) -> WireStats:
+        """What went between this worker and others, so far."""
+        return self._calls.stats()
 
     # -- the end ------------------------------------------------------------------------------------------
 
