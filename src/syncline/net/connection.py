@@ -120,13 +120,14 @@ class SocketConnection(Connection):
 
     def take_like(self, head: bytes, payload_bytes: int, seconds: float) -> Buffer | None:
         stream, payload = self._waited_on, None
-        if stream is None or not self._read_lock.acquire(blocking=False):
+        if stream is None or not self._read_lock.acquire(False):
             return None
         try:
             if self._closed is None and stream.wait(seconds):
-                whole = stream.peek(len(head) + payload_bytes)
-                if whole is not None and frame.is_like(head, whole, self._sender):
-                    payload = memoryview(bytearray(whole[len(head) :]))
+                size = len(head)
+                whole = stream.peek(size + payload_bytes)
+                if whole is not None and frame.is_like(head, bytes(whole[:size]), self._sender):
+                    payload = memoryview(bytearray(whole[size:]))
                     stream.take(len(whole))
                     self._received[0] += 1
                     self._received[1] += len(whole)

@@ -96,13 +96,12 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def is_like(head: bytes, theirs: memoryview, sender: bytes) -> bool:
-    """Whether a frame of theirs, of this sender (an incarnation, packed), has a header and body as these of my own.
+def is_like(head: bytes, theirs: bytes, sender: bytes) -> bool:
+    """Whether header and body of theirs, of this sender (an incarnation, packed), say what these of my own say.
 
     What generation and term the sender knows of does not matter here.
     """
-    found = bytes(theirs[: len(head)])
-    return found[_TERM_END:] == head[_TERM_END:] and found[:_SENDER_END] == head[:_JOB_END] + sender
+    return theirs[_TERM_END:] == head[_TERM_END:] and theirs[:_SENDER_END] == head[:_JOB_END] + sender
 
 
 def kind_of(message: Message) -> int:

@@ -73,12 +73,13 @@ class Calls:
     def again(self, kind: Hashable, numbers: Array, group: Group | None) -> tuple[Begun | None, Habit | None]:
         """Makes a call that all have made before, as far as all are there at once; `meet` does the rest of it."""
         self.job.leave_if_asked()
-        party = self._parties.get(group) if self._roster is self.world.roster else None
+        party, meetings = self._parties.get(group) if self._roster is self.world.roster else None, self._meetings
         habit = party.habits.get(kind) if party is not None else None
-        if party is None or habit is None or not self.lane.is_idle or not self._busy.acquire(blocking=False):
+        if party is None or meetings is None or habit is None or not self.lane.is_idle:
+            return None, None
+        if not self._busy.acquire(False):
             return None, None
         try:
-            meetings = self.meetings
             meetings.tidy()
             return repeat(meetings, party, habit, numbers), habit
         finally:

@@ -43,9 +43,10 @@ def plain(x: Any) -> np.ndarray[Any, Any] | None:
         if x.dtype in (torch.bfloat16, torch.float16) or x.is_conj() or x.is_neg():
             return None
         x = x.detach().numpy()
+    if not 0 < x.nbytes <= INLINE_BYTES:
+        return None
     flags, dtype = x.flags, x.dtype
-    is_plain = flags.c_contiguous and flags.writeable and dtype.isnative and dtype.char != "e"
-    return x if is_plain and 0 < x.nbytes <= INLINE_BYTES else None
+    return x if flags.c_contiguous and flags.writeable and dtype.isnative and dtype.char != "e" else None
 
 
 def kind_of(verb: str, op: str, numbers: np.ndarray[Any, Any], *, of_torch: bool) -> Hashable:

@@ -41,6 +41,8 @@ Make = Callable[[Party, int], Call]
 class Begun:
     """A call that this rank has described, and who has said the same of it: what these have given with it."""
 
+    __slots__ = ("number", "party", "payloads")
+
     def __init__(self, party: Party, number: int) -> None:
         self.party, self.number = party, number
         self.payloads: dict[int, Buffer] = {}  # by place

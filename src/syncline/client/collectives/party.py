@@ -11,6 +11,7 @@ from syncline.client.collectives.streams import Stream
 from syncline.client.peers import Way
 from syncline.core.collecting import Describe
 from syncline.core.members import Member
+from syncline.net.rpc import Endpoint
 
 
 class Party:
@@ -27,7 +28,7 @@ class Party:
         self.host = me  # the first that shares memory with this one
         self.sharing: list[int] = [self.place]
         self.habits: dict[Hashable, Habit] = {}
-        self.near: list[tuple[int, Way, Stream]] = []  # all others, if they are heard only when this one reads
+        self.near: list[tuple[int, Way, Endpoint, Stream]] = []  # the others, if none is heard until this one reads
 
     def __len__(self) -> int:
         return len(self.members)
@@ -45,7 +46,8 @@ class Party:
         self.sharing = sorted([self.place, *(place for place, way in ways.items() if way.shares_memory)])
         self.host = self.group[self.sharing[0]]
         is_near = all(way.waiter_reads for way in ways.values())
-        self.habits, self.near = {}, [(place, way, streams[place]) for place, way in ways.items() if is_near]
+        found = [(place, way, way.endpoint, streams[place]) for place, way in ways.items() if is_near]
+        self.habits, self.near = {}, found
 
     def learn(self, kind: Hashable, said: Describe, reducer: Reducer | None = None) -> None:
         """All have called this, and may do so again."""

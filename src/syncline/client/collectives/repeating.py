@@ -23,28 +23,29 @@ _MOMENT_SECONDS = 0.005
 
 def repeat(meetings: Meetings, party: Party, habit: Habit, numbers: np.ndarray[Any, Any]) -> Begun | None:
     """Begins the call, and hears who says the same; None: it is not begun."""
+    near = party.near
     if meetings.heard.broken or not party.is_open:
         return None
-    begun = Begun(party, meetings.begin(party))
-    key, size, near, payloads = (party.group, begun.number), numbers.nbytes, party.near, begun.payloads
+    number = meetings.begin(party)
+    begun, key, size = Begun(party, number), (party.group, number), numbers.nbytes
     try:
-        head = near[0][1].endpoint.head(Describe, habit.body(begun.number), size)
+        head = near[0][2].head(Describe, habit.body(number), size)
         packed = head + numbers.tobytes()
-        for _, way, _ in near:
+        for _, _, endpoint, _ in near:
             try:
-                way.endpoint.post(packed)
+                endpoint.post(packed)
             except ConnectionLost:  # found where it is waited for, with its last words
                 continue
-        for place, way, stream in near:
-            payload = way.endpoint.take_like(head, size, _MOMENT_SECONDS) if not stream.said else None
+        for place, _, endpoint, stream in near:
+            payload = endpoint.take_like(head, size, _MOMENT_SECONDS) if not stream.said else None
             if payload is None:
                 return begun
-            payloads[place] = payload
+            begun.payloads[place] = payload
             stream.last = stream.heard = key
             if stream.through:
                 stream.through &= {key}
     except BaseException as error:
-        meetings.give_up(party, begun.number, error)
+        meetings.give_up(party, number, error)
         raise
     meetings.finish(key)
     return begun
