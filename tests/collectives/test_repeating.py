@@ -154,7 +154,7 @@ def test_what_interrupts_one_is_told_to_all(job: LocalJob, monkeypatch: pytest.M
         for _ in range(3):
             collectives.all_reduce(F3)
         if me.rank == 2:
-            endpoint = me.collectives._calls._party(None).near[0][2]
+            endpoint = me.collectives._calls._party(None).near[0][1]
             monkeypatch.setattr(endpoint, "post", _interrupted)
         return collectives.all_reduce(F3)
 

@@ -28,7 +28,7 @@ class Party:
         self.host = me  # the first that shares memory with this one
         self.sharing: list[int] = [self.place]
         self.habits: dict[Hashable, Habit] = {}
-        self.near: list[tuple[int, Way, Endpoint, Stream]] = []  # the others, if none is heard until this one reads
+        self.near: list[tuple[int, Endpoint, Stream]] = []  # the others, if none is heard until this one reads
 
     def __len__(self) -> int:
         return len(self.members)
@@ -46,7 +46,7 @@ class Party:
         self.sharing = sorted([self.place, *(place for place, way in ways.items() if way.shares_memory)])
         self.host = self.group[self.sharing[0]]
         is_near = all(way.waiter_reads for way in ways.values())
-        found = [(place, way, way.endpoint, streams[place]) for place, way in ways.items() if is_near]
+        found = [(place, way.endpoint, streams[place]) for place, way in ways.items() if is_near]
         self.habits, self.near = {}, found
 
     def learn(self, kind: Hashable, said: Describe, reducer: Reducer | None = None) -> None:

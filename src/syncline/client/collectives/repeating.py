@@ -29,14 +29,14 @@ def repeat(meetings: Meetings, party: Party, habit: Habit, numbers: np.ndarray[A
     number = meetings.begin(party)
     begun, key, size = Begun(party, number), (party.group, number), numbers.nbytes
     try:
-        head = near[0][2].head(Describe, habit.body(number), size)
+        head = near[0][1].head(Describe, habit.body(number), size)
         packed = head + numbers.tobytes()
-        for _, _, endpoint, _ in near:
+        for _, endpoint, _ in near:
             try:
                 endpoint.post(packed)
             except ConnectionLost:  # found where it is waited for, with its last words
                 continue
-        for place, _, endpoint, stream in near:
+        for place, endpoint, stream in near:
             payload = endpoint.take_like(head, size, _MOMENT_SECONDS) if not stream.said else None
             if payload is None:
                 return begun
