@@ -15,11 +15,10 @@ from tests.collectives.together import messages, together
 
 from syncline import collectives
 from syncline.client.collectives import calls, repeating
-from syncline.core.collecting import Describe
+from syncline.core.collecting import Broken, Describe
 from syncline.errors import ConnectionLost
 from syncline.net import frame
 from syncline.net.connection import SocketConnection
-from syncline.net.frame import HEADER, MAGIC
 from syncline.net.streams import PlainStream
 from syncline.net.transport import Peer
 from syncline.testing.local import LocalJob
@@ -168,6 +167,39 @@ def _interrupted(*arguments: Any) -> None:
     raise RuntimeError("stop")
 
 
+def test_one_that_is_gone_is_named(tmp_path: Any) -> None:
+    """While the others wait for it in a call that all have made before."""
+    with over_unix_sockets(3, str(tmp_path), wait_seconds=10.0) as job:
+
+        def work(me: Any) -> Any:
+            for _ in range(3):
+                collectives.all_reduce(F3)
+            if me.rank == 2:
+                me.collectives._calls.peers.close("it was killed")
+                return None
+            return collectives.all_reduce(F3)
+
+        *others, _ = together(job, work)
+        told = "CollectiveError: worker-2 is gone while all_reduce of float32[3] was under way"
+        assert all(one.startswith(told) for one in messages(others)), others
+
+
+def test_a_failure_of_another_group_does_not_matter(job: LocalJob, repeated: list[bool]) -> None:
+    """What was said of a call that this worker never makes stays there."""
+
+    def work(me: Any) -> Any:
+        collectives.all_reduce(F3)
+        heard = me.collectives._calls.meetings.heard
+        heard.broken[(1, 2, 3), 4] = Broken((1, 2, 3), 4, "of another group")
+        try:
+            return [collectives.all_reduce(F3) for _ in range(2)]
+        finally:
+            heard.broken.clear()
+
+    assert all((found == 3).all() for results in together(job, work) for found in results)
+    assert len(repeated) >= 6 and all(repeated)
+
+
 def test_bytes_between_workers_are_counted(job: LocalJob) -> None:
     """Those of repeated calls too, and they are among all that goes over the wire."""
     before = [one.stats() for one in job.jobs]
@@ -212,8 +244,7 @@ def ends() -> Iterator[tuple[SocketConnection, SocketConnection, _Receiver]]:
 
 def _head(number: int, *, sender: int = 7, generation: int = 1, job: int = 5, payload_bytes: int = 4) -> bytes:
     body = frame.encode(Describe((7, 8), number, "all_reduce"))
-    kind = frame.kind_of(Describe((), 0, ""))
-    return HEADER.pack(MAGIC, frame.PROTOCOL, 0, kind, 0, job, sender, generation, 0, len(body), payload_bytes) + body
+    return frame.head(Describe, (job, sender, generation, 0), body, payload_bytes)
 
 
 def test_a_frame_that_is_like_mine_is_taken(ends: Any) -> None:

@@ -96,12 +96,17 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def is_like(head: bytes, theirs: bytes, sender: bytes) -> bool:
+def head(kind: type[Message], sender: tuple[int, int, int, int], body: bytes, payload_bytes: int) -> bytes:
+    """Header and body of a frame that is not answered; `sender`: job, incarnation, generation, term."""
+    return HEADER.pack(MAGIC, PROTOCOL, 0, KIND[kind], 0, *sender, len(body), payload_bytes) + body
+
+
+def is_like(mine: bytes, theirs: bytes, sender: bytes) -> bool:
     """Whether header and body of theirs, of this sender (an incarnation, packed), say what these of my own say.
 
     What generation and term the sender knows of does not matter here.
     """
-    return theirs[_TERM_END:] == head[_TERM_END:] and theirs[:_SENDER_END] == head[:_JOB_END] + sender
+    return theirs[_TERM_END:] == mine[_TERM_END:] and theirs[:_SENDER_END] == mine[:_JOB_END] + sender
 
 
 def kind_of(message: Message) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from syncline.core.message import Message, Refused
-from syncline.core.messages import KIND, MAY_SAY, PROTOCOL
+from syncline.core.messages import MAY_SAY
 from syncline.errors import (
     ConnectionLost,
     FencedError,
@@ -24,7 +24,7 @@ from syncline.errors import (
     to_wire,
 )
 from syncline.net import frame
-from syncline.net.frame import ANSWER, ATTACHED, HEADER, MAGIC, MORE, Header
+from syncline.net.frame import ANSWER, ATTACHED, MORE, Header
 from syncline.net.transport import Buffer, Connection, Memory, Peer
 from syncline.stats import WireStats
 
@@ -301,13 +301,8 @@ class Endpoint:
     def head(self, kind: type[Message], body: bytes, payload_bytes: int) -> bytes:
         """Header and body of a frame that is not answered, as `post` and `take_like` want them."""
         stamp = self._stamp
-        return (
-            HEADER.pack(
-                MAGIC, PROTOCOL, 0, KIND[kind], 0, stamp.job, stamp.incarnation, stamp.generation, stamp.term,
-                len(body), payload_bytes,
-            )
-            + body
-        )  # fmt: skip
+        sender = (stamp.job, stamp.incarnation, stamp.generation, stamp.term)
+        return frame.head(kind, sender, body, payload_bytes)
 
     # -- what the connection calls ------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ _MOMENT_SECONDS = 0.005
 
 def repeat(meetings: Meetings, party: Party, habit: Habit, numbers: np.ndarray[Any, Any]) -> Begun | None:
     """Begins the call, and hears who says the same; None: it is not begun."""
-    near = party.near
-    if meetings.heard.broken or not party.is_open:
+    near, heard = party.near, meetings.heard
+    if not party.is_open or (heard.broken and (party.group, heard.numbers.get(party.group, 0)) in heard.broken):
         return None
     number = meetings.begin(party)
     begun, key, size = Begun(party, number), (party.group, number), numbers.nbytes
