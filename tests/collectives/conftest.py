@@ -38,14 +38,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield made
 
 
-@pytest.fixture(scope="module", params=["shared", "sockets", "unix"])
+@pytest.fixture(scope="module", params=["shared", "sockets"])
 def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalJob]:
-    """On one host; over sockets; on one host as real processes are: over Unix sockets that waiters read."""
     folder = str(tmp_path_factory.mktemp("runs"))
-    if request.param == "unix":
-        with over_unix_sockets(3, folder) as made:
-            yield made
-        return
     with local_job(folder=folder, **WAYS[request.param]) as made:
         yield made
 
