@@ -18,7 +18,7 @@ import msgspec
 from syncline.errors import ConfigError
 
 TRANSPORTS = ("auto", "shm", "tcp")
-EXCHANGES = ("servers",)
+EXCHANGES = ("servers", "ring")
 #: Said at launch or in syncline.toml only: a script cannot know on how many processes it will run.
 LAUNCH_ONLY = frozenset(
     {
@@ -130,6 +130,12 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_time: str = ""  #: time of training: 90s, 2h; with what was trained before it was taken up
     start_seconds: float = 120.0  #: deadline for all members to be there
     wait_seconds: float = 600.0  #: deadline of every other wait
+
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether every worker's process has a server with all slices in it."""
+        return self.exchange == "ring"
 
 
 _FIELDS = {field.name: field.type for field in msgspec.structs.fields(JobConfig)}

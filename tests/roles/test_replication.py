@@ -46,8 +46,8 @@ def step(house: House, clock: int, chance: np.random.Generator | None = None, **
 def check_equal(house: House) -> None:
     """Primary and backup of every slice: parameters, rule state, version, clocks and fences."""
     for seat in house.seats.values():
-        assert seat.backup
-        one, two = house.slot(seat.primary, seat.slice), house.slot(seat.backup, seat.slice)
+        assert seat.backups
+        one, two = house.slot(seat.primary, seat.slice), house.slot(seat.backups[0], seat.slice)
         assert one.memory.tobytes() == two.memory.tobytes()
         assert (one.state.version, one.state.clocks, one.state.fences) == (
             two.state.version, two.state.clocks, two.state.fences,
@@ -126,7 +126,7 @@ def test_backups_are_equal_where_slices_live_on_a_device(make_house: MakeHouse) 
             house.seed("server-0", "server-1")
             house.seed("server-1", "server-0")
     check_equal(house)
-    house.carry_out(seats=[Seat(s.slice, s.backup, s.primary) for s in house.seats.values()], moves=True)
+    house.carry_out(seats=[Seat(s.slice, s.backups[0], (s.primary,)) for s in house.seats.values()], moves=True)
     step(house, 10)
     check_equal(house)
 
@@ -335,7 +335,7 @@ def test_only_the_primary_of_a_slice_may_say_what_happens_to_it(make_house: Make
     house.seed("server-0", "server-1", [number])
     slot = house.slot("server-0", number)
     # The seats change behind its back: another server is the primary now.
-    house.servers["server-1"]._hosting._seats[number] = Seat(number, "server-2", "server-1")
+    house.servers["server-1"]._hosting._seats[number] = Seat(number, "server-2", ("server-1",))
     call = house.workers["worker-0"].commit("server-0", 1, ones())
     assert not call.arrives(0.1) and slot.state.version == 0
     eventually(lambda: [line for line in house.lines if "refuses updates from here" in line])
@@ -352,7 +352,7 @@ def test_primary_and_backup_change_places(make_house: MakeHouse) -> None:
     for clock in (1, 2):
         step(house, clock, np.random.default_rng(clock))
     for turn in range(3):
-        house.carry_out(seats=[Seat(s.slice, s.backup, s.primary) for s in house.seats.values()], moves=True)
+        house.carry_out(seats=[Seat(s.slice, s.backups[0], (s.primary,)) for s in house.seats.values()], moves=True)
         for clock in (3 + 2 * turn, 4 + 2 * turn):
             step(house, clock, np.random.default_rng(clock))
         check_equal(house)

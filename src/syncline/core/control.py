@@ -269,6 +269,8 @@ class Prepared(Message, frozen=True):
     reach: list[tuple[str, int, int, str]] = []
     is_primary: bool = True  # of anything; else it hears no commits, and its standings were so once, or never
     rolls: list[Roll] = []  # with spare workers: all that it knows of
+    # In a ring: name, incarnation and the clock up to which all slices here have what there is, or hold it.
+    holds: list[tuple[str, int, int]] | None = None
 
 
 class Install(Message, frozen=True):

@@ -109,7 +109,7 @@ class Reporting:
             self._c.launchers.add(request.endpoint)
             membership, outcome = self._c.membership, self._c.membership.outcome
             state = membership.state
-            seated = {name for seat in state.seats.values() for name in (seat.primary, seat.backup)}
+            seated = {name for seat in state.seats.values() for name in seat.names}
             stepped = {name for name, (beat, _) in self._c.beats.items() if beat.step}
             standings = Standings(
                 formed=membership.formed,
@@ -282,7 +282,7 @@ class Reporting:
             step=step,
             lag=max(steps, default=0) - step if member.role == "worker" and name in state.entered else 0,
             num_primary=sum(seat.primary == name for seat in state.seats.values()),
-            num_backup=sum(seat.backup == name for seat in state.seats.values()),
+            num_backup=sum(name in seat.backups for seat in state.seats.values()),
             cores=member.cores,
             pid=member.pid,
             samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,

@@ -6,7 +6,8 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from syncline import faults
 from syncline.core.rounds import Rounds
@@ -18,6 +19,9 @@ from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.pulls import Pulls
 from syncline.roles.server.work import Contribution, FenceWork, Key, RoundWork, Seniority, Work, leading
+
+if TYPE_CHECKING:
+    from syncline.roles.server.voting import Voting
 
 Held = Commit[Contribution]
 #: A round of at most this many bytes is applied by the thread that completes it.
@@ -44,6 +48,7 @@ class Flow:
         self.order = threading.RLock()
         self.idle = threading.Condition(self.order)
         self.going: set[Identity] = set()  # workers that are out, and forgotten when nothing of theirs is open
+        self.voting: Voting | None = None  # in a ring
         self.say: Callable[[str], None] = lambda line: None
         self.forget_gone: Callable[[], None] = lambda: None  # under `order`, after a round is through
         self._busy: set[Work] = set()
@@ -90,8 +95,11 @@ class Flow:
             if verdict.kind == "late":
                 commits[0].item.void()
             slots = self.slots_in_order()
-            work = RoundWork(commits, slots, leading(commits, self.seniority), self._rounds.policy, self._finished)
+            lead = leading(commits, self.seniority)
+            work = RoundWork(commits, slots, lead, self._rounds.policy, self._finished, self._held)
             works.append(work)
+            if self.voting is not None:
+                self.voting.expect(work)
             if self._rounds.policy.spare:
                 work.roll = self._rounds.rolls.find(commits[0].worker, commits[0].item.incarnation, commits[0].clock)
             self._busy.add(work)
@@ -125,13 +133,39 @@ class Flow:
         for work in works:
             if isinstance(work, RoundWork) and self._clips(work):
                 self._measure_norms(work)
-            elif work.slots:
-                self._drain_all(work)
             else:
-                work.end()
+                self.go_through(work)
         self.release()
 
-    def _drain_all(self, work: Work) -> None:
+    @property
+    def is_applying(self) -> bool:
+        """Under `order`: a round that nothing stops any more is on its way into the slices."""
+        return any(isinstance(work, RoundWork) and not work.waits_for_votes for work in self._busy)
+
+    def go_through(self, work: Work) -> None:
+        """Into the slices here; in a ring, first only to where all hold it."""
+        if work.slots:
+            self.drain_all(work)
+        elif work.waits_for_votes:
+            self._held(work)
+        elif not work.has_more:
+            work.end()
+
+    def _held(self, work: Work) -> None:
+        assert self.voting is not None and isinstance(work, RoundWork)
+        self.voting.held(work)
+
+    def waits_for_votes(self, work: RoundWork) -> None:
+        """Under `order`: what there was to do about it so far is done."""
+        self._busy.discard(work)
+        if not self._busy:
+            self.idle.notify_all()
+
+    def resumes(self, work: RoundWork) -> None:
+        """Under `order`: it has all votes."""
+        self._busy.add(work)
+
+    def drain_all(self, work: Work) -> None:
         """Spreads a round over the pool; a small one is done by the time another thread would have woken up."""
         small = len(work.slots) <= INLINE_SLICES and sum([s.part.num_bytes for s in work.slots]) <= INLINE_BYTES
         for slot in work.slots:
@@ -307,6 +341,13 @@ class Flow:
         self._parked = []
         return self._take_requests(commits)
 
+    def drop(self, works: Collection[RoundWork]) -> list[Contribution]:
+        """Under `order`, in a ring: these rounds count nowhere; whoever is in them is to make them anew."""
+        for slot in self._slices.values():
+            slot.drop(works)
+        self._busy.difference_update(works)
+        return self.take_requests_in(works)
+
     # -- clipping by the norm over all servers ------------------------------------------------------------
 
     def _measure_norms(self, work: RoundWork) -> None:
@@ -368,9 +409,7 @@ class Flow:
         with self.order:
             for slot in work.slots:
                 slot.queue.append(work)
-        if not work.slots:
-            work.end()
-        self._drain_all(work)
+        self.go_through(work)
 
     # -- what waits ---------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ from syncline.core.traffic import (
     Unpin,
     Upload,
     Verify,
+    Vote,
 )
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
 from syncline.extensions import load
@@ -77,6 +78,7 @@ from syncline.roles.server.staging import Staging
 from syncline.roles.server.states import StateTransfer
 from syncline.roles.server.uses import uses_handlers
 from syncline.roles.server.values import Values
+from syncline.roles.server.voting import Voting
 from syncline.roles.server.waits import beat_of
 from syncline.roles.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
@@ -111,6 +113,7 @@ class Server:
         self._lock = threading.Lock()
         self._commits: Commits | None = None
         self._generations: Generations | None = None
+        self._voting: Voting | None = None  # in a ring
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
         self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
         self.name = name
@@ -157,6 +160,7 @@ class Server:
         )
         self._hosting.hear(joined.members, ())
         commits.ranks.hear(joined.members)
+        flow.voting = self._voting = self._make_voting(commits) if config.is_ring else None
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -169,6 +173,7 @@ class Server:
             log=self._log,
             hold_seconds=self._hold_seconds,
             cut_off=self._cut_off,
+            voting=self._voting,
         )
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
@@ -178,6 +183,16 @@ class Server:
         self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
+
+    def _make_voting(self, commits: Commits) -> Voting:
+        flow = commits.flow
+        voting = Voting(
+            self.name, flow.order, self._hosting.backups, self._pool,
+            partners=self._hosting.partners_named, run=flow.drain_all, waits=flow.waits_for_votes,
+            resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
+        )  # fmt: skip
+        commits.holding.passed = voting.look
+        return voting
 
     def hear(self, roster: Roster) -> None:
         """The coordinator tells who there is."""
@@ -274,6 +289,7 @@ class Server:
             AskState: self._states.give,
             LoadState: self._load_state,
             Lend: self._hosting.backups.lend,
+            Vote: self._vote,
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),
             Install: lambda request, message: self._changes().install(request, message),
@@ -286,6 +302,11 @@ class Server:
             **saving_handlers(self._cut, self._saving),
             TakeUp: lambda request, message: self._loading.take_up(request, message, self.commits),
         }
+
+    def _vote(self, request: Request, message: Vote) -> None:
+        if self._voting is None:
+            raise ProtocolError(f"{request.peer} votes; this job is no ring")
+        self._voting.hear(request, message)
 
     def _rest(self, request: Request, message: Rest) -> None:
         self.commits.rest(request, message)

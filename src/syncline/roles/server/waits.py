@@ -53,8 +53,9 @@ def _lags(commits: Commits, now: float) -> list[Wait]:
 def _backups(slots: Iterable[HostedSlice], now: float) -> list[Wait]:
     longest: dict[str, float] = {}
     for slot in slots:
-        update, replica = slot.in_flight, slot.replica
-        if update is not None and replica is not None and not update.is_acknowledged:
-            name = replica.partner.name
-            longest[name] = max(longest.get(name, 0.0), now - update.since)
+        update = slot.in_flight
+        for parcel in update.parcels if update is not None else ():
+            if not parcel.is_acknowledged:
+                name = parcel.replica.partner.name
+                longest[name] = max(longest.get(name, 0.0), now - parcel.update.since)
     return [Wait("", 0, [name], seconds, "server") for name, seconds in longest.items() if seconds >= MOMENT_SECONDS]
