@@ -64,7 +64,7 @@ def test_what_was_applied_while_a_slice_was_seeded_is_not_seeded_once_more(
     monkeypatch.setattr(backups, "_take_seed", lambda *given: seeds.append(go.wait(WAIT)) or take(*given))
     numbers = [part.id for part in house.parts("server-0")]
     seeding = Waiting(lambda: house.seed("server-0", "server-1", numbers))
-    eventually(lambda: house.slot("server-0", numbers[0]).replica is not None)
+    eventually(lambda: house.slot("server-0", numbers[0]).replicas)
     for clock in (1, 2, 3):
         step(house, clock)
     go.set()

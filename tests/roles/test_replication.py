@@ -208,12 +208,12 @@ def test_the_connection_breaks_with_the_update_in_it(make_house: MakeHouse, monk
     step(house, 1)
     original, cut = replication.Replica._answered, []
 
-    def loses(self: Any, slot: Any, update: Any, call: Any) -> None:
+    def loses(self: Any, parcel: Any, call: Any) -> None:
         if len(cut) < 3:
             cut.append(1)
-            self.partner.repeat_later(slot, self, update)
+            self.partner.repeat_later(parcel)
         else:
-            original(self, slot, update, call)
+            original(self, parcel, call)
 
     monkeypatch.setattr(replication.Replica, "_answered", loses)
     step(house, 2)
@@ -317,7 +317,7 @@ def test_a_worker_that_pushes_while_a_slice_is_seeded_does_not_wait_for_the_back
     monkeypatch.setattr(backups, "_take_seed", lambda *args: go.wait(WAIT) and take(*args))
     numbers = [part.id for part in house.parts("server-0")]
     seeding = Waiting(lambda: house.seed("server-0", "server-1", numbers))
-    eventually(lambda: house.slot("server-0", numbers[0]).replica is not None)
+    eventually(lambda: house.slot("server-0", numbers[0]).replicas)
     for clock in (1, 2, 3):
         step(house, clock)
     go.set()
@@ -340,7 +340,7 @@ def test_only_the_primary_of_a_slice_may_say_what_happens_to_it(make_house: Make
     assert not call.arrives(0.1) and slot.state.version == 0
     eventually(lambda: [line for line in house.lines if "refuses updates from here" in line])
     with pytest.raises(FencedError, match="is not the primary of slice"):
-        house.servers["server-1"]._hosting._check_sender(slot.replica.partner.current().peer, number)
+        house.servers["server-1"]._hosting._check_sender(slot.replicas[0].partner.current().peer, number)
 
 
 def test_primary_and_backup_change_places(make_house: MakeHouse) -> None:

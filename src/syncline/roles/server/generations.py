@@ -201,7 +201,8 @@ class Generations:
             hold.ended.set()
             if hold.message.moves:
                 refuse = self._move(hold, message, through)
-                self._hosting.supply()
+                if self._voting is not None:
+                    self._hosting.supply()
                 through.open()
             else:
                 self._change(hold, message, through)
