@@ -202,7 +202,7 @@ class Generations:
             if hold.message.moves:
                 refuse = self._move(hold, message, through)
                 if self._voting is not None:
-                    self._hosting.supply()
+                    self._hosting.supply(lambda: self._hold is None and not self._is_closed)
                 through.open()
             else:
                 self._change(hold, message, through)

@@ -175,11 +175,11 @@ class Hosting:
         others = [self._members[name] for name in sorted(names) if name in self._members and name != self.name]
         return [self.partner(member) for member in others]
 
-    def supply(self) -> None:
+    def supply(self, goes_on: Callable[[], bool]) -> None:
         """In a ring, within a change: backups that have just been named get what they lack. Nothing is applied
         meanwhile."""
         for partner in list(self._partners.values()):
-            supply(partner, list(self.slices.values()))
+            supply(partner, list(self.slices.values()), goes_on)
 
     def fence_servers(self, there: Collection[Identity], generation: int) -> None:
         """These are all that there were; what others have sent so far is taken in, and nothing more. Who has come

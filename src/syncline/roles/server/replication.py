@@ -219,7 +219,7 @@ class Replica:
             return
         except FencedError as error:
             # Another primary is on its way in, or an Install is: the coordinator's word will come.
-            if not parcel.is_refused:
+            if not parcel.is_refused and parcel.update.work.ballot is None:
                 self.partner.log(f"slice {slot.part.id}: {self.partner.name} refuses updates from here: {error}")
             parcel.is_refused = True
             self.partner.repeat_later(parcel)

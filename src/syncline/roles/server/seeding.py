@@ -16,8 +16,8 @@ from syncline.core.layout import aligned
 from syncline.core.members import Member
 from syncline.core.message import Done
 from syncline.core.traffic import Lend
-from syncline.errors import ConnectionLost, SynclineError
-from syncline.net.rpc import Endpoint, Request
+from syncline.errors import ConnectionLost, FencedError, SynclineError
+from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.replication import Partner, Region, Replica, Update, seed_of
@@ -27,6 +27,8 @@ from syncline.roles.server.work import FenceWork
 _LOOK_SECONDS = 0.001
 #: For a backup to take in what has gathered since its seed; and how often it is looked whether it is still there.
 _TAIL_SECONDS, _LOST_SECONDS = 60.0, 0.05
+#: Until a backup that has not heard yet that it is one is asked again.
+_AGAIN_SECONDS = 0.01
 Drain = Callable[[HostedSlice], None]
 
 
@@ -159,29 +161,41 @@ class Seeding:
             self._drain(slot)
 
 
-def supply(partner: Partner, slots: Sequence[HostedSlice]) -> None:
-    """In a ring, while nothing is applied: all that this backup lacks goes over, and memory for what follows."""
+def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[], bool]) -> None:
+    """In a ring, while nothing is applied: all that this backup lacks goes over, and memory for what follows. Who has
+    not heard of the change yet refuses it, and is asked again."""
     found = [(slot, replica) for slot in slots if (replica := slot.replica_on(partner.name)) and replica.is_named]
-    shares = any(replica.is_new for _, replica in found) or any(replica.lent is None for _, replica in found)
-    if not found or not shares:
+    if not any(replica.is_new or replica.lent is None for _, replica in found):
         return
     endpoint = partner.connect()
     lacking = [(s, r) for s, r in found if r.is_new or (r.lent is None and endpoint.shares_memory)]
-    total = sum(aligned(slot.part.num_bytes) for slot, _ in lacking)
-    memory, offset = lend(endpoint, partner, total) if lacking else None, 0
-    calls = []
+    memory = lend(endpoint, partner, sum(aligned(s.part.num_bytes) for s, _ in lacking)) if lacking else None
+    offset = 0
     for slot, replica in lacking:
-        with slot.lock:
-            if memory is not None:
-                size = slot.part.num_bytes
-                replica.region = Region(memory.array[offset : offset + size], slot.part.dtype, memory)
-                replica.lent = (partner.num_lent, offset)
-                offset += aligned(size)
-            letter = seed_of(slot, replica.lent)
-        calls.append((replica, letter.send(endpoint)))
-    for replica, call in calls:
-        call.wait(_TAIL_SECONDS)
-        replica.is_new = False
+        if memory is not None:
+            view = memory.array[offset : offset + slot.part.num_bytes]
+            with slot.lock:
+                replica.region, replica.lent = Region(view, slot.part.dtype, memory), (partner.num_lent, offset)
+            offset += aligned(slot.part.num_bytes)
+    while lacking:
+        calls = [(slot, replica, _seed_now(slot, replica, endpoint)) for slot, replica in lacking]
+        lacking = []
+        for slot, replica, call in calls:
+            try:
+                call.wait(_TAIL_SECONDS)
+                replica.is_new = False
+            except FencedError:
+                lacking.append((slot, replica))
+        if lacking and not goes_on():
+            raise ConnectionLost(f"{partner.name} could not be supplied before the next change")
+        if lacking:
+            time.sleep(_AGAIN_SECONDS)
+
+
+def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
+    with slot.lock:
+        letter = seed_of(slot, replica.lent)
+    return letter.send(endpoint)
 
 
 def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
