@@ -10,10 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from tests.patience import PATIENCE
+
+from syncline.net import handshake
 
 # Nothing asserts on seconds: a busy machine is no failure.
 settings.register_profile("syncline", deadline=None)
 settings.load_profile("syncline")
+
+#: A thread of a test may be slow to shake hands; tests of that deadline set their own.
+handshake.SECONDS = PATIENCE
 
 GRACE_SECONDS = 60.0
 #: Libraries keep some threads for the life of the process.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from tests.patience import PATIENCE
 
 from syncline.client.leases import Uses
 from syncline.client.samples import Samples
@@ -19,7 +20,7 @@ from syncline.core.order import Order
 from syncline.core.spans import Span
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 def order(num_samples: int, seed: int, epoch: int) -> list[int]:

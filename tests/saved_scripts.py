@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+from tests.patience import PATIENCE
 from tests.store.made import make
 
 from syncline.client.job import Job
@@ -13,7 +14,7 @@ from syncline.core.saving import EndSave, Expect, GivenTakenUp, WriteScript, Wri
 from syncline.net.rpc import Call, Endpoint
 from syncline.store.folders import open_folder
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 NAME = "000001-step-10"  # of a checkpoint's folder
 
 

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ["help", "setup", "data", "train", "test", "check", "proof", "soak", "bench", "lint", "clean"]
@@ -29,7 +30,7 @@ def run(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Compl
         env=clean_environment(**environment),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -23,7 +24,9 @@ def test_it_opens_with_the_two_commands() -> None:
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_the_code_runs_alone(number: int, tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(BLOCKS[number])
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     expected = ("worker-0: the job has made", "[-0.1 -0.1 -0.1]")[number]
     assert expected in done.stdout
@@ -31,8 +34,9 @@ def test_the_code_runs_alone(number: int, tmp_path: pathlib.Path) -> None:
 
 def test_the_script_runs_with_two_workers(tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(BLOCKS[0])
+    (tmp_path / "syncline.toml").write_text(PATIENT_TOML)
     command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "worker-0: the job has made" in done.stdout and "worker-1 | worker-1: the job has made" in done.stdout
     assert "has made 8 steps" in done.stdout

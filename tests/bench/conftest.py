@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.bench.row import Effort
 
@@ -16,6 +17,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     folder = tmp_path / "t"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    for patient in ("turns.SEAT_SECONDS", "turns.TURN_SECONDS", "sides.WAIT_SECONDS"):
+        monkeypatch.setattr(f"syncline.bench.{patient}", PATIENCE)
     yield folder
     assert not list(folder.glob("syncline-*"))  # torch may leave a cache of its own
 

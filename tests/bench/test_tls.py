@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.bench import moving, namespaces, tls
 from syncline.bench.match import play
@@ -27,7 +28,7 @@ from syncline.errors import ConnectionLost, JobFailed, WaitTimeout
 from syncline.net.certificate import Certificate, client_context
 from syncline.net.transport import buffer_of
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 @contextlib.contextmanager
@@ -154,7 +155,7 @@ def test_namespaces_differ_and_reach_each_other(wire: namespaces.Wire):
     ) as one:
         assert one.stdout is not None
         port = one.stdout.readline().decode().strip()
-        code = f"import socket; socket.create_connection(('10.77.0.1', {port}), 10)"
+        code = f"import socket; socket.create_connection(('10.77.0.1', {port}), 300)"
         subprocess.run([*namespaces.inside(wire.worker), sys.executable, "-c", code], check=True)
     with namespaces.wire() as other:
         assert {other.server, other.worker}.isdisjoint({wire.server, wire.worker})
@@ -170,7 +171,7 @@ def test_namespaces_are_deleted_when_the_bench_is_killed(wire: namespaces.Wire):
     """By SIGKILL: nobody is left to tidy up but the one that waits for the lifeline."""
     code = (
         "import time\nfrom syncline.bench.namespaces import wire\n"
-        "with wire() as made:\n print(made.server, made.worker, flush=True)\n time.sleep(60)\n"
+        "with wire() as made:\n print(made.server, made.worker, flush=True)\n time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -38,4 +38,4 @@ def test_gauges_are_read_instead_of_the_clock(fast: Effort):
     one, two = (ProcessSide("floors", Task(kind="round trip", num_bytes=64), side=s) for s in ("ours", "reference"))
     samples = play(one, two, fast, gauges={"ours": lambda: float(next(seen))})
     assert samples.ours == [100.0, 101.0, 102.0, 103.0, 104.0]
-    assert all(0 < seconds < 10 for seconds in samples.reference)
+    assert all(0 < seconds < 100 for seconds in samples.reference)

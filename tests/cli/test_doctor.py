@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.patience import PATIENCE
 from typer.testing import CliRunner
 
 from syncline.cli import checks, connections, doctor
@@ -26,6 +27,7 @@ NAMES = [check.name for check in doctor.CHECKS]
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(connections, "_SECONDS", PATIENCE)
     return tmp_path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.client.hearing import FromCoordinator
 from syncline.client.job import Job
@@ -272,7 +273,7 @@ class House:
 
     def __init__(self, num_servers: int, *, shares_memory: bool = True, late: bool = False, **settings: Any) -> None:
         self.shares_memory = shares_memory
-        self.config = resolve({"workers": 1, "servers": num_servers, "wait_seconds": 20.0, **settings})
+        self.config = resolve({"workers": 1, "servers": num_servers, "wait_seconds": PATIENCE, **settings})
         self.generation = 1
         self.incarnations = 10
         self.servers: dict[str, TwinServer] = {}

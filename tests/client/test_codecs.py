@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 from tests.pushing import SGD, SIZE, floats, push, register, residual_of
 
 from syncline import extensions
@@ -131,7 +132,7 @@ def test_a_worker_that_lies_is_closed(codec: str, sizes: Any, payload: bytes, me
             stage_of(jobs[0], codec, sizes), buffers=[memoryview(payload)], payload_bytes=len(payload)
         )
         with pytest.raises(ConnectionLost, match=message):
-            call.wait(10)
+            call.wait(PATIENCE)
         assert not endpoint.is_open
 
 
@@ -160,8 +161,9 @@ def test_a_server_that_lies_is_closed(
         reasons.append(reason)
         closed(endpoint, reason)
 
-    with local_job(workers=1, transport="tcp", pull_codec="bf16", wait_seconds=0.2) as jobs:
+    with local_job(workers=1, transport="tcp", pull_codec="bf16") as jobs:
         register(jobs[0], 8)
+        jobs[0].exchange._wait_seconds = 0.2
         monkeypatch.setattr(Endpoint, "send", lie)
         monkeypatch.setattr(Endpoint, "lost", noted)
         with pytest.raises(Exception):  # noqa: B017 - whatever the job makes of a server that is cut off
@@ -229,4 +231,4 @@ def test_an_encoding_that_a_users_codec_cannot_read_closes_the_connection() -> N
         data = buffer_of(np.zeros(3, np.uint8))
         call = endpoint.call(stage_of(jobs[0], "sign", [[3]]), buffers=[data], payload_bytes=3)
         with pytest.raises(ConnectionLost, match="no encoding by sign: ValueError: cut short"):
-            call.wait(10)
+            call.wait(PATIENCE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.core.control import AskCopies, GiveCopies, GivenCopies
@@ -23,14 +24,14 @@ SHARED = [pytest.param(True, id="shared memory"), pytest.param(False, id="socket
 
 
 def ask(twin: Any, slices: list[int]) -> dict[int, Copy]:
-    answer = twin.coordinator.endpoints[0].call(AskCopies(slices)).wait(5)
+    answer = twin.coordinator.endpoints[0].call(AskCopies(slices)).wait(PATIENCE)
     assert isinstance(answer, GivenCopies)
     return {copy.slice: copy for copy in answer.copies}
 
 
 def give(twin: Any, copies: list[Copy], name: str) -> Any:
     server = twin.add_server(name)
-    answer = twin.coordinator.endpoints[0].call(GiveCopies(copies, twin.members[name])).wait(5)
+    answer = twin.coordinator.endpoints[0].call(GiveCopies(copies, twin.members[name])).wait(PATIENCE)
     assert answer == Done()
     return server
 
@@ -206,7 +207,7 @@ def test_a_copy_that_is_gone_is_refused(house: Callable[..., Any]) -> None:
     twin.add_server("server-2")
     call = twin.coordinator.endpoints[0].call(GiveCopies(copies, twin.members["server-2"]))
     with pytest.raises(SynclineError, match=r"worker-0.* has no copy of slice 0 at version 0 any more"):
-        call.wait(5)
+        call.wait(PATIENCE)
     assert out
 
 

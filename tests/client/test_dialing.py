@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.blackhole import blackhole
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.core.control import Over
@@ -20,7 +21,7 @@ from syncline.net.rpc import Endpoint
 from syncline.net.transport import Peer
 
 SGD = Rule("SGD", lr=1.0)
-DIAL_SECONDS = 10.0
+DIAL_SECONDS = PATIENCE
 
 
 @pytest.fixture
@@ -62,14 +63,14 @@ def begin(house: Callable[..., Any], nowhere: Any) -> tuple[Any, threading.Threa
 
     thread = threading.Thread(target=push)
     thread.start()
-    assert twin.dialled.wait(5.0)
+    assert twin.dialled.wait(PATIENCE)
     time.sleep(0.1)
     assert thread.is_alive() and not found
     return twin, thread, found
 
 
 def test_a_newer_roster_without_that_server_ends_the_dial(house: Callable[..., Any], nowhere: Any) -> None:
-    """In `sync` all others would wait ten seconds for this worker, although everyone knows where the slices are."""
+    """In `sync` all others would wait so long for this worker, although everyone knows where the slices are."""
     twin, thread, found = begin(house, nowhere)
     began = time.monotonic()
     twin.servers["server-1"].die()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client.job import Job
@@ -100,20 +101,20 @@ def check(values: Any, last: Any) -> Any:
 
 def hand_over(jobs: LocalJob, name: str) -> None:
     """As by SIGTERM: this server's slices go to others, it ends; then it comes back and gets some of them."""
-    jobs._process._links[name].call(Retire(), 60.0)
+    jobs._process._links[name].call(Retire(), PATIENCE)
     jobs.kill(name)
     jobs.add_server(name)
 
 
 def run(seconds: float, window: int, replicas: int) -> int:
     num_moves, over = 0, threading.Event()
-    settings = {"replicas": replicas, "window": window, "slice_bytes": SLICE, "wait_seconds": 60.0}
+    settings = {"replicas": replicas, "window": window, "slice_bytes": SLICE, "wait_seconds": PATIENCE}
     beside = ThreadPoolExecutor(1, thread_name_prefix="Thread-workers")
     with local_job(workers=WORKERS, servers=3, policy="async", **settings) as jobs, beside:
         begin = {"x": np.zeros(NUM_SLICES * ITEMS, np.float32)}
         # Before anybody goes: torch takes its time with the first rule of a process.
-        jobs.run(lambda job: job.kv.register(begin, SGD, reduce="sum"), 100.0)
-        pushed = beside.submit(jobs.run, lambda job: work(job, over, window), 300.0)
+        jobs.run(lambda job: job.kv.register(begin, SGD, reduce="sum"), PATIENCE)
+        pushed = beside.submit(jobs.run, lambda job: work(job, over, window), 2 * PATIENCE)
         try:
             until = time.monotonic() + seconds
             while time.monotonic() < until and not pushed.done():

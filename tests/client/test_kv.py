@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.patience import PATIENCE
 
 from syncline import LayoutError, Rule, RuleError, WaitTimeout
 from syncline.client.job import Job
@@ -53,7 +56,7 @@ def test_other_names_are_an_error_and_not_a_wait(names: tuple[str, ...]) -> None
         job.kv.register({name: np.zeros(2) for name in mine}, SGD)
 
     with local_job(workers=2) as jobs, pytest.raises(LayoutError, match=r"worker-1 (registered|did not register)"):
-        jobs.run(register, timeout_seconds=20)
+        jobs.run(register, timeout_seconds=PATIENCE)
 
 
 def test_calling_again_adds_parameters_while_pushes_go_on() -> None:
@@ -219,8 +222,8 @@ def test_min_version_waits_for_the_update() -> None:
 
 
 def test_a_wait_that_passes_its_deadline_names_who_is_missing() -> None:
-    late = threading.Barrier(3)
-    with local_job(workers=3, wait_seconds=5.0) as jobs:
+    both, late = threading.Barrier(2), threading.Barrier(3)
+    with local_job(workers=3, wait_seconds=PATIENCE) as jobs:
 
         def work(job: Job) -> str:
             job.kv.register({"x": np.zeros(1)}, SGD)
@@ -229,20 +232,24 @@ def test_a_wait_that_passes_its_deadline_names_who_is_missing() -> None:
                 job.kv.push({"x": np.ones(1)}).wait()
                 return ""
             ticket = job.kv.push({"x": np.ones(1)})
-            with pytest.raises(WaitTimeout) as caught:
-                ticket.wait(timeout_seconds=0.2)
+            both.wait(PATIENCE)
+            deadline, text = time.monotonic() + PATIENCE, "worker-1"
+            while "worker-1" in text and time.monotonic() < deadline:  # whose push may still be on its way
+                with pytest.raises(WaitTimeout) as caught:
+                    ticket.wait(timeout_seconds=0.2)
+                text = str(caught.value).partition(": ")[2]
             late.wait()
             ticket.wait()  # the same ticket can be waited for again
             return str(caught.value)
 
         texts = jobs.run(work)
-    assert "step 1 has waited 0.2 s" in texts[0] and "the round waits for worker-2" in texts[0]
+    assert re.search(r"step 1 has waited [0-9.]+ s", texts[0]) and "the round waits for worker-2" in texts[0]
 
 
 def test_a_barrier_that_passes_its_deadline_names_who_is_missing() -> None:
     with (
         local_job(workers=2, wait_seconds=0.3) as jobs,
-        pytest.raises(WaitTimeout, match=r"worker-0: the barrier 'here' has waited 0.3 s for worker-1 "),
+        pytest.raises(WaitTimeout, match=r"worker-0: the barrier 'here' has waited [0-9.]+ s for worker-1 "),
     ):
         jobs[0].barrier("here")
 
@@ -250,7 +257,7 @@ def test_a_barrier_that_passes_its_deadline_names_who_is_missing() -> None:
 def test_a_registration_that_passes_its_deadline_names_who_is_missing() -> None:
     with (
         local_job(workers=2, wait_seconds=0.3) as jobs,
-        pytest.raises(WaitTimeout, match=r"worker-1: .*registration.* has waited 0.3 s for worker-0"),
+        pytest.raises(WaitTimeout, match=r"worker-1: .*registration.* has waited [0-9.]+ s for worker-0"),
     ):
         jobs[1].kv.register({"x": np.zeros(1)}, SGD)
 
@@ -271,7 +278,7 @@ def test_what_is_sent_again_is_what_was_pushed(house: Callable[..., Any], shares
     mine = {"a": np.ones(64)}
     ticket = twin.job.kv.push(mine)
     mine["a"][:] = 1000.0
-    assert is_hit.wait(10.0)
+    assert is_hit.wait(PATIENCE)
     twin.fail_over("server-1", "server-0")
     ticket.wait()
     np.testing.assert_array_equal(twin.everything()["a"], np.full(64, -1.0))

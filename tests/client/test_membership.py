@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import FencedError, Rule
 from syncline.core.control import Barrier, Beat, Enter, Leave, Register, Retire, Roster, Uploaded
@@ -92,7 +93,7 @@ def test_asked_to_leave_it_finishes_its_step(house: Callable[..., Any], how: str
     if how == "retire":
         twin.job.retire()
     else:
-        twin.coordinator.endpoints[0].call(Retire()).wait(5)
+        twin.coordinator.endpoints[0].call(Retire()).wait(PATIENCE)
     with pytest.raises(SystemExit) as caught:
         ticket.wait()
     assert caught.value.code == 0
@@ -124,7 +125,7 @@ def test_asked_to_leave_where_it_waits_for_others_it_waits_no_longer(
     house: Callable[..., Any], kind: type[Message]
 ) -> None:
     """They may come in ten minutes, or wait for this one to go."""
-    twin = house(1, wait_seconds=60.0)
+    twin = house(1, wait_seconds=PATIENCE)
     register(twin)
     twin.coordinator.answers[kind] = lambda message: threading.Timer(0.05, twin.job.retire).start()
     began = time.monotonic()
@@ -133,7 +134,7 @@ def test_asked_to_leave_where_it_waits_for_others_it_waits_no_longer(
             twin.job.barrier("x")
         else:
             twin.job.kv.register({"c": np.zeros(1)}, SGD)
-    assert caught.value.code == 0 and time.monotonic() - began < 20.0
+    assert caught.value.code == 0 and time.monotonic() - began < PATIENCE / 2
     assert [m for m in twin.coordinator.heard if isinstance(m, Leave)] == [Leave(True)]
 
 
@@ -150,14 +151,14 @@ def test_the_others_at_a_barrier_do_not_wait_for_one_that_was_asked_to_leave() -
         threads = [threading.Thread(target=meet, args=(local[k],)) for k in range(2)]
         for thread in threads:
             thread.start()
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + PATIENCE
         while len(local._process.coordinator.meeting.waits(0.0)) < 1 and time.monotonic() < until:
             time.sleep(0.01)
         local[0].retire()
-        threads[0].join(10.0)
+        threads[0].join(PATIENCE)
         assert not threads[0].is_alive()
         meet(local[2])
-        threads[1].join(10.0)
+        threads[1].join(PATIENCE)
         assert sorted(passed) == ["worker-1", "worker-2"]
         local.jobs.pop(0)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 from tests.pushing import SGD, floats, push, register, residual_of
 
 from syncline.client.exchange import Push
@@ -137,9 +138,9 @@ def test_a_late_push_is_taken_back() -> None:
         def work(job: Job) -> Any:
             register(job, 8)
             job.barrier("begin")
-            first.wait(20)
+            first.wait(PATIENCE)
             if job.rank:
-                go_on.wait(20)
+                go_on.wait(PATIENCE)
                 push(job, x=floats(8, 7, 6, 5, 4, 3, 2, 1))
                 late = (job.exchange.num_late, residual_of(job))
                 job.barrier("end")
@@ -183,7 +184,7 @@ def test_a_push_is_made_anew_in_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
             job.kv.register({"x": np.zeros(64, np.float32)}, SGD)
             push(job, x=np.arange(1, 65, dtype=np.float32))
             if job.rank:
-                waits.wait(20)
+                waits.wait(PATIENCE)
                 jobs.kill("server-1")
             ticket = job.kv.push_pull({"x": np.zeros(64, np.float32)})
             waits.set()

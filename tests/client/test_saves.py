@@ -8,8 +8,10 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 from tests.saved_scripts import NAME, Asker, finish, takes_up
 
 from syncline import Rule
@@ -19,7 +21,7 @@ from syncline.core.pacing import Pace
 from syncline.core.saving import Finish, Noted, Save, Saved, WriteScript
 from syncline.errors import ConfigError, StoreError, WaitTimeout
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 class Counter:
@@ -280,12 +282,15 @@ def _in_a_thread(twin: Any, kind: type, act: Any) -> None:
 
 
 def test_at_its_end_a_worker_stays_until_the_last_save_is_made(house, tmp_path):
-    twin, job, asker = begin(house, checkpoint=str(tmp_path), wait_seconds=0.2)
+    twin, job, asker = begin(house, checkpoint=str(tmp_path))
     step(job)
+    patient = job.config.wait_seconds
+    msgspec.structs.force_setattr(job.config, "wait_seconds", 0.2)
     order = []
 
     def last(message: Finish) -> Done:
         time.sleep(0.5)  # longer than any other wait may take
+        msgspec.structs.force_setattr(job.config, "wait_seconds", patient)
         assert isinstance(asker.expect().wait(SECONDS), Noted)
         order.append(asker.written(tmp_path / NAME, 1).clock)
         return Done()
@@ -302,11 +307,12 @@ def test_who_retires_and_who_saves_nothing_does_not_stay(house, tmp_path, how):
     twin, job, _ = begin(house, checkpoint="" if how == "no checkpoint" else str(tmp_path))
     step(job)
     answered: list[Finish] = []
+    may_answer = threading.Event()
 
     def last(message: Finish) -> Done:
         time.sleep(0.1)
         job.retire()
-        time.sleep(2.0)
+        may_answer.wait(SECONDS)
         answered.append(message)
         return Done()
 
@@ -319,6 +325,7 @@ def test_who_retires_and_who_saves_nothing_does_not_stay(house, tmp_path, how):
         job.close()
     left = [message for message in twin.coordinator.heard if type(message).__name__ == "Leave"]
     assert [message.retired for message in left] == [how != "no checkpoint"] and not answered
+    may_answer.set()
 
 
 def test_a_boundary_costs_nothing_but_a_look_while_nobody_watches():

@@ -10,6 +10,7 @@ import textwrap
 import time
 
 import pytest
+from tests.patience import PATIENCE
 
 BEGIN = """
 import os, signal, sys, time
@@ -73,7 +74,7 @@ def test_it_finishes_its_step_and_leaves(tmp_path: pathlib.Path, body: str) -> N
     try:
         wait_ready(process, "3 3")
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
@@ -81,18 +82,20 @@ def test_it_finishes_its_step_and_leaves(tmp_path: pathlib.Path, body: str) -> N
     lines = output.split("\n")
     assert "settles" in lines and "Traceback" not in output
     steps = [line.split() for line in lines if line[:1].isdigit()]
-    assert all(step == value for step, value in steps) and len(steps) < 50, output
+    assert all(step == value for step, value in steps) and len(steps) < 5000, output
 
 
 def test_a_second_one_ends_it_at_once(tmp_path: pathlib.Path) -> None:
-    process = start(tmp_path, LOOP, "time.sleep(0.1)\nwhile True: time.sleep(0.01)\n")
+    hears = "while not job._hearing.is_retiring: time.sleep(0.01)\nprint('heard', flush=True)\n"
+    process = start(tmp_path, LOOP, hears, "while True: time.sleep(0.01)\n")
     try:
         wait_ready(process)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        wait_ready(process, "heard")  # two that come at once would be one
+        time.sleep(0.3)
         assert process.poll() is None, "it computes, and has made no step since"
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
@@ -100,11 +103,11 @@ def test_a_second_one_ends_it_at_once(tmp_path: pathlib.Path) -> None:
 
 
 def test_before_there_is_a_job_it_ends_as_ever(tmp_path: pathlib.Path) -> None:
-    process = start(tmp_path, "leave_on_sigterm()\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    process = start(tmp_path, "leave_on_sigterm()\nprint('ready', flush=True)\ntime.sleep(600)\n")
     try:
         wait_ready(process)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
@@ -114,11 +117,11 @@ def test_before_there_is_a_job_it_ends_as_ever(tmp_path: pathlib.Path) -> None:
 @pytest.mark.proof
 def test_a_script_may_do_otherwise(tmp_path: pathlib.Path) -> None:
     own = "signal.signal(signal.SIGTERM, lambda *_: (print('mine', flush=True), os._exit(7)))\n"
-    process = start(tmp_path, own, LOOP, "time.sleep(60)\n")
+    process = start(tmp_path, own, LOOP, "time.sleep(600)\n")
     try:
         wait_ready(process)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.communicate()
@@ -135,6 +138,6 @@ def test_a_fenced_worker_says_so_in_one_line(tmp_path: pathlib.Path) -> None:
     sys.exit(run_worker(Plan(role="worker", name="worker-2", host="local", file=file, script="script.py")))
     """
     process = start(tmp_path, textwrap.dedent(text))
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert output == "syncline: worker-2 was evicted: silent for 4.0 s; a new process may join under its name\n"
     assert process.returncode == 75

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client.job import Job
 from syncline.testing import local_job
+from syncline.testing.local import LocalJob
 
 #: Push number q of worker w adds 1 to its own cell: the cell that is not 1 names what was lost or doubled.
 STEPS, WORKERS = 12, 2
@@ -58,7 +60,7 @@ POLICIES = [("sync", 0), ("bounded:2", 0), ("bounded:2", 2), ("async", 0), ("asy
 def test_a_server_is_killed_and_its_backup_takes_over(policy: str, window: int, late_seconds: float | None) -> None:
     """Between two steps, or within one."""
     with local_job(
-        workers=WORKERS, servers=3, policy=policy, window=window, replicas=2, slice_bytes=128, wait_seconds=30.0
+        workers=WORKERS, servers=3, policy=policy, window=window, replicas=2, slice_bytes=128, wait_seconds=PATIENCE
     ) as jobs:
         timers = []
 
@@ -81,17 +83,30 @@ def test_a_server_is_killed_and_its_backup_takes_over(policy: str, window: int, 
         assert all("server-1" not in job.exchange._endpoints for job in jobs)
 
 
+def wait_for_backups(jobs: LocalJob) -> None:
+    """Until every slice has one again, on a server that lives."""
+    coordinator, deadline = jobs._process.coordinator, time.monotonic() + PATIENCE
+    while True:
+        with coordinator.lock:
+            live = set(coordinator.membership.servers())
+            seats = list(coordinator.membership.state.seats.values())
+            if all({seat.primary, seat.backup} <= live and seat.primary != seat.backup for seat in seats):
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(("policy", "window"), POLICIES)
 def test_two_deaths_one_after_the_other(policy: str, window: int) -> None:
     with local_job(
-        workers=WORKERS, servers=3, policy=policy, window=window, replicas=2, slice_bytes=128, wait_seconds=30.0
+        workers=WORKERS, servers=3, policy=policy, window=window, replicas=2, slice_bytes=128, wait_seconds=PATIENCE
     ) as jobs:
 
         def kill(number: int) -> None:
             if number == 3:
                 jobs.kill("server-0")
             elif number == 9:
-                time.sleep(1.0)  # every slice has a backup again
+                wait_for_backups(jobs)
                 jobs.kill("server-2")
 
         for values in jobs.run(lambda job: work(job, kill, window)):
@@ -101,7 +116,7 @@ def test_two_deaths_one_after_the_other(policy: str, window: int) -> None:
 @pytest.mark.parametrize(("policy", "window"), POLICIES)
 def test_connections_break_and_nobody_dies(policy: str, window: int) -> None:
     with local_job(
-        workers=WORKERS, servers=2, policy=policy, window=window, slice_bytes=128, wait_seconds=30.0
+        workers=WORKERS, servers=2, policy=policy, window=window, slice_bytes=128, wait_seconds=PATIENCE
     ) as jobs:
 
         def breaks(number: int) -> None:
@@ -116,7 +131,7 @@ def test_connections_break_and_nobody_dies(policy: str, window: int) -> None:
 
 def test_the_only_copy_of_a_slice_comes_back_from_a_worker() -> None:
     """One replica, in rounds: what everyone has landed is what the slice was."""
-    with local_job(workers=WORKERS, servers=2, slice_bytes=128, wait_seconds=30.0) as jobs:
+    with local_job(workers=WORKERS, servers=2, slice_bytes=128, wait_seconds=PATIENCE) as jobs:
 
         def kill(number: int) -> None:
             if number == STEPS // 2:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.core.members import Member
@@ -94,7 +95,7 @@ class Halted:
         if not isinstance(message, CommitStaged):
             return
         if not self.commits:
-            assert self._stopped.wait(10.0)
+            assert self._stopped.wait(PATIENCE)
             moved = next(number for number, seat in self.twin.seats.items() if seat.primary == "server-0")
             self.twin.change({moved: "server-1"})
             self.twin.values[moved] -= 10.0  # another worker's push
@@ -105,7 +106,7 @@ class Halted:
 
 
 def _eventually(what: Callable[[], object]) -> None:
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + PATIENCE
     while not what():
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -120,7 +121,7 @@ def test_an_answer_that_is_still_coming_in_does_not_land_over_a_newer_one(
     same memory of the model. What comes in already is through before the commit is told anew to anybody: every
     server acknowledges what is staged first, by the connection that the old answer came by. What comes later goes
     nowhere."""
-    twin = house(2, shares_memory=False, policy="async", window=window, slice_bytes=SLICE, wait_seconds=60.0)
+    twin = house(2, shares_memory=False, policy="async", window=window, slice_bytes=SLICE, wait_seconds=PATIENCE)
     twin.job.exchange._placement._dial = over_sockets(twin)
     twin.job.kv.register({"a": np.zeros(NUM)}, SGD)
     out = {"a": np.zeros(NUM)}

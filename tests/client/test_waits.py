@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client import waits
@@ -27,48 +29,60 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "REPORT_SECONDS", 0.03)
 
 
-def slow(twin: Any, name: str, kinds: tuple[type, ...], seconds: float) -> None:
-    """A server that answers late."""
+def until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def slow(twin: Any, name: str, kinds: tuple[type, ...], wait: Callable[[], object]) -> None:
+    """A server that answers late: after this wait."""
     server = twin.servers[name]
     kept = server.answer
 
     def answer(request: Any, message: Any) -> Any:
         if not isinstance(message, kinds):
             return kept(request, message)
-        timer = threading.Timer(seconds, lambda: request.reply(kept(request, message)))
-        timer.name = "Thread-late"
-        timer.start()
+        late = lambda: (wait(), request.reply(kept(request, message)))  # noqa: E731
+        threading.Thread(target=late, name="Thread-late").start()
         return None
 
     server.answer = answer
 
 
+def questions(twin: Any) -> list[AskWhy]:
+    return [m for m in twin.coordinator.heard if isinstance(m, AskWhy)]
+
+
 def test_why_a_step_waits_is_said(house: Callable[..., Any]) -> None:
     twin = house(2, slice_bytes=64)
     twin.job.kv.register({"a": np.zeros(32)}, Rule("SGD", lr=1.0))
-    slow(twin, "server-1", (CommitStaged,), 0.7)
-    ticket = twin.job.kv.push({"a": np.ones(32)})
     told = []
-    timer = threading.Timer(0.3, lambda: told.append(twin.hearing.beat()))
-    timer.name = "Thread-look"
-    timer.start()
-    ticket.wait()
-    timer.join()
-    asked = [m for m in twin.coordinator.heard if isinstance(m, AskWhy)]
-    assert 2 <= len(asked) <= 4 and set(map(repr, asked)) == {repr(AskWhy(1, ["server-1"]))}
+
+    def wait() -> None:
+        until(lambda: len(questions(twin)) >= 2)
+        told.append(twin.hearing.beat())
+
+    slow(twin, "server-1", (CommitStaged,), wait)
+    began = time.monotonic()
+    twin.job.kv.push({"a": np.ones(32)}).wait()
+    asked, most = questions(twin), 1 + (time.monotonic() - began) / waits.AGAIN_SECONDS
+    assert 2 <= len(asked) <= most and set(map(repr, asked)) == {repr(AskWhy(1, ["server-1"]))}
     assert twin.said[0] == "step 1 has waited 1.2 s for worker-7 on host b (last heard of 1.1 s ago)"
     [wait] = told[0].waits
     assert (wait.who, wait.step, wait.for_whom, wait.what) == ("worker-0", 1, ["server-1"], "server")
     assert wait.seconds >= 0.1 and twin.hearing.beat().waits == []
 
 
-def test_a_short_wait_is_not_asked_about(house: Callable[..., Any]) -> None:
+def test_a_short_wait_is_not_asked_about(house: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LOUD_SECONDS", PATIENCE)
     twin = house(1)
     twin.job.kv.register({"a": np.zeros(32)}, Rule("SGD", lr=1.0))
-    slow(twin, "server-0", (Stage,), 0.05)
+    slow(twin, "server-0", (Stage,), lambda: time.sleep(0.05))
     for _ in range(5):
         twin.job.kv.push({"a": np.ones(32)}).wait()
-    assert not twin.said and not any(isinstance(m, AskWhy) for m in twin.coordinator.heard)
+    assert not twin.said and not questions(twin)
 
 
 def test_a_refusal_is_not_waited_upon_until_the_others_answer(house: Callable[..., Any]) -> None:
@@ -83,7 +97,11 @@ def test_a_refusal_is_not_waited_upon_until_the_others_answer(house: Callable[..
 
     twin.servers["server-1"].fail = refuse
     with pytest.raises(ProtocolError, match="one is missing"):
-        twin.job.kv.push({"a": np.ones(32)}).wait(timeout_seconds=10)
+        twin.job.kv.push({"a": np.ones(32)}).wait(timeout_seconds=PATIENCE)
+
+
+def said(twin: Any) -> list[str]:
+    return [text for text in list(twin.said) if "has waited" in text]
 
 
 @pytest.mark.parametrize("how", ["gone", "knows nothing"])
@@ -95,20 +113,22 @@ def test_without_the_coordinators_word_the_servers_are_asked(house: Callable[...
         twin.coordinator.endpoints[0].close("killed")
     else:
         twin.coordinator.answers[AskWhy] = lambda m: GivenWhy("nobody waits for anybody")
-    slow(twin, "server-0", (Stage,), 0.4)
+    slow(twin, "server-0", (Stage,), lambda: until(lambda: said(twin)))
     twin.job.kv.push({"a": np.ones(32)}).wait()
-    assert twin.said and twin.said[0].startswith("step 1 has waited 0.")
-    assert twin.said[0].endswith("server-0: the round waits for worker-7")
+    found = said(twin)[0]
+    assert re.match(r"step 1 has waited [0-9.]+ s", found) and found.endswith(
+        "server-0: the round waits for worker-7"
+    )
 
 
 def test_why_a_barrier_waits_is_said(house: Callable[..., Any]) -> None:
     twin = house(1)
 
     def answer(message: Any) -> Any:
-        time.sleep(0.3)
+        until(lambda: twin.said)
         return twin.coordinator._answer(message)
 
     twin.coordinator.answers[Barrier] = answer
     twin.coordinator.answers[AskWhy] = lambda m: GivenWhy("barrier 'x' has waited 1.1 s for worker-1 on host b")
     twin.job.barrier("x")
-    assert twin.said == ["barrier 'x' has waited 1.1 s for worker-1 on host b"]
+    assert set(twin.said) == {"barrier 'x' has waited 1.1 s for worker-1 on host b"}

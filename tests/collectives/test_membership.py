@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from tests.collectives.together import messages, together
+from tests.collectives.together import messages, together, waits
+from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.errors import CollectiveError, WaitTimeout
@@ -21,14 +23,16 @@ LARGE = np.ones(200_000, np.float32)
 
 @pytest.fixture(params=["auto", "tcp"])
 def fresh(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[LocalJob]:
-    settings = {"transport": request.param, "wait_seconds": 10.0, "most_workers": 4}
+    settings = {"transport": request.param, "wait_seconds": PATIENCE, "most_workers": 4}
     with local_job(workers=3, folder=str(tmp_path), **settings) as job:
         yield job
 
 
-def later(action: Any, seconds: float = 0.2) -> threading.Thread:
+def later(action: Any, waiting: Any = ()) -> threading.Thread:
+    """As soon as these workers wait in their calls."""
+
     def run() -> None:
-        time.sleep(seconds)
+        wait_until(lambda: all(waits(job) for job in waiting))
         action()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -39,7 +43,7 @@ def later(action: Any, seconds: float = 0.2) -> threading.Thread:
 def test_a_death_while_others_wait(fresh: LocalJob) -> None:
     """Both get an error that names it; then the world is those who are left."""
     assert together(fresh, lambda me: collectives.all_reduce(1)) == [3, 3, 3]
-    thread = later(lambda: fresh.kill("worker-1"))
+    thread = later(lambda: fresh.kill("worker-1"), [fresh[0], fresh[2]])
     results = together(fresh, lambda me: collectives.all_reduce(LARGE), ranks=[0, 2])
     thread.join()
     for told in messages(results):
@@ -50,7 +54,7 @@ def test_a_death_while_others_wait(fresh: LocalJob) -> None:
 
 def test_a_death_before_the_first_call(fresh: LocalJob) -> None:
     """It was never connected: who waits for its connection is told, too."""
-    thread = later(lambda: fresh.kill("worker-2"), 0.3)
+    thread = later(lambda: fresh.kill("worker-2"), [fresh[0], fresh[1]])
     for told in messages(together(fresh, lambda me: collectives.all_reduce(LARGE), ranks=[0, 1])):
         assert "worker-2 is gone" in told
     thread.join()
@@ -91,18 +95,21 @@ def test_one_who_leaves_between_two_calls(fresh: LocalJob) -> None:
 def test_one_who_comes(fresh: LocalJob) -> None:
     """Calls are made again with the new one in it, though not all have heard of it at the same time."""
     assert together(fresh, lambda me: collectives.all_reduce(1)) == [3, 3, 3]
+    make_job = fresh._process.make_job
+    # The others hear of it before it can be reached.
+    fresh._process.make_job = lambda *given, **more: (time.sleep(0.2), make_job(*given, **more))[1]  # type: ignore
     thread = later(lambda: fresh.add_worker("worker-3"))
 
     def work(me: Any) -> int:
         if me.rank == 3:
             return int(collectives.all_reduce(1))
-        deadline, total = time.monotonic() + 10.0, 0
+        deadline, total = time.monotonic() + PATIENCE, 0
         while total < 4 and time.monotonic() < deadline:
             total = int(collectives.all_reduce(1))
             time.sleep(0.01)
         return total
 
-    joining = later(lambda: (thread.join(), found.extend(together(fresh, work, ranks=[3]))), 0.0)
+    joining = later(lambda: (thread.join(), found.extend(together(fresh, work, ranks=[3]))))
     found: list[Any] = []
     assert together(fresh, work, ranks=[0, 1, 2]) == [4, 4, 4]
     joining.join()
@@ -111,9 +118,12 @@ def test_one_who_comes(fresh: LocalJob) -> None:
 
 def test_a_wait_has_an_end_and_says_for_whom(tmp_path: Any) -> None:
     """The one who comes late is told what has become of it; and then all are level."""
-    with local_job(workers=2, folder=str(tmp_path), wait_seconds=0.5) as job:
+    with local_job(workers=2, folder=str(tmp_path)) as job:
         assert together(job, lambda me: collectives.all_reduce(1)) == [2, 2]
+        patient = job[0].config
+        job[0].config = msgspec.structs.replace(patient, wait_seconds=0.5)
         (late,) = together(job, lambda me: collectives.all_reduce(LARGE), ranks=[0])
+        job[0].config = patient
         assert isinstance(late, WaitTimeout)
         assert str(late) == "worker-0: all_reduce of float32[200000] has waited 0.5 s for worker-1"
         (told,) = messages(together(job, lambda me: collectives.all_reduce(LARGE), ranks=[1]))
@@ -123,7 +133,7 @@ def test_a_wait_has_an_end_and_says_for_whom(tmp_path: Any) -> None:
 
 def test_the_end_of_the_job_ends_a_wait(tmp_path: Any) -> None:
     with local_job(workers=2, folder=str(tmp_path)) as job:
-        thread = later(lambda: job.fail("worker-1", "as a test wants it"))
+        thread = later(lambda: job.fail("worker-1", "as a test wants it"), [job[0]])
         (told,) = messages(together(job, lambda me: collectives.barrier(), ranks=[0]))
         thread.join()
         assert told.startswith(("JobFailed: the job has ended: worker-1", "CollectiveError: worker-1"))
@@ -142,7 +152,7 @@ def test_tickets_of_a_job_that_ends(tmp_path: Any) -> None:
 
 
 def wait_until(is_so: Any) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)

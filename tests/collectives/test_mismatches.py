@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.collectives.together import messages, together
+from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.client.collectives.reducing import Reducer
@@ -167,7 +168,7 @@ def test_nobody_writes_into_memory_after_an_error(three: LocalJob, monkeypatch: 
 
     def reduce(self: Any, sources: Any, targets: Any, **options: Any) -> None:
         if mine.rank == 2:
-            begun.wait(5.0)
+            begun.wait(PATIENCE)
             raise MemoryError("7 bytes")
         if mine.rank == 1:
             begun.set()

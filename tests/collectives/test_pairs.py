@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.collectives.together import messages, together
+from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.testing.local import LocalJob
@@ -45,8 +46,8 @@ def test_both_at_once(three: LocalJob) -> None:
         for rank in reversed(others):
             assert (collectives.recv(rank) == rank).all()
         for ticket in sent:
-            assert ticket.wait(10.0) is None
-        assert (total.wait(10.0) == 3).all()
+            assert ticket.wait(PATIENCE) is None
+        assert (total.wait(PATIENCE) == 3).all()
 
     assert together(three, work) == [None] * 3
 

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.collectives.together import messages, together
+from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.client import peers as peers_module
+from syncline.client.collectives.hearing import Heard
 from syncline.client.peers import Peers, Way
 from syncline.client.rosters import Rosters
 from syncline.core.collecting import Chunk, Describe, Offer, Piece, Share
@@ -27,7 +29,7 @@ from syncline.testing.local import LocalJob
 
 @pytest.fixture
 def two(tmp_path: Any) -> Iterator[LocalJob]:
-    with local_job(workers=2, transport="tcp", folder=str(tmp_path), wait_seconds=10.0) as job:
+    with local_job(workers=2, transport="tcp", folder=str(tmp_path), wait_seconds=PATIENCE) as job:
         assert together(job, lambda me: collectives.all_reduce(1)) == [2, 2]
         yield job
 
@@ -122,7 +124,7 @@ def test_a_lie_ends_the_connection(two: LocalJob) -> None:
         assert together(two, lambda me: collectives.all_reduce(1)) == [2, 2], which
 
 
-def test_a_chunk_that_is_not_the_next_one(two: LocalJob) -> None:
+def test_a_chunk_that_is_not_the_next_one(two: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a call: a description as it should be, and then bytes that nobody has asked for."""
     calls, (theirs,) = two[1].collectives._calls, ways(two, 1)
     group = tuple(member.incarnation for member in calls.world.members(None)[0])
@@ -137,14 +139,21 @@ def test_a_chunk_that_is_not_the_next_one(two: LocalJob) -> None:
         generation=calls.world.roster.generation,
     )
     theirs.send(said)
+    under_way, ours = threading.Event(), Heard._place
+    # What worker-0 sends waits there for a call of worker-1, which makes none.
+    monkeypatch.setattr(Heard, "_place", lambda self, *given: (under_way.set(), ours(self, *given))[1])
 
     def work(me: Any) -> Any:
-        timer = threading.Timer(0.2, lambda: theirs.send(Chunk(7), [memoryview(bytearray(64))], 64))
-        timer.start()
+        lying = threading.Thread(target=lie_when_it_waits)
+        lying.start()
         try:
             return collectives.all_reduce(np.ones(50_000, np.float32))
         finally:
-            timer.join()
+            lying.join()
+
+    def lie_when_it_waits() -> None:
+        under_way.wait(PATIENCE)
+        theirs.send(Chunk(7), [memoryview(bytearray(64))], 64)
 
     (told,) = messages(together(two, work, ranks=[0]))
     assert told.startswith(

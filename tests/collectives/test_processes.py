@@ -35,7 +35,7 @@ VERBS = """
             print("TOLD", size, error)
         del shared
     tickets = [collectives.all_reduce_(np.ones(50_000), wait=False) for _ in range(3)]
-    assert all((ticket.wait(20.0) == count).all() for ticket in tickets)
+    assert all((ticket.wait(300.0) == count).all() for ticket in tickets)
     collectives.barrier()
     print("BYTES", sum(way.stats().bytes_sent for way in job.collectives._calls.peers._ways.values()) > 1_000_000)
 """
@@ -44,7 +44,7 @@ DEATH = """
     import os, time
     if me == 2:
         print("ALONE", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     try:
         collectives.all_reduce(np.ones(1_000_000))
     except syncline.CollectiveError as error:
@@ -63,7 +63,6 @@ def commands(tmp_path: Any) -> Iterator[Commands]:
 def test_every_way(commands: Commands, transport: str) -> None:
     """Right results, the same error at all ranks; in shared memory no data go over sockets. Then one is killed while
     the others wait for it, and they are told."""
-    (commands.folder / "syncline.toml").write_text("deadline_seconds = 30.0\n")  # a busy machine is no death
     script = commands.script(VERBS + DEATH)
     process = commands.start("run", "-w", "3", "-s", "1", "--max-restarts", "0", "--transport", transport, script)
     commands.wait_for("ALONE", "worker-2")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.collectives.together import together
+from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.core.collectives import ITEM_BYTES
@@ -185,7 +186,7 @@ def test_tickets_are_done_in_order(job: LocalJob) -> None:
         x = np.ones(30_000, np.float32)
         tickets = [collectives.all_reduce_(x, wait=False) for _ in range(3)]
         assert collectives.barrier() is None and all(ticket.done() for ticket in tickets)
-        assert (x == len(job) ** 3).all() and tickets[0].wait(1.0) is x
+        assert (x == len(job) ** 3).all() and tickets[0].wait(PATIENCE) is x
 
     assert together(job, work) == [None] * len(job)
 

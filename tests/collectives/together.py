@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.patience import PATIENCE
+
 from syncline.client.current import current_in_thread
 from syncline.client.job import Job
 from syncline.testing.local import LocalJob
 
-SECONDS = 15.0
+SECONDS = PATIENCE
 
 
 def together(job: LocalJob, *functions: Callable[[Job], Any], ranks: list[int] | None = None) -> list[Any]:
@@ -36,6 +38,11 @@ def together(job: LocalJob, *functions: Callable[[Job], Any], ranks: list[int] |
     stuck = [rank for rank, thread in zip(chosen, threads, strict=True) if thread.is_alive()]
     assert not stuck, f"ranks {stuck} hang"
     return [found[rank] for rank in chosen]
+
+
+def waits(job: Job) -> bool:
+    """Whether this worker's script is in a call now, and waits in it for others."""
+    return job.exchange.waits._now is not None
 
 
 def messages(results: list[Any]) -> list[str]:

@@ -125,7 +125,7 @@ def rate(read: Callable[[], int]) -> float:
 
 @pytest.mark.proof
 @pytest.mark.alone
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_batches_over_parquet_keep_up_with_plain_pyarrow(tmp_path: pathlib.Path) -> None:
     """Rows/s beside pyarrow's own batches of the same columns, turn by turn in this process: 0.8 is the reach.
 

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_START, PATIENT_TOML
 
 LEDGER = pathlib.Path(__file__).parents[2] / "examples" / "chaos_ledger.py"
-SECONDS = 300.0
+SECONDS = JOB_PATIENCE
 
 
 class Hurt:
@@ -104,7 +105,7 @@ class Hurt:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not over within {seconds:g} s\n{self.output}") from None
-        self._reader.join(10.0)
+        self._reader.join(PATIENCE)
         assert self._process.returncode == 0, self.output
         found = re.findall(r"ledger: (\d+) acknowledged, (\d+) lost, (\d+) doubled(.*)", self.output)
         assert found, self.output
@@ -117,7 +118,7 @@ class Hurt:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._reader.join(10.0)
+        self._reader.join(PATIENCE)
         assert self._process.stdout is not None
         self._process.stdout.close()
 
@@ -132,20 +133,22 @@ def hurt(tmp_path: pathlib.Path) -> Iterator[Callable[..., Hurt]]:
 
     def start(
         *flags: str,
-        seconds: float = 240.0,
+        seconds: float = 2 * JOB_PATIENCE,
         fault: str = "",
         prefix: Sequence[str] = (),
         script: Sequence[str] = (),
         ledger: pathlib.Path = LEDGER,
         before: Sequence[str] = (),
+        only_kills: bool = False,
         **environment: str,
     ) -> Hurt:
         run = [sys.executable, "-m", "syncline", "run", "--name", "hurt", *flags]
         # Processors that are busy to the last make a new process wait: some time is left to them.
         pushes = ["--seconds", str(seconds), "--until", "enough", "--think", "0.02"]
         words = [*run, str(ledger), *before, *pushes, *script]
-        if fault.endswith("=kill"):  # who is silent is not dead here, a machine may stand still for seconds
-            (tmp_path / "syncline.toml").write_text("deadline_seconds = 20.0\nlongest_deadline_seconds = 60.0\n")
+        if not (toml := tmp_path / "syncline.toml").exists():
+            # Where a kill is meant, who is silent is not dead: a machine may stand still for seconds.
+            toml.write_text(PATIENT_TOML if only_kills or fault.endswith("=kill") else PATIENT_START)
         made.append(Hurt(tmp_path.resolve(), prefix, words, {"SYNCLINE_FAULT": fault, **environment}))
         return made[-1]
 

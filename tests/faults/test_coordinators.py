@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.patience import JOB_PATIENCE, PATIENCE
 
 from syncline.core.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
@@ -26,7 +27,7 @@ from syncline.testing.proxy import Proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.proof]
 LEDGER = pathlib.Path(__file__).parents[2] / "examples" / "chaos_ledger.py"
-SECONDS = 300.0
+SECONDS = JOB_PATIENCE
 
 
 class ByHand:
@@ -58,7 +59,7 @@ class ByHand:
 
     def member(self, name: str, *, through_proxy: bool = False) -> MemberProcess:
         file = msgspec.structs.replace(self.file, port=self.proxy.port) if through_proxy else self.file
-        pushes = ["--seconds", "80", "--until", "enough", "--think", "0.02"]
+        pushes = ["--seconds", str(2 * JOB_PATIENCE), "--until", "enough", "--think", "0.02"]
         script = {"script": str(LEDGER), "arguments": pushes} if name.startswith("worker") else {}
         return self._start(name, file, **script)
 
@@ -86,7 +87,7 @@ class ByHand:
 
     def term(self) -> int:
         try:
-            return ask(self.file, AskStatus(), GivenStatus, 1.0).status.term
+            return ask(self.file, AskStatus(), GivenStatus, 5.0).status.term
         except SynclineError:
             return 0
 
@@ -106,8 +107,8 @@ class ByHand:
                 process.signal(signal.SIGCONT)
                 process.kill()
         for process, reader in self._started:
-            reader.join(10.0)
-            process.stop(5.0)
+            reader.join(PATIENCE)
+            process.stop(PATIENCE)
         self.sock.close()
         self.second.close()
 

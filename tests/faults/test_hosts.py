@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def three_hosts() -> Iterator[list[tuple[str, str]]]:
     hosts = [(f"syn{tag}{k}", f"10.78.0.{k + 1}") for k in range(3)]
 
     def run(*words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True, timeout=10)
+        subprocess.run(words, check=True, capture_output=True, timeout=PATIENCE)
 
     try:
         try:
@@ -49,7 +50,7 @@ def three_hosts() -> Iterator[list[tuple[str, str]]]:
 
 
 def nft(host: str, *words: str) -> None:
-    subprocess.run(["ip", "netns", "exec", host, "nft", *words], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", "netns", "exec", host, "nft", *words], check=True, capture_output=True, timeout=PATIENCE)
 
 
 def cut(host: str, direction: str, chance: int = 100) -> None:

@@ -22,7 +22,7 @@ def ways() -> list[Any]:
 def test_in_sync_the_freshest_copy_is_exact(hurt: Callable[..., Any], servers: str, transport: str) -> None:
     """With a rule that has no state nothing is lost at all, even of the only server."""
     flags = ("-w", "2", "-s", servers, "--replicas", "1", "--policy", "sync", "--transport", transport)
-    job = hurt(*flags)
+    job = hurt(*flags, only_kills=True)
     job.until_at_work("worker-0", "worker-1")
     job.hit("server-0")
     job.until_back("server-0")
@@ -40,7 +40,7 @@ def test_otherwise_the_loss_is_counted_and_nothing_is_doubled(
     hurt: Callable[..., Any], policy: str, servers: str, transport: str
 ) -> None:
     flags = ("-w", "3", "-s", servers, "--replicas", "1", "--policy", policy, "--transport", transport)
-    job = hurt(*flags, script=["--may-lose"])
+    job = hurt(*flags, script=["--may-lose"], only_kills=True)
     job.until_at_work("worker-2")
     job.hit("server-0")
     job.until_back("server-0")
@@ -55,7 +55,8 @@ def test_otherwise_the_loss_is_counted_and_nothing_is_doubled(
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("policy", ["sync", "async"])
 def test_two_replicas_lose_nothing_by_either_transport(hurt: Callable[..., Any], policy: str, transport: str) -> None:
-    job = hurt("-w", "2", "-s", "2", "--replicas", "2", "--policy", policy, "--transport", transport)
+    flags = ("-w", "2", "-s", "2", "--replicas", "2", "--policy", policy, "--transport", transport)
+    job = hurt(*flags, only_kills=True)
     job.until_at_work("worker-1")
     job.hit("server-0")
     job.until_back("server-0")

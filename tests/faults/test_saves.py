@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.launch.conftest import commands
 from tests.launch.saved import SCRIPT, break_off, expected, once_each, result, saved
+from tests.patience import JOB_PATIENCE
 
 from syncline.faults import POINTS
 
@@ -57,15 +58,20 @@ def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
 @pytest.mark.proof
 def test_with_one_replica_a_lost_server_comes_back_from_a_checkpoint_that_is_no_older(commands: Any) -> None:
     """With the momenta, which no worker has a copy of: the job ends as if nothing had been."""
-    saves = "if own['steps'] == 6:\n            job.save()\n            time.sleep(5.0)"
-    script = commands.script(SCRIPT.replace("time.sleep(pause)", saves))
+    saves = """if own['steps'] == 6:
+            job.save()
+            open(f"asked-{job.rank}", "w").close()
+            while not os.path.exists("go-on"): time.sleep(0.02)"""
+    script = commands.script("import os\n" + SCRIPT.replace("time.sleep(pause)", saves))
     words = ("run", "--checkpoint", "saves", "-s", "2", "-w", "2", script, "0")
-    process, deadline = commands.start(*words), time.monotonic() + 60.0
-    while not (commands.folder / "saves" / "000001-step-6" / "manifest.json").exists():
+    process, deadline = commands.start(*words), time.monotonic() + JOB_PATIENCE
+    first = commands.folder / "saves" / "000001-step-6" / "manifest.json"
+    asked = [commands.folder / f"asked-{rank}" for rank in range(2)]  # perhaps one after the other
+    while not all(path.exists() for path in (first, *asked)):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(1.0)  # both workers have asked, perhaps one after the other
     os.kill(commands.members()["server-1"], signal.SIGKILL)
+    (commands.folder / "go-on").touch()
     ended = commands.finish(process)
     assert ended.code == 0, ended.output
     told = r"\d slices? came back from 00000\d-step-6, which is no older, with the rule's state; 0 acknowledged"

@@ -34,7 +34,7 @@ def test_a_stopped_member_is_evicted_after_its_deadline_and_does_no_harm_when_it
     hurt: Callable[..., Any], member: str, seconds: float
 ) -> None:
     """SIGSTOP, then SIGCONT: it comes back with stale state, hears that it is out, says so and ends as evicted."""
-    job = hurt(*REPLICAS, "--policy", "sync", seconds=seconds + 60.0)
+    job = hurt(*REPLICAS, "--policy", "sync")
     job.until_at_work("worker-2")
     pid = job.pid(member)
     os.kill(pid, signal.SIGSTOP)

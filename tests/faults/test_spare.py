@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 LEDGER = pathlib.Path(__file__).parent / "spare_ledger.py"
 
@@ -51,7 +52,7 @@ def test_slices_move_to_a_server_that_comes_and_back(hurt: Callable[..., Any], f
     job.until_at_work("worker-0", "worker-1", "worker-2", "worker-3")
     for servers in ("2", "1"):
         words = [sys.executable, "-m", "syncline", "scale", "hurt", "-s", servers]
-        subprocess.run(words, cwd=job.folder, check=True, timeout=60, capture_output=True)
+        subprocess.run(words, cwd=job.folder, check=True, timeout=PATIENCE, capture_output=True)
         job.until(r"seats: \d+ slices? go(es)? from server-0" if servers == "2" else "has handed over its slices")
         if fault and servers == "2":
             job.until("worker-1 was killed by SIGKILL")

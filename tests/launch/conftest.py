@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 
-SECONDS = 300.0
+SECONDS = JOB_PATIENCE
 
 
 @dataclasses.dataclass
@@ -33,7 +34,7 @@ class Commands:
         self.folder = folder
         self._started: list[subprocess.Popen[str]] = []
         # Whoever is silent is not dead here: a machine that stands still for seconds is no death.
-        (folder / "syncline.toml").write_text("deadline_seconds = 20.0\nlongest_deadline_seconds = 60.0\n")
+        (folder / "syncline.toml").write_text(PATIENT_TOML)
 
     def script(self, text: str, name: str = "train.py") -> str:
         (self.folder / name).write_text(textwrap.dedent(text))
@@ -87,7 +88,7 @@ class Commands:
             time.sleep(0.05)
         raise TimeoutError(f"{text!r} did not appear in the log of {name}")
 
-    def check_nothing_left(self, seconds: float = 5.0) -> None:
+    def check_nothing_left(self, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while self.members() and time.monotonic() < deadline:
             time.sleep(0.05)

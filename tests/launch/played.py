@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+from tests.patience import PATIENCE
 
 from syncline.core.control import Died, Standings
 from syncline.launch import jobfile
@@ -18,7 +19,7 @@ from syncline.launch.launcher import Launcher
 from syncline.launch.processes import Plan
 
 FILE = jobfile.new("127.0.0.1", 1, {})
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 class Process:

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import numpy as np
+from tests.patience import JOB_PATIENCE, PATIENCE
 
 from syncline.core.order import Order
 
@@ -85,7 +86,7 @@ def break_off(
     commands: Any, process: subprocess.Popen[str], saves: pathlib.Path, count: int, after: str = "runs"
 ) -> str:
     """kill -9 of everything, as soon as so many checkpoints were made since there was this file; what it wrote."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + JOB_PATIENCE
     while not list(commands.folder.glob(after)):
         assert process.poll() is None and time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.02)
@@ -98,6 +99,6 @@ def break_off(
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     commands.check_nothing_left()
     return output

@@ -7,10 +7,16 @@ import sys
 import textwrap
 from typing import Any
 
+from tests.patience import JOB_PATIENCE
+
 
 def python(commands: Any, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)], cwd=commands.folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(text)],
+        cwd=commands.folder,
+        capture_output=True,
+        text=True,
+        timeout=JOB_PATIENCE,
     )
 
 
@@ -58,7 +64,7 @@ def test_a_mistake_in_the_script_shows_its_own_line_and_none_of_ours(commands: A
     """)
     )
     done = subprocess.run(
-        [sys.executable, "mine.py"], cwd=commands.folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "mine.py"], cwd=commands.folder, capture_output=True, text=True, timeout=JOB_PATIENCE
     )
     assert done.returncode == 1
     assert 'mine.py", line 5' in done.stderr and "syncline/client" not in done.stderr

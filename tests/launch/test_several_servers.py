@@ -11,7 +11,7 @@ def test_a_thousand_slices_are_uploaded_over_a_unix_socket(commands: Any) -> Non
     """Answers that nobody reads yet must not fill the socket: server and worker would wait for each other."""
     script = commands.script("""
         import numpy as np, syncline
-        job = syncline.init(slice_bytes=8192, wait_seconds=60)
+        job = syncline.init(slice_bytes=8192, wait_seconds=300)
         job.kv.register({"w": np.zeros(1000 * 2048, np.float32)}, syncline.Rule("SGD", lr=1.0))
         out = job.kv.push_pull({"w": np.ones(1000 * 2048, np.float32)}).wait()
         print(len(list(job.exchange.layout.slices())), bool((out["w"] == -1).all()))
@@ -24,7 +24,7 @@ def test_a_push_counts_although_its_worker_does_not_wait_for_it(commands: Any) -
     """With two servers the commit follows the acknowledgements: the other worker must not wait for this script."""
     script = commands.script("""
         import numpy as np, syncline, time
-        job = syncline.init(wait_seconds=60)
+        job = syncline.init(wait_seconds=300)
         job.kv.register({"w": np.zeros(1000, np.float32)}, syncline.Rule("SGD", lr=1.0))
         job.barrier("registered")
         ticket = job.kv.push({"w": np.ones(1000, np.float32)})
@@ -34,7 +34,7 @@ def test_a_push_counts_although_its_worker_does_not_wait_for_it(commands: Any) -
             open("applied", "w").close()
         else:
             import os
-            until = time.monotonic() + 30
+            until = time.monotonic() + 300
             while not os.path.exists("applied") and time.monotonic() < until:
                 time.sleep(0.01)
             print("seen" if os.path.exists("applied") else "never", flush=True)
@@ -50,7 +50,7 @@ def test_the_norm_over_two_servers_and_answers_in_parts(commands: Any) -> None:
     script = commands.script("""
         import torch, syncline
         from syncline.torch import DistributedOptimizer
-        job = syncline.init(wait_seconds=60)
+        job = syncline.init(wait_seconds=300)
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
         opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, clip_norm=0.1)

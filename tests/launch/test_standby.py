@@ -9,12 +9,13 @@ import time
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.launch import jobfile
 from syncline.launch.processes import STANDBY, Plan, start_member, start_standby
 from syncline.launch.standby import Standby
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 def ended(process: subprocess.Popen[bytes]) -> bool:

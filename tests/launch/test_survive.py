@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.patience import JOB_PATIENCE
 from typer.testing import CliRunner
 
 from syncline.cli.main import app
@@ -23,14 +24,14 @@ from syncline.stats import JobStatus, MemberStatus
 
 LEDGER = str(pathlib.Path(__file__).parents[2] / "examples" / "chaos_ledger.py")
 FOUR = ("run", "-w", "2", "-s", "2", "--replicas", "2", "--name", "alive")
-PUSHES = (LEDGER, "--seconds", "60", "--until", "enough", "--think", "0.005")
+PUSHES = (LEDGER, "--seconds", "800", "--until", "enough", "--think", "0.005")
 EXACT = re.compile(r"ledger: (\d+) acknowledged, 0 lost, 0 doubled$", re.MULTILINE)
 
 
 def status(commands: Any) -> JobStatus | None:
     """How the job stands; nothing while it cannot be asked."""
     try:
-        return ask(find_job("alive", commands.folder / "runs"), AskStatus(), GivenStatus, 1.0).status
+        return ask(find_job("alive", commands.folder / "runs"), AskStatus(), GivenStatus, 20.0).status
     except SynclineError:
         return None
 
@@ -40,7 +41,7 @@ def members(commands: Any) -> dict[str, MemberStatus]:
     return {member.name: member for member in found.members} if found is not None else {}
 
 
-def wait(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+def wait(condition: Callable[[], Any], seconds: float = JOB_PATIENCE) -> Any:
     until = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < until, "it did not come to that"
@@ -101,7 +102,7 @@ def test_a_member_that_dies_again_and_again_ends_the_job(commands: Any) -> None:
         job = syncline.init()
         if job.name == "worker-1":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(600)
     """)
     result = commands.run("run", "-w", "2", "--max-restarts", "1", script)
     assert result.code == 137, result.output
@@ -176,7 +177,7 @@ def test_chaos_prints_its_figures(commands: Any) -> None:
 def test_a_minute_of_chaos(commands: Any, policy: str, by: str) -> None:
     result = commands.run(
         "chaos", "--every", "3s", "--for", "50s", "--signal", by, "--stop-for", "6s", "--",
-        "-w", "4", "-s", "2", "--replicas", "2", "--policy", policy, LEDGER, "--seconds", "60", seconds=200.0,
+        "-w", "4", "-s", "2", "--replicas", "2", "--policy", policy, LEDGER, "--seconds", "60",
     )  # fmt: skip
     print(result.output[result.output.rindex("chaos: ") :])
     assert result.code == 0 and EXACT.search(result.output), result.output

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.control import AskStatus, Died, GivenStatus
 from syncline.errors import ConnectionLost
@@ -19,7 +20,7 @@ from syncline.launch.watching import Watching, ask
 from syncline.net import tcp
 
 
-def wait(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def wait(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
@@ -42,20 +43,20 @@ def test_it_looks_on_when_the_coordinator_is_back(tmp_path: pathlib.Path) -> Non
         try:
             start(False)
             watching.start()
-            assert watching.look_now(20.0) and not watching.take()[-1].formed
-            first = ask(file, AskStatus(), GivenStatus).status
+            assert watching.look_now(PATIENCE) and not watching.take()[-1].formed
+            first = ask(file, AskStatus(), GivenStatus, PATIENCE).status
             os.kill(processes[0].pid, signal.SIGKILL)
             wait(lambda: processes[0].poll() is not None)
             watching.take()
             assert not watching.tell(Died("worker-0", "was killed"), 0.2) and not watching.is_told("worker-0")
             start(True)
             wait(lambda: watching.is_told("worker-0"))
-            assert watching.look_now(5.0)
-            assert ask(file, AskStatus(), GivenStatus).status.term == first.term + 1
+            assert watching.look_now(PATIENCE)
+            assert ask(file, AskStatus(), GivenStatus, PATIENCE).status.term == first.term + 1
         finally:
             watching.close()
             for process in processes:
-                process.stop(5.0)
+                process.stop(PATIENCE)
 
 
 def _fields(plan: Plan) -> dict[str, Any]:
@@ -68,4 +69,4 @@ def test_a_job_that_is_not_there_is_said_soon() -> None:
     began = time.monotonic()
     with pytest.raises(ConnectionLost, match=r"no coordinator answers at 127\.0\.0\.1:\d+ within 0\.5 s .*; has the"):
         ask(jobfile.new("127.0.0.1", port, {}), AskStatus(), GivenStatus, 0.5)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < PATIENCE / 5

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.message import Message
 from syncline.net import tcp
@@ -20,8 +21,8 @@ from syncline.net.connection import SocketConnection
 from syncline.net.frame import Header
 from syncline.net.transport import Connection, Memory, Peer, buffer_of
 
-SECONDS = 120.0  # the deadline of every wait here: much more than anything needs
-GRACE_SECONDS = 3.0
+SECONDS = PATIENCE  # the deadline of every wait here: much more than anything needs
+GRACE_SECONDS = 60.0
 JOB, TOKEN = "job-1", bytes(range(32))
 
 

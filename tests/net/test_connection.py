@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.control import Leave, Over
 from syncline.core.membership import Address
@@ -25,7 +26,7 @@ from syncline.net.streams import TlsStream
 from syncline.net.transport import buffer_of
 
 Make = Callable[..., Any]
-SECONDS = 120.0
+SECONDS = PATIENCE
 UPLOAD = Upload(0, [1])
 
 

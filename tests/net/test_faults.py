@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.membership import Address
 from syncline.core.messages import Done, Message, Pull, Pulled, Upload
@@ -25,7 +26,7 @@ from syncline.net.transport import Peer
 from syncline.testing import Proxy
 
 Make = Callable[..., Any]
-SECONDS = 120.0
+SECONDS = PATIENCE
 NUM_BYTES = 10_000
 UPLOAD, PULL = Upload(7, [1, 2, 3]), Pull([4, 5], None, True)
 BODY_BYTES = len(frame.encode(UPLOAD))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.patience import PATIENCE
+
 from syncline.core.control import Join, Over
 from syncline.core.message import Done
 from syncline.net import memory
@@ -55,6 +57,6 @@ def test_what_follows_from_an_answer_is_done_before_the_next_word_is_heard() -> 
         heard.append("then")
         assert call.answer == Done()
 
-    link.try_call(Join("server", "server-0", "here", 1, None, {}, "process", "kind"), then).wait(10.0)
+    link.try_call(Join("server", "server-0", "here", 1, None, {}, "process", "kind"), then).wait(PATIENCE)
     assert heard == ["then", "Over"]
     link.close()

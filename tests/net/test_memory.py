@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.control import Leave
 from syncline.core.traffic import Attach, Pull, Upload
@@ -82,7 +83,7 @@ def test_stats_are_exact_beside_other_threads(linked: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20.0)
+        thread.join(PATIENCE)
     assert one.stats().frames_sent == two.stats().frames_received == 2000
 
 

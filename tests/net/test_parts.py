@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.control import GivenWhy, Leave
 from syncline.core.message import Done
@@ -20,7 +21,7 @@ from syncline.net.rpc import Endpoint, NoService, Request, Stamp
 from syncline.net.transport import Peer
 
 Make = Callable[..., Any]
-SECONDS = 120.0
+SECONDS = PATIENCE
 WORKER, SERVER = Peer("worker", "worker-0", 3), Peer("server", "server-0", 7)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.control import AskServerStats, AskWhy, Barrier, Died, GivenWhy, Leave, Over
 from syncline.core.message import Done
@@ -29,7 +30,7 @@ from syncline.net.rpc import Call, Endpoint, Request, Stamp, wait_all
 from syncline.net.transport import Peer
 
 Make = Callable[..., Any]
-SECONDS = 120.0
+SECONDS = PATIENCE
 WORKER, SERVER = Peer("worker", "worker-0", 3), Peer("server", "server-0", 7)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.messages import Leave, Upload
 from syncline.errors import ConnectionLost
@@ -26,7 +27,7 @@ from syncline.net.streams import PlainStream, TlsStream
 from syncline.net.transport import Peer
 
 Make = Callable[..., Any]
-SECONDS = 120.0
+SECONDS = PATIENCE
 WORKER = Peer("worker", "worker-2", 3)
 
 

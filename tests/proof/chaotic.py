@@ -15,7 +15,7 @@ def play(folder: pathlib.Path, policy: str, *, seed: int, samples: int, every: s
     chaos = ["chaos", "--every", every, "--for", "12s", "--seed", str(seed)]
     job = ["-w", "4", "-s", "2", "--replicas", "2", "--policy", policy]
     words = [sys.executable, "-m", "syncline", *chaos, "--", *job, str(SCRIPT), "--samples", str(samples)]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=900)
     said = done.stdout + done.stderr
     found = re.findall(r"samples: (\d+) in all, (\d+) lost, (\d+) doubled", said)
     assert found and done.returncode == 0, said

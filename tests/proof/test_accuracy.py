@@ -22,7 +22,7 @@ def test_accuracy(policy: str, tmp_path: pathlib.Path) -> None:
     for seed in SEEDS:
         command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "--policy", policy]
         script = [str(ROOT / "examples/fashion_mnist.py"), "--epochs", "10", "--seed", str(seed)]
-        done = subprocess.run([*command, *script], cwd=tmp_path, capture_output=True, text=True, timeout=450)
+        done = subprocess.run([*command, *script], cwd=tmp_path, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         accuracy = re.search(r"test accuracy\s+([\d.]+)%", done.stdout)
         assert accuracy, done.stdout

@@ -22,7 +22,7 @@ def test_as_many_workers_as_pay(tmp_path: pathlib.Path) -> None:
         pytest.skip("there is one core")
     command = [sys.executable, "-m", "syncline", "run", "-w", "auto:1:4", "-s", "1", "--policy", "async", str(SCRIPT)]
     done = subprocess.run(
-        [*command, "--seconds", "75"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [*command, "--seconds", "75"], cwd=tmp_path, capture_output=True, text=True, timeout=900,
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )  # fmt: skip
     said = done.stdout + done.stderr

@@ -17,7 +17,7 @@ SCRIPT = pathlib.Path(__file__).parent / "best.py"
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("policy", "average"), [("sync", "ema:0.98"), ("async", "ema:0.98"), ("sync", "last:3"), ("bounded:2", "")]
 )
@@ -40,7 +40,7 @@ def test_the_best_file_has_the_best_metric_of_the_run(policy: str, average: str,
     ]
     options += ["--stop", "accuracy.plateau(2)", *(["--average", average] if average else [])]
     command = [sys.executable, "-m", "syncline", "run", *options, str(SCRIPT), "400steps", "12"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     readings = [float(value) for value in re.findall(r"(?<!last readings: )accuracy ([\d.]+)[,;\n ]", told)]

@@ -29,7 +29,7 @@ def run(options: list[str], seed: int, folder: pathlib.Path) -> tuple[float, flo
     """Accuracy in percent, and bytes pushed per step."""
     command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "--transport", "tcp", *options]
     script = [str(ROOT / "examples/fashion_mnist.py"), "--epochs", "3", "--seed", str(seed)]
-    done = subprocess.run([*command, *script], cwd=folder, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*command, *script], cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = re.search(r"test accuracy\s+([\d.]+)%", done.stdout)
     sent = re.search(r"bytes/step\s+([\d,]+)", done.stdout)

@@ -22,7 +22,7 @@ def measured(name: str) -> Outcome:
 
 @pytest.mark.proof
 @pytest.mark.alone
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", READING)
 def test_batches_keep_up_with_plain_pyarrow(name: str) -> None:
     pytest.importorskip("pyarrow")
@@ -31,13 +31,13 @@ def test_batches_keep_up_with_plain_pyarrow(name: str) -> None:
 
 @pytest.mark.proof
 @pytest.mark.alone
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_a_billion_samples_cost_the_coordinator_next_to_nothing() -> None:
     assert measured("lease-memory").is_reached
 
 
 @pytest.mark.proof
 @pytest.mark.alone
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_an_epoch_of_a_billion_samples_begins_as_one_of_a_thousand() -> None:
     assert measured("lease-epoch").ratio <= 2.0

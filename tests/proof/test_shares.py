@@ -30,7 +30,7 @@ def play(folder: pathlib.Path, policy: str, *arguments: str) -> list[dict[str, A
         str(SCRIPT),
         *arguments,
     ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.rpartition("| ")[2] for line in done.stdout.splitlines()]
     said = [json.loads(line) for line in lines if line.startswith("{")]

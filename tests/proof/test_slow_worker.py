@@ -16,7 +16,7 @@ SEEDS = (0, 1, 2)
 
 def accuracy(folder: pathlib.Path, policy: str, *arguments: str) -> float:
     command = [sys.executable, "-m", "syncline", "run", "-w", "4", "-s", "1", "--policy", policy, str(SCRIPT)]
-    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"test accuracy\s+([\d.]+)%", done.stdout)
     assert found, done.stdout

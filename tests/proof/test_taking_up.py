@@ -41,14 +41,14 @@ def taken_up(commands: Any, script: str, *words: str) -> tuple[list[float], list
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("servers", ["1", "3", "5"])
 def test_on_other_servers_bit_by_bit(commands: Any, servers: str) -> None:
     assert taken_up(commands, broken_off(commands, SCRIPT), "-w", "2", "-s", servers) == expected()
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("workers", ["1", "4"])
 @pytest.mark.parametrize("policy", ["sync", "bounded:2", "async"])
 def test_on_other_workers_every_gradient_counts_once(commands: Any, workers: str, policy: str) -> None:
@@ -57,7 +57,7 @@ def test_on_other_workers_every_gradient_counts_once(commands: Any, workers: str
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("servers", ["1", "2", "3"])
 def test_adam_goes_on_as_if_nothing_had_been(commands: Any, servers: str) -> None:
     script = broken_off(commands, ADAM)

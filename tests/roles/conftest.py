@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.config import JobConfig
 from syncline.core.changes import Change
@@ -31,7 +32,7 @@ from syncline.roles.server.homes import Home
 from syncline.roles.server.pool import InlinePool, ThreadPool
 from syncline.roles.server.server import Server
 
-WAIT = 120.0
+WAIT = PATIENCE
 Values = Mapping[str, np.ndarray[Any, Any]]
 
 
@@ -104,7 +105,7 @@ class House:
         policy: str = "sync",
         replicas: int = 1,
         slice_bytes: int = 64,
-        hold_seconds: float = 5.0,
+        hold_seconds: float = PATIENCE,
         threads: int = 2,
         home: Home | None = None,
         lends: bool = True,
@@ -149,6 +150,7 @@ class House:
         )  # fmt: skip
         self.servers[member.name] = server
         server.form(Joined(member.incarnation, self.generation, self.members, self.config, late))
+        server._cut()._gate_seconds = PATIENCE  # a test that waits it out sets its own
         peers = Peer("coordinator", "coordinator", 0), Peer("server", member.name, 0)
         self._coordinators[member.name] = self.connect(*peers, Stamp("job"), member.name)
         return server

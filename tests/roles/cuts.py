@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from tests.patience import PATIENCE
 
 from syncline.core.cutting import Cut
 from syncline.core.layout import Layout
@@ -20,7 +21,7 @@ from syncline.store import checkpoints
 from syncline.store.folders import Folder, open_folder
 from syncline.store.tensors import TensorReader
 
-WAIT = 120.0
+WAIT = PATIENCE
 Tell = Callable[[str, Message], Call]
 
 

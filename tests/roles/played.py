@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.control import (
     AskCopies,
@@ -51,7 +52,7 @@ from syncline.roles.coordinator.coordinator import Coordinator
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -204,11 +205,11 @@ class Job:
         given = {
             "workers": workers,
             "servers": servers,
-            "deadline_seconds": 60.0,
+            "deadline_seconds": 2 * SECONDS,
             "suspect_seconds": 0.05,
             **settings,
         }
-        given.setdefault("longest_deadline_seconds", 60.0)
+        given.setdefault("longest_deadline_seconds", 2 * SECONDS)
         self.coordinator = Coordinator(given, log=self.log.append, journal=self.disk, job="job")
         self.coordinator.start_deadline()
         self.members: dict[str, Played] = {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule, RuleError
 from syncline.client import plans
@@ -133,7 +134,7 @@ def test_who_is_bad_again_and_again_is_quarantined_and_goes_on_pulling(
 def test_a_round_that_nobody_has_anything_for_changes_nothing_and_ends() -> None:
     def work(job: Job) -> tuple[Values, dict[str, int]]:
         job.kv.register(start(), MOMENTUM)
-        job.kv.push({"a": np.full(16, NAN, np.float32)}).wait(10.0)
+        job.kv.push({"a": np.full(16, NAN, np.float32)}).wait(PATIENCE)
         pulled = job.kv.pull()
         return dict(pulled), pulled.versions
 

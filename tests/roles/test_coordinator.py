@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_a_process_that_asks_twice_for_any_name_has_one(jobs: Any) -> None:
 
 
 def test_a_connection_that_broke_and_came_back_is_no_death(jobs: Any) -> None:
-    job = jobs(suspect_seconds=5.0).begin()
+    job = jobs(suspect_seconds=SECONDS).begin()
     worker = job["worker-1"]
     worker.endpoint.close("a hiccup")
     worker.connect()
@@ -151,7 +152,7 @@ def test_a_connection_that_broke_and_came_back_is_no_death(jobs: Any) -> None:
 
 
 def test_silence_is_noticed(jobs: Any) -> None:
-    job = jobs(deadline_seconds=0.2, longest_deadline_seconds=0.2).begin()
+    job = jobs(deadline_seconds=1.0, longest_deadline_seconds=1.0).begin()
 
     def beat() -> None:
         for name, member in job.members.items():
@@ -209,7 +210,7 @@ def test_why_names_who_is_waited_for_and_when_it_is_evicted(jobs: Any) -> None:
     job["server-0"].ask(Beat(waits=[wait]))
     answer = job["worker-0"].ask(AskWhy(812))
     assert isinstance(answer, GivenWhy)
-    assert answer.reason.startswith("step 812 has waited 3.")
+    assert re.match(r"step 812 has waited [0-9.]+ s", answer.reason)
     assert "for worker-1 on host a (last heard of" in answer.reason
 
 
@@ -332,7 +333,7 @@ def test_a_thousand_joins_and_deaths_leave_nothing_behind(jobs: Any) -> None:
 
 def test_a_worker_that_beats_and_does_not_advance_is_evicted_when_others_have_waited_long_enough(jobs: Any) -> None:
     """One that advances is not, however long somebody waits for it at a barrier."""
-    job = jobs(workers=3, servers=1, stuck_seconds=0.3).begin()
+    job = jobs(workers=3, servers=1, stuck_seconds=1.0).begin()
     waiting = job["worker-0"].endpoint.call(Barrier("b", 1, 0))
     deadline = time.monotonic() + SECONDS
     step = 0

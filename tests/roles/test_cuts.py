@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.core.layout import Layout
@@ -82,7 +83,7 @@ def test_the_cut_is_consistent_while_workers_push_all_the_time(
         thread = threading.Thread(target=cut)
         thread.start()
         jobs.run(work)
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not failed, failed
     is_late = "spare" in policy
     for folder, manifest, _, clocks in cuts:

@@ -18,7 +18,7 @@ from syncline.net.transport import Peer
 from .conftest import WAIT, House
 
 MakeHouse = Callable[..., House]
-DIAL_SECONDS = 10.0
+DIAL_SECONDS = WAIT
 
 
 def test_a_seed_for_a_host_that_does_not_answer_holds_up_no_other(make_house: MakeHouse) -> None:

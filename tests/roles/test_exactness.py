@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client.job import Job
@@ -101,7 +102,7 @@ def test_without_a_bound_the_fast_run_ahead() -> None:
             job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
             job.barrier("begin")
             if job.rank == 1:
-                return far_ahead.wait(20)
+                return far_ahead.wait(PATIENCE)
             for _ in range(10):
                 job.kv.push({"x": np.ones(4)}).wait()
             far_ahead.set()
@@ -202,7 +203,7 @@ def test_nobody_waits_for_who_is_at_a_barrier_and_behind_it_all_are_level(policy
 def test_who_comes_to_barriers_that_all_have_passed_is_in_the_rounds_again_with_its_next_push(policy: str) -> None:
     """A script that began anew comes to old barriers: it must neither stop the others nor wait for their next one."""
     back, most = threading.Event(), 10_000
-    with local_job(workers=2, servers=2, policy=policy, slice_bytes=64, wait_seconds=20.0) as jobs:
+    with local_job(workers=2, servers=2, policy=policy, slice_bytes=64, wait_seconds=PATIENCE) as jobs:
 
         def work(job: Job) -> int:
             job.kv.register({"x": np.zeros(32)}, Rule("SGD", lr=1.0), reduce="sum")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.patience import PATIENCE
 
 from syncline.core.rule import RuleSpec
 from syncline.roles.server import fused
@@ -113,5 +114,6 @@ def test_a_server_does_not_load_the_compiler() -> None:
         print("torch._dynamo" in sys.modules)
     """
     lines = "\n".join(line.strip() for line in script.strip().splitlines())
-    result = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60, check=True)
+    command = [sys.executable, "-c", lines]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert result.stdout.strip() == "False"

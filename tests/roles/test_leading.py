@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client.job import Job
@@ -96,6 +97,6 @@ def test_parameters_that_come_late_to_a_server_without_any_go_on_in_the_same_rou
         job.barrier("end")
         return {name: values.copy() for name, values in job.kv.pull().items()}
 
-    with local_job(workers=3, servers=2, wait_seconds=20.0) as jobs:
-        for values in jobs.run(work, 60.0):
+    with local_job(workers=3, servers=2, wait_seconds=PATIENCE) as jobs:
+        for values in jobs.run(work, PATIENCE):
             assert values["x"].tolist() == [30.0] * 8 and values["y"].tolist() == [15.0] * 8

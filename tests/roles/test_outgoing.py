@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.core.messages import Done, Pull, Pulled
 from syncline.net import memory
@@ -21,7 +22,7 @@ from syncline.roles.server.outgoing import ALL_BYTES, EACH_BYTES, EACH_TIMES, MO
 from syncline.roles.server.pool import InlinePool
 from syncline.roles.server.pulls import Pulls
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 MIB = 1 << 20
 
 

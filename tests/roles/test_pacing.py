@@ -69,7 +69,7 @@ def test_it_is_kept_through_the_coordinators_death_and_for_the_next_life(jobs: A
 
 def test_who_is_held_is_not_stuck(jobs: Any) -> None:
     """Others wait for it longer than for one that does not advance. Released, it has as long as everybody."""
-    job = jobs(workers=3, servers=1, stuck_seconds=0.3).begin()
+    job = jobs(workers=3, servers=1, stuck_seconds=1.0).begin()
     ask(job, Pace("worker-1", is_paused=True))
     job["worker-0"].endpoint.call(Barrier("b", 1, 0))
     members, step = job.coordinator.membership.state.members, 0
@@ -83,13 +83,13 @@ def test_who_is_held_is_not_stuck(jobs: Any) -> None:
             job["worker-2"].ask(Beat(step=step))
             time.sleep(0.02)
 
-    live(1.0)
+    live(1.5)
     assert "worker-1" in members
+    released = time.monotonic()
     ask(job, Pace("worker-1"))
-    live(0.2)
-    assert "worker-1" in members, "it could not advance until now"
     live(SECONDS)
-    assert "worker-1" not in members, "and is stuck like anybody else after that"
+    assert "worker-1" not in members, "it is stuck like anybody else after that"
+    assert time.monotonic() - released >= 1.0, "and it could not advance before"
 
 
 def test_who_is_slowed_has_that_much_longer(jobs: Any) -> None:
@@ -166,23 +166,27 @@ def test_a_whole_job_waits_for_the_one_that_is_held() -> None:
 
 
 def test_a_whole_job_in_which_one_is_slowed() -> None:
-    """In async nobody waits: the others are through long before; what the delay takes is its own time of work."""
+    """In async nobody waits: the others are through before; what the delay takes is its own time of work."""
+    delay, steps = 0.05, [0, 0]
     with local_job(workers=2, policy="async") as local:
         pacing = local._process.coordinator.pacing
 
-        def work(job: Job) -> float:
+        def work(job: Job) -> int:
             job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
             if job.is_chief:
-                pacing.set(Pace("worker-1", 0.05))
+                pacing.set(Pace("worker-1", SECONDS / 2))
             job.barrier("begin")
-            began = time.monotonic()
             for _ in range(6):
                 job.kv.push({"x": np.ones(4)}).wait()
-            return time.monotonic() - began
+                steps[job.rank] += 1
+            if job.is_chief:
+                seen.append(steps[1])
+                pacing.set(Pace("worker-1", delay))
+            return steps[job.rank]
 
-        fast, slow = local.run(work)
-        assert slow >= 5 * 0.05 > fast
-        assert local[1].exchange.times.times().compute >= 5 * 0.05
+        seen: list[int] = []
+        assert local.run(work) == [6, 6] and seen[0] <= 1
+        assert local[1].exchange.times.times().compute >= 4 * delay
 
 
 def test_who_is_held_can_be_asked_to_leave() -> None:

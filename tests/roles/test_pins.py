@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client.job import Job
@@ -36,12 +37,12 @@ def push_in_thread(job: Job) -> threading.Thread:
 def test_a_pinned_slice_is_not_written_until_it_is_let_go() -> None:
     with local_job(workers=2, policy="async") as jobs:
         registered(jobs)
-        assert server_of(jobs[1]).call(Pin([0])).wait(1).versions == [0]
+        assert server_of(jobs[1]).call(Pin([0])).wait(PATIENCE).versions == [0]
         writer = push_in_thread(jobs[0])
         time.sleep(0.1)
         assert writer.is_alive() and jobs[1].kv.pull()["x"].tolist() == [0.0] * 8
-        server_of(jobs[1]).call(Unpin([0])).wait(1)
-        writer.join(5)
+        server_of(jobs[1]).call(Unpin([0])).wait(PATIENCE)
+        writer.join(PATIENCE)
         assert not writer.is_alive() and jobs[1].kv.pull()["x"].tolist() == [-1.0] * 8
 
 
@@ -49,11 +50,11 @@ def test_a_pin_ends_with_its_connection() -> None:
     """A reader that dies between pin and unpin must not hold up the writers for ever."""
     with local_job(workers=2, policy="async") as jobs:
         registered(jobs)
-        server_of(jobs[1]).call(Pin([0, 0])).wait(1)
+        server_of(jobs[1]).call(Pin([0, 0])).wait(PATIENCE)
         writer = push_in_thread(jobs[0])
         time.sleep(0.05)
         server_of(jobs[1]).close()
-        writer.join(5)
+        writer.join(PATIENCE)
         assert not writer.is_alive()
 
 
@@ -71,19 +72,19 @@ def test_a_pin_that_comes_after_the_end_of_its_connection_is_none(monkeypatch: p
         with contextlib.suppress(ConnectionLost):
             server_of(jobs[1]).call(Pin([0]))
         writer = push_in_thread(jobs[0])
-        writer.join(5)
+        writer.join(PATIENCE)
         assert not writer.is_alive()
 
 
 def test_nobody_lets_go_of_what_another_has_pinned() -> None:
     with local_job(workers=2, policy="async") as jobs:
         registered(jobs)
-        server_of(jobs[1]).call(Pin([0])).wait(1)
+        server_of(jobs[1]).call(Pin([0])).wait(PATIENCE)
         with pytest.raises(ProtocolError, match="which it has not pinned"):
-            server_of(jobs[0]).call(Unpin([0])).wait(1)
+            server_of(jobs[0]).call(Unpin([0])).wait(PATIENCE)
         with pytest.raises(ProtocolError, match="slice 9 is not hosted here"):
-            server_of(jobs[0]).call(Pin([9])).wait(1)
-        server_of(jobs[1]).call(Unpin([0])).wait(1)
+            server_of(jobs[0]).call(Pin([9])).wait(PATIENCE)
+        server_of(jobs[1]).call(Unpin([0])).wait(PATIENCE)
 
 
 def test_after_two_copies_that_were_overtaken_the_third_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

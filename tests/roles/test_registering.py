@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE
 from tests.roles.played import Played, jobs, until
 
 from syncline.core.control import Host, Prepare, Register, Registered, Rejoin, Roster, SeedTo, Uploaded
@@ -36,7 +37,7 @@ def test_a_segment_that_could_not_be_hosted_is_out_of_the_journal(jobs: Any) -> 
     job["server-1"].holds.clear()
     job["server-1"].held[0].refuse(ProtocolError("no memory"))
     with pytest.raises(ProtocolError, match="no memory"):
-        call.wait(10.0)
+        call.wait(PATIENCE)
     assert sorted(job.disk.segments) == [0] and job.disk.last.seats.keys() == job.coordinator.registry.seats.keys()
     again = jobs(disk=job.disk, slice_bytes=4096)
     assert [segment.index for segment in again.coordinator.registry.layout.segments] == [0]
@@ -73,7 +74,7 @@ def test_so_are_values_whose_server_dies_before_they_have_a_backup(jobs: Any) ->
     call = chief.endpoint.call(Uploaded(0))
     until(lambda: bool(job["server-1"].held), "being seeded")
     job.kill("server-1")
-    check_it_is_uploaded_again(chief, call.wait(10.0))
+    check_it_is_uploaded_again(chief, call.wait(PATIENCE))
     assert job.disk.last.ready == [0]
 
 
@@ -87,7 +88,7 @@ def test_so_are_values_whose_server_dies_while_their_backups_are_given_seats(job
     until(lambda: bool(job["server-0"].held), "prepared")
     job["server-0"].holds.clear()
     job.kill("server-1")
-    check_it_is_uploaded_again(chief, call.wait(10.0))
+    check_it_is_uploaded_again(chief, call.wait(PATIENCE))
     assert job.disk.last.ready == [0]
 
 
@@ -103,7 +104,7 @@ def test_a_word_that_comes_while_a_server_s_death_is_seen_to_waits(jobs: Any) ->
     assert not call.arrives(0.05)
     job["server-0"].holds.clear()
     job["server-0"].held[0].reply(Done())
-    check_it_is_uploaded_again(chief, call.wait(10.0))
+    check_it_is_uploaded_again(chief, call.wait(PATIENCE))
 
 
 def test_a_coordinator_that_comes_back_asks_for_values_that_it_does_not_know_of(jobs: Any) -> None:

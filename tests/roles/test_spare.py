@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.utils.data
+from tests.patience import PATIENCE
 from tests.roles.played import jobs, until
 
 from syncline import Rule
@@ -124,19 +125,19 @@ def test_steps_of_a_slow_worker_are_not_waited_for(transport: str) -> None:
             found = 0.0
             if job.rank == 2:
                 asleep.set()
-                go_on.wait(20)
+                go_on.wait(PATIENCE)
                 pulled = job.kv.push_pull({"x": np.full(4, 100.0, np.float32)}).wait()
                 assert pulled is not None
                 found = float(pulled["x"][0])
             else:
-                asleep.wait(20)
+                asleep.wait(PATIENCE)
                 for _ in range(5):
                     job.kv.push_pull({"x": np.ones(4, np.float32)}).wait()
                 go_on.set()
             job.barrier("end")
             return found or float(job.kv.pull()["x"][0]), job.exchange.num_late
 
-        results = local.run(work, 20.0)
+        results = local.run(work, PATIENCE)
         stats = local[0].stats()
     assert results == [(-5.0, 0), (-5.0, 0), (-5.0, 1)] and stats.num_late == 1
     assert stats.cost_told.endswith("; 1 commits were late, and counted for nothing")
@@ -171,7 +172,7 @@ def test_every_sample_counts_once_however_often_somebody_is_late(seconds: tuple[
             job.barrier("end")
             return [float(value) for value in job.kv.pull()["seen"]]
 
-        results = local.run(work, 20.0)
+        results = local.run(work, PATIENCE)
         stats = local[0].stats()
     assert results == [[2.0] * size] * 3
     assert stats.num_late > 0 or seconds == (0.0, 0.0, 0.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE
 from tests.roles.test_spare import Numbers
 
 from syncline import Rule
@@ -240,7 +241,7 @@ def one_hot(job: Job, step: int) -> np.ndarray[Any, Any]:
 def test_every_step_is_on_all_slices_or_was_late(servers: int, replicas: int, transport: str, lost: str) -> None:
     """A cell for each step of each worker, in every slice: it is 1 where the step counted, 0 where it was late."""
     given = {"servers": servers, "replicas": replicas, "transport": transport, "slice_bytes": 1024}
-    with local_job(workers=WORKERS, policy="sync:spare=1", wait_seconds=20.0, **given) as local:
+    with local_job(workers=WORKERS, policy="sync:spare=1", wait_seconds=PATIENCE, **given) as local:
 
         def work(job: Job) -> Any:
             chance = random.Random(job.rank)
@@ -259,7 +260,7 @@ def test_every_step_is_on_all_slices_or_was_late(servers: int, replicas: int, tr
             job.barrier("end")
             return job.kv.pull()["x"], job.exchange.num_late
 
-        results = local.run(work, 40.0)
+        results = local.run(work, PATIENCE)
     found = {rank: result for rank, result in enumerate(results) if result is not None}
     assert len(found) == WORKERS - lost.startswith("worker")
     cells = found[0][0]
@@ -285,7 +286,7 @@ def test_rounds_come_in_one_order_to_all_servers(spare: int) -> None:
             job.barrier("end")
             return job.kv.pull()["x"]
 
-        values = local.run(work, 40.0)[0]
+        values = local.run(work, PATIENCE)[0]
     assert (values == values[0, 0]).all(), np.unique(values)
 
 
@@ -306,7 +307,7 @@ def test_a_server_that_comes_follows_the_one_that_decides() -> None:
             job.barrier("end")
             return job.kv.pull()["x"], job.exchange.num_late, step
 
-        results = local.run(work, 40.0)
+        results = local.run(work, PATIENCE)
     cells = results[0][0]
     assert (cells == cells[0]).all(), "a step is on some slices and not on others"
     for rank, (_, num_late, steps) in enumerate(results):
@@ -332,7 +333,7 @@ def test_every_sample_counts_once_on_every_server(servers: int, replicas: int) -
             job.barrier("end")
             return job.kv.pull()["seen"]
 
-        results = local.run(work, 40.0)
+        results = local.run(work, PATIENCE)
         stats = local[0].stats()
     assert all((seen == 2.0).all() for seen in results)
     assert stats.num_late > 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.patience import PATIENCE
 from tests.roles.played import Disk, Played, ask, jobs, until
 
 from syncline.core.control import AskStatus, Leave, Rejoin, Watch
@@ -132,7 +133,7 @@ def test_after_a_stop_nothing_is_handed_out_and_nobody_waits(jobs: Any) -> None:
     assert not waiting.arrives(0.05)
     one.report(loss=0.5)
     two.report(loss=0.5)
-    answer = waiting.wait(5.0)
+    answer = waiting.wait(PATIENCE)
     assert isinstance(answer, GivenLease) and not answer.lease and not answer.is_finished
     assert job["worker-0"].heard[-1].stop == FIRED, "it hears of the stop before that"
     assert job["worker-1"].ask(AskLease("train", 0, [])).lease == 0

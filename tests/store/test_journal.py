@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.errors import FencedError, StoreError
 from syncline.store import journal as module
@@ -286,7 +287,7 @@ def test_a_takeover_while_a_save_waits_for_its_turn(path: pathlib.Path, kept: Ke
     old._db.set_trace_callback(lambda statement: asked.set() if statement.startswith("BEGIN") else None)
     thread = threading.Thread(target=late)
     thread.start()
-    assert asked.wait(20)
+    assert asked.wait(PATIENCE)
     new.execute("UPDATE head SET term = term + 1")
     new.execute("COMMIT")
     thread.join()
@@ -313,7 +314,7 @@ def test_takeovers_under_fire(path: pathlib.Path, kept: Keep) -> None:
         thread.start()
         following = kept(Journal.open(path, "a"))
         found = following.load()
-        thread.join(5)
+        thread.join(PATIENCE)
         enough.set()
         thread.join()
         assert following.term == term and len(ended) == 1 and f"term {term}," in ended[0]

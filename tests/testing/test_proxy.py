@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.testing import Proxy
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 #: Long enough for loopback to carry anything that is not held back; nothing fails when it was too short.
 QUIET_SECONDS = 0.15
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.patience import JOB_PATIENCE, PATIENCE
 from torch import nn
 
 from syncline.client.job import Job
@@ -196,21 +197,21 @@ CASES = [
 def test_every_parameter_is_exact_under_random_delays(device: str, case: dict[str, Any], delays: None) -> None:
     slice_bytes = 1024 if device == "cpu" else 65536
     with local_job(**case, slice_bytes=slice_bytes) as jobs:
-        jobs.run(lambda job: stress(job, device, 100 if device == "cpu" else 300), timeout_seconds=110.0)
+        jobs.run(lambda job: stress(job, device, 100 if device == "cpu" else 300), timeout_seconds=PATIENCE)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: "-".join(str(value) for value in case.values()))
 def test_a_script_with_a_stream_of_its_own(case: dict[str, Any], delays: None) -> None:
     with local_job(**case, slice_bytes=65536) as jobs:
-        jobs.run(lambda job: stress(job, "cuda:0", 200, own_stream=True), timeout_seconds=110.0)
+        jobs.run(lambda job: stress(job, "cuda:0", 200, own_stream=True), timeout_seconds=PATIENCE)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: "-".join(str(value) for value in case.values()))
 def test_servers_on_the_gpu_are_exact_too(case: dict[str, Any], delays: None) -> None:
     with local_job(**case, slice_bytes=65536, server_device="cuda") as jobs:
-        jobs.run(lambda job: stress(job, "cuda:0", 100), timeout_seconds=110.0)
+        jobs.run(lambda job: stress(job, "cuda:0", 100), timeout_seconds=PATIENCE)
 
 
 SCRIPT = """
@@ -261,6 +262,6 @@ def test_every_parameter_is_exact_between_processes(
     here = pathlib.Path(__file__).parent
     command = [sys.executable, "-m", "syncline", "run", "-s", "2", *policy, "--transport", transport, "--device", on]
     result = subprocess.run(
-        [*command, "train.py", str(here), on], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        [*command, "train.py", str(here), on], cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE
     )
     assert result.returncode == 0 and "exact" in result.stdout, result.stdout[-3000:]

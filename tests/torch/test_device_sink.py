@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.patience import PATIENCE
 
 from syncline.core.layout import Slice
 from syncline.torch.device_sink import DeviceSink
@@ -99,7 +100,7 @@ def test_parameters_are_overwritten_only_after_the_callers_stream(setting: Setti
 
 def test_two_servers_first_slices_land_in_the_same_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two readers' threads ask for buffers at once, and making them takes a while."""
-    make, both = setting.side.new_host_memory, threading.Barrier(2, timeout=20)
+    make, both = setting.side.new_host_memory, threading.Barrier(2, timeout=PATIENCE)
 
     def slowly(num_bytes: int) -> Any:
         time.sleep(0.05)
@@ -116,7 +117,7 @@ def test_two_servers_first_slices_land_in_the_same_memory(setting: Setting, monk
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     for number, view in found.items():
         view[:] = number + 1
     setting.sink.filled(PARTS[:2])

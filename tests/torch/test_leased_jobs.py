@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
+from tests.patience import PATIENCE
 
 import syncline
 from syncline.client.job import Job
@@ -37,7 +38,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -228,7 +229,7 @@ def test_one_that_leaves_a_loop_early_is_level_in_the_next(how: str, policy: str
             with contextlib.suppress(ZeroDivisionError):
                 for batch in loader:
                     leaves = epoch == 0 and job.rank == 1
-                    assert leaves or left.wait(120)
+                    assert leaves or left.wait(PATIENCE)
                     if leaves and how == "error":
                         raise ZeroDivisionError
                     if leaves and how == "break before the step":
@@ -241,7 +242,7 @@ def test_one_that_leaves_a_loop_early_is_level_in_the_next(how: str, policy: str
             if job.rank == 1:
                 left.set()
 
-    with local_job(workers=2, policy=policy, folder=str(tmp_path), wait_seconds=30.0) as jobs:
+    with local_job(workers=2, policy=policy, folder=str(tmp_path), wait_seconds=PATIENCE) as jobs:
         jobs.run(work)
         counts = jobs[0].kv.pull()["counts"]
     assert counts.sum() == 3 * 24 - passed_over and set(counts) <= {2.0, 3.0}
@@ -262,7 +263,7 @@ def test_a_quarantined_worker_reads_nothing_that_others_could(policy: str, tmp_p
             time.sleep(0.002)
         return mine
 
-    with local_job(workers=2, policy=policy, folder=str(tmp_path), bad_pushes=3, wait_seconds=30.0) as jobs:
+    with local_job(workers=2, policy=policy, folder=str(tmp_path), bad_pushes=3, wait_seconds=PATIENCE) as jobs:
         stop = threading.Event()
         looking = threading.Thread(target=beat_for, args=(jobs, stop))
         looking.start()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.data
 from tests.leased import Desk, FakeJob, order
+from tests.patience import PATIENCE
 
 from syncline.client import times
 from syncline.client.leases import Uses
@@ -94,7 +95,21 @@ def test_drop_last_leaves_out_the_partial_global_batch() -> None:
 
 
 def test_the_fast_take_more_where_nobody_steps_together() -> None:
-    world = epoch_of(Desk(2, in_rounds=False), 400, seconds=[0.001, 0.01])
+    """One step of the slow one takes as long as seventy of the other."""
+    seventy = threading.Event()
+
+    def work(job: FakeJob) -> list[list[int]]:
+        found = []
+        for batch in DataLoader(Numbers(400), 4, job=job):
+            if job.rank == 1:
+                seventy.wait(PATIENCE)
+            found.append(batch.tolist())
+            job.step()
+            if job.rank == 0 and len(found) == 70:
+                seventy.set()
+        return found
+
+    world = Desk(2, in_rounds=False).run(work)
     assert sorted(flat(world)) == list(range(400))
     assert len(world[0]) > 2 * len(world[1])
 
@@ -245,7 +260,7 @@ def test_samples_that_wait_for_a_commit_hold_nobody_up() -> None:
                 if count % 8 == 0:
                     job.step()
                 if number == 1:
-                    both.wait(120)
+                    both.wait(PATIENCE)
         job.step()
         return count
 
@@ -256,10 +271,10 @@ def test_samples_that_wait_for_a_commit_hold_nobody_up() -> None:
 def test_waits_for_others_are_no_time_of_work() -> None:
     """Who waits for the end of an epoch is not slow by it."""
     desk = Desk(2)
-    epoch_of(desk, 1, seconds=[0.3, 0.3])
+    epoch_of(desk, 1, seconds=[0.8, 0.8])
     waited = next(job for job in desk if not job.own_step)
     waited.times.lap("compute")  # its next step
-    assert waited.times.work_seconds < 0.1
+    assert waited.times.work_seconds < 0.5
 
 
 class Ticks:

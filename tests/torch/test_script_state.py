@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.patience import PATIENCE
 from tests.saved_scripts import NAME, Asker, finish, takes_up
 
 from syncline.client.current import current_in_thread
@@ -19,7 +20,7 @@ from syncline.testing.local import local_job
 from syncline.torch.data import DataLoader
 from syncline.torch.optimizer import DistributedOptimizer
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 class Numbers(torch.utils.data.Dataset[Any]):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.patience import PATIENCE
 from torch.utils.data import TensorDataset
 
 from syncline import Rule
@@ -149,7 +150,7 @@ def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
             for batch in loader:
                 count += 1
                 if job.rank == 1:
-                    held.wait(20)
+                    held.wait(PATIENCE)
                 step(model, optimizer, batch)
             if job.rank == 0:
                 let_go.set()
@@ -163,7 +164,7 @@ def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
                 held.wait(0.005)
             coordinator.stopping._parsed = (coordinator.config, rules(stop=("x>0",)))
             coordinator.readings.take_whole({"x": 1.0}, 3)
-            alone.append(let_go.wait(10))  # while the other one still has its batch
+            alone.append(let_go.wait(PATIENCE))  # while the other one still has its batch
             held.set()
 
         thread = threading.Thread(target=fire)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.patience import PATIENCE
 
 from syncline.client.job import Job
 from syncline.testing import local_job
@@ -44,7 +45,7 @@ def train(job: Job, device: str, at: Callable[[int], None], *, steps: int = STEP
 
 
 def run(device: str, at: Callable[[Any, int], None], **settings: Any) -> list[dict[str, torch.Tensor]]:
-    with local_job(workers=2, servers=3, slice_bytes=128, wait_seconds=30.0, **settings) as jobs:
+    with local_job(workers=2, servers=3, slice_bytes=128, wait_seconds=PATIENCE, **settings) as jobs:
         found: list[dict[str, torch.Tensor]] = jobs.run(lambda job: train(job, device, lambda step: at(jobs, step)))
         return found
 
@@ -81,7 +82,7 @@ def test_it_goes_on_without_rounds_too(device: str, policy: str, window: int) ->
 
 def test_one_who_becomes_chief_speaks_for_all_from_then_on() -> None:
     """Its learning rate and its buffers count, which they did not before."""
-    with local_job(workers=2, servers=1, wait_seconds=30.0, least_workers=1) as jobs:
+    with local_job(workers=2, servers=1, wait_seconds=PATIENCE, least_workers=1) as jobs:
         begun, over = threading.Barrier(2), threading.Event()
 
         def work(job: Job) -> Any:
@@ -97,7 +98,7 @@ def test_one_who_becomes_chief_speaks_for_all_from_then_on() -> None:
             begun.wait()
             if job.name == "worker-0":
                 jobs.kill("worker-0")
-                over.wait(20)
+                over.wait(PATIENCE)
                 return None
             while not job.is_chief:
                 threading.Event().wait(0.01)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from tests.patience import PATIENCE
 
 from syncline.client.job import Job
 from syncline.errors import ConfigError
@@ -80,7 +81,7 @@ def train(job: Job, seen: Seen, *, num_epochs: int = 2, num_samples: int = 48, *
 
 
 def until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.patience import PATIENCE
 
 from syncline.core.saving import Save
 from syncline.roles.coordinator import saving
@@ -17,7 +18,7 @@ from syncline.testing.local import local_job
 from syncline.torch.data import DataLoader
 from syncline.torch.optimizer import DistributedOptimizer
 
-SECONDS = 120.0
+SECONDS = PATIENCE
 
 
 class Numbers(torch.utils.data.Dataset[Any]):

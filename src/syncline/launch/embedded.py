@@ -42,6 +42,7 @@ class InProcess:
         self._links: dict[str, Link] = {}
         self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
         self._peers: dict[str, Peers] = {}  # of workers, by name
+        self._change = threading.Condition()  # of these
 
     def stamp(self) -> Stamp:
         return Stamp(self._job)
@@ -134,7 +135,10 @@ class InProcess:
     def make_job(self, link: Link, hearing: FromCoordinator, stamp: Stamp, joined: Joined, embedded: bool) -> Job:
         me = myself(joined)
         stamp.incarnation = me.incarnation
-        peers = self._peers[me.name] = Peers(hearing.rosters, stamp, _Twin(self, me), say(me.name))
+        peers = Peers(hearing.rosters, stamp, _Twin(self, me), say(me.name))
+        with self._change:
+            self._peers[me.name] = peers
+            self._change.notify_all()
         return Job(
             joined,
             me,
@@ -151,8 +155,16 @@ class InProcess:
         )
 
     def peers_of(self, member: Member) -> Peers:
-        """The ways of another worker in this process."""
-        peers = self._peers.get(member.name)
+        """The ways of another worker in this process. One that has just joined is told of before it has any."""
+
+        def found() -> Peers | None:
+            peers = self._peers.get(member.name)
+            return peers if peers is not None and peers.incarnation >= member.incarnation else None
+
+        with self._change:
+            seconds = self.coordinator.config.start_seconds
+            self._change.wait_for(lambda: found() is not None or member.name not in self._links, seconds)
+            peers = found()
         if peers is None or peers.incarnation != member.incarnation:
             raise ConnectionLost(f"{member.name} is gone")
         return peers
@@ -162,10 +174,11 @@ class InProcess:
         server = self._servers.pop(name, None)
         for endpoint in self._endpoints.pop(name, []):
             endpoint.close("killed")
-        peers = self._peers.pop(name, None)
+        with self._change:
+            peers, link = self._peers.pop(name, None), self._links.pop(name, None)
+            self._change.notify_all()
         if peers is not None:
             peers.close("killed")
-        link = self._links.pop(name, None)
         if link is not None:
             link.close()
         if server is not None:
@@ -175,6 +188,9 @@ class InProcess:
         self.coordinator.close()
         for link in self._links.values():
             link.close()
+        with self._change:
+            self._links.clear()
+            self._change.notify_all()
         for peers in self._peers.values():
             peers.close()
         for server in self._servers.values():

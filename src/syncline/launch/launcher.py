@@ -71,9 +71,8 @@ class Launcher:
     ) -> None:
         """`save`: has the job saved, where it knows where to."""
         self._plans, self._screen, self._watching, self._folder = plans, screen, watching, folder
-        self._grow, self._save = grow, save
+        self._grow, self._save, self._may_restart = grow, save, max_restarts > 0
         self._standby = Standby(start_standby) if standby is None else standby
-        self._may_restart = max_restarts > 0
         self._lives = Lives(screen, folder, lambda plan: start(plan, remote, self._standby), self._unread)
         self._restarts = Restarts(max_restarts)
         self._due: dict[str, tuple[float, Plan, str]] = {}  # to be started again: when, what, why
@@ -203,7 +202,8 @@ class Launcher:
             code = 1  # the script has a number of its own that means something else to us
         reason = describe_exit(code)
         left = self._has_left(name)
-        if role == "worker" and self._has_ended and self._is_out(life):
+        counts = is_of_the_script(code) and not self._may_restart  # however soon the coordinator saw it go
+        if role == "worker" and self._has_ended and self._is_out(life) and not counts:
             self._finished.add(name)
             self._say(f"{name} {reason}; the job has gone on and ended without it")
         elif code == 0 and (role != "worker" or left):

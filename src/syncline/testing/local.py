@@ -17,7 +17,8 @@ from syncline.errors import JobFailed, SynclineError
 from syncline.launch.embedded import InProcess
 
 T = TypeVar("T")
-CLOSE_SECONDS = 10.0
+#: A machine may stand still for a while: a test that goes well waits for none of it.
+RUN_SECONDS, CLOSE_SECONDS = 300.0, 60.0
 
 
 class LocalJob:
@@ -35,7 +36,7 @@ class LocalJob:
     def __iter__(self) -> Iterator[Job]:
         return iter(self.jobs)
 
-    def run(self, function: Callable[[Job], T], timeout_seconds: float = 60.0) -> list[T]:
+    def run(self, function: Callable[[Job], T], timeout_seconds: float = RUN_SECONDS) -> list[T]:
         """The results in the order of ranks. If one worker raises, the job fails and its error is raised here."""
         results: dict[int, T] = {}
         errors: list[Exception] = []
