@@ -131,7 +131,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: float = 120.0  #: deadline for all members to be there
     wait_seconds: float = 600.0  #: deadline of every other wait
 
-
     @property
     def is_ring(self) -> bool:
         """Whether every worker's process has a server with all slices in it."""

@@ -169,7 +169,7 @@ def _back(
     if replicas < 2:
         dropped = tuple(Seat(seat.slice, seat.primary) for seat in seats if seat.backups)
         return Plan((), dropped, "one replica is enough" if dropped else "")
-    seeds, after = [], []
+    seeds, after = list[Seed](), list[Seat]()
     for seat in seats:
         while len(seat.names) < replicas and (target := loads.choose_backup(seat, hosts)):
             loads.all[target] += sizes[seat.slice]

@@ -20,6 +20,7 @@ from syncline.core.votes import Ballot
 from syncline.errors import FencedError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.roles.server.backup import Backup, is_held, own_region, slot_of
 from syncline.roles.server.blocks import Blocks
 from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
@@ -33,21 +34,6 @@ if TYPE_CHECKING:
 
 #: An update of at most this many bytes is taken in by the thread that reads it.
 INLINE_BYTES = 1 << 16
-
-
-class Backup:
-    """One slice's copy: what waits to be taken in, one after the other."""
-
-    def __init__(self, slot: HostedSlice | None, primary: str) -> None:
-        self.slot, self.primary = slot, primary
-        self.region: Region | None = None  # lent by the primary
-        self.own: Region | None = None  # where what is not lent is put
-        self.landed: Sequence[Buffer] | None = None  # what a socket has put there
-        self.held: tuple[Replicate, Region | None] | None = None  # in a ring: until all have voted for it
-        self.queue: collections.deque[Request] = collections.deque()
-        self.is_busy = False
-        self.is_named = False  # by the seats
-        self.is_out = False  # it is no backup any more
 
 
 class Backups:
@@ -103,7 +89,7 @@ class Backups:
             backup = self.backups.get(message.slice)
             is_free = backup is not None and not backup.is_busy and backup.held is None
             if backup is not None and backup.slot is not None and is_free and backup.primary == peer.name:
-                backup.landed = backup.slot.rules.bytes_of_pieces(_own(backup, backup.slot).array, message.has)
+                backup.landed = backup.slot.rules.bytes_of_pieces(own_region(backup, backup.slot).array, message.has)
                 return backup.landed
         return [buffer_of(np.empty(size, np.uint8)) for size in sizes]
 
@@ -126,12 +112,12 @@ class Backups:
                 if isinstance(message, Replicate):
                     raise ProtocolError(f"there is no backup of slice {message.slice} here")
                 backup = self.backups[message.slice] = Backup(None, request.peer.name)
-            is_held = _is_held(backup, message)
-            starts = not (is_held or backup.is_busy or backup.held)
-            if not is_held:
+            has_it = is_held(backup, message)
+            starts = not (has_it or backup.is_busy or backup.held)
+            if not has_it:
                 backup.queue.append(request)
             backup.is_busy |= starts
-        if is_held:
+        if has_it:
             request.reply(Replicated(message.version))  # said again: the answer was lost
         elif starts:
             self._start(backup, message, part)
@@ -223,7 +209,7 @@ class Backups:
         return Region(view, part.dtype, memory)
 
     def _take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
-        slot = _slot_of(backup, message)
+        slot = slot_of(backup, message)
         if message.roll is not None:
             self.learn(message.roll)
         with slot.lock:
@@ -268,7 +254,7 @@ class Backups:
             if backup.region is None:
                 raise ProtocolError(f"an update of slice {message.slice} without its bytes")
             return backup.region
-        own = _own(backup, slot)
+        own = own_region(backup, slot)
         if request.payload is not backup.landed:
             views = slot.rules.bytes_of_pieces(own.array, message.has)
             for view, given in zip(views, request.payload, strict=True):
@@ -277,11 +263,9 @@ class Backups:
 
     # -- in a ring: held until all have voted --------------------------------------------------------------
 
-    def _hold(
-        self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: Voting
-    ) -> bool:
+    def _hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: Voting) -> bool:
         """Whether it is taken in; else it waits until a change is over."""
-        slot = _slot_of(backup, message)
+        slot = slot_of(backup, message)
         with slot.lock:
             is_in = self._is_in(slot, message)
             region = None if is_in else self._next(backup, slot, request, message)
@@ -404,21 +388,3 @@ class Backups:
 
     def slots(self) -> Collection[HostedSlice]:
         return [backup.slot for backup in list(self.backups.values()) if backup.slot is not None]
-
-
-def _slot_of(backup: Backup, message: Replicate) -> HostedSlice:
-    if backup.slot is None:
-        raise ProtocolError(f"the seed of slice {message.slice} did not come")
-    return backup.slot
-
-
-def _is_held(backup: Backup, message: Seed | Replicate) -> bool:
-    if backup.held is None or not isinstance(message, Replicate) or message.ballot is None:
-        return False
-    return backup.held[0].ballot == message.ballot
-
-
-def _own(backup: Backup, slot: HostedSlice) -> Region:
-    if backup.own is None:
-        backup.own = Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype)
-    return backup.own

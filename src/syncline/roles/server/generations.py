@@ -149,7 +149,7 @@ class Generations:
         # One that has come late and hosts nothing has never been told how things stand.
         knows = not self._is_late or bool(self._hosting.slices)
         standings = [msgspec.structs.replace(s) for s in rounds.standings.values()] if knows else []
-        num_orphans = rounds.num_orphans() + self._flow.num_unclipped_orphans()
+        num_orphans = rounds.num_orphans() + self._flow.clipping.num_orphans()
         clocks = [(*worker, clock) for worker, clock in self._hosting.highest_clocks().items()]
         reach = self._hosting.reach(
             message.seats, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
@@ -226,7 +226,7 @@ class Generations:
                 works += self._departures.settle(*entry)
             for worker in fenced:
                 works += self._departures.let_out(*worker)
-            lost = self._flow.forget_orphans()
+            lost = self._flow.clipping.forget_orphans()
             for standing in message.standings:
                 self._commits.rounds.enter(standing)
                 self._commits.entered[standing.name] = message.generation
@@ -249,6 +249,7 @@ class Generations:
         waits for an answer is told so by what this returns."""
         fenced, seats = hold.message.fenced, hold.message.seats
         works: list[RoundWork] = []
+        run: Callable[[], None]
         with self._order:
             self._check_current(hold)
             for roll in message.rolls:

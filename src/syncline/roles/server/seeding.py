@@ -93,7 +93,6 @@ class Seeding:
             offset += aligned(size)
         return found
 
-
     def _seed(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> float:
         """The whole slice, then what has happened to it meanwhile; returns the seconds that it stood still."""
         with self._between_updates(slot):

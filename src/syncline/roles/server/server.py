@@ -78,7 +78,7 @@ from syncline.roles.server.staging import Staging
 from syncline.roles.server.states import StateTransfer
 from syncline.roles.server.uses import uses_handlers
 from syncline.roles.server.values import Values
-from syncline.roles.server.voting import Voting
+from syncline.roles.server.voting import Voting, hear_vote, voting_of
 from syncline.roles.server.waits import beat_of
 from syncline.roles.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
@@ -160,7 +160,7 @@ class Server:
         )
         self._hosting.hear(joined.members, ())
         commits.ranks.hear(joined.members)
-        flow.voting = self._voting = self._make_voting(commits) if config.is_ring else None
+        flow.voting = self._voting = voting_of(commits, self._hosting, self._pool) if config.is_ring else None
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -183,16 +183,6 @@ class Server:
         self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
-
-    def _make_voting(self, commits: Commits) -> Voting:
-        flow = commits.flow
-        voting = Voting(
-            self.name, flow.order, self._hosting.backups, self._pool,
-            partners=self._hosting.partners_named, run=flow.drain_all, waits=flow.waits_for_votes,
-            resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
-        )  # fmt: skip
-        commits.holding.passed = voting.look
-        return voting
 
     def hear(self, roster: Roster) -> None:
         """The coordinator tells who there is."""
@@ -275,9 +265,9 @@ class Server:
 
     def _rare_handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
         return {
-            Rest: self._rest,
+            Rest: lambda request, message: self.commits.rest(request, message),
             Leave: self._leave,
-            Prefer: self._prefer,
+            Prefer: lambda request, message: self.commits.prefer(request, message),
             AskPlace: lambda request, message: request.reply(GivenPlace(self.commits.slowest())),
             AskWhy: self._why,
             **uses_handlers(lambda: self.commits, self._slices, self._hosting.backups),
@@ -289,7 +279,7 @@ class Server:
             AskState: self._states.give,
             LoadState: self._load_state,
             Lend: self._hosting.backups.lend,
-            Vote: self._vote,
+            Vote: lambda request, message: hear_vote(self._voting, request, message),
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),
             Install: lambda request, message: self._changes().install(request, message),
@@ -302,14 +292,6 @@ class Server:
             **saving_handlers(self._cut, self._saving),
             TakeUp: lambda request, message: self._loading.take_up(request, message, self.commits),
         }
-
-    def _vote(self, request: Request, message: Vote) -> None:
-        if self._voting is None:
-            raise ProtocolError(f"{request.peer} votes; this job is no ring")
-        self._voting.hear(request, message)
-
-    def _rest(self, request: Request, message: Rest) -> None:
-        self.commits.rest(request, message)
 
     def _leave(self, request: Request, message: Leave) -> None:
         with self._lock:
@@ -375,10 +357,6 @@ class Server:
             self.commits.about_to_load(request, message)
         else:
             self._states.load(request, message)
-
-    def _prefer(self, request: Request, message: Prefer) -> None:
-        self.commits.flow.prefer(message.slices)
-        request.reply(Done())
 
     def _why(self, request: Request, message: AskWhy) -> None:
         request.reply(GivenWhy(f"{self.name}: {self.commits.why(request.peer.name)}"))

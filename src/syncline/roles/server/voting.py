@@ -15,6 +15,8 @@ from syncline.core.votes import Ballot, Votes, ballot_of
 from syncline.errors import ConnectionLost, ProtocolError, SynclineError
 from syncline.net.rpc import Call, Request
 from syncline.roles.server.backups import Backups
+from syncline.roles.server.commits import Commits
+from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Partner
 from syncline.roles.server.work import RoundWork
@@ -119,8 +121,6 @@ class Voting:
         self._look(work.ballot)
 
     def hear(self, request: Request, message: Vote) -> None:
-        if request.peer.role != "server":
-            raise ProtocolError(f"{request.peer} votes; servers do")
         with self._order:
             self.votes.vote(message.ballot, request.peer.name)
         request.reply(Done())
@@ -222,3 +222,21 @@ class Voting:
         self._unsaid.clear()
         self._backups.drop_held()
         return dropped
+
+
+def voting_of(commits: Commits, hosting: Hosting, pool: Pool) -> Voting:
+    """As it stands among the other parts of a server."""
+    flow = commits.flow
+    voting = Voting(
+        hosting.name, flow.order, hosting.backups, pool,
+        partners=hosting.partners_named, run=flow.drain_all, waits=flow.waits,
+        resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
+    )  # fmt: skip
+    commits.holding.passed = voting.look
+    return voting
+
+
+def hear_vote(voting: Voting | None, request: Request, message: Vote) -> None:
+    if voting is None or request.peer.role != "server":
+        raise ProtocolError(f"{request.peer} votes; only servers of a ring do")
+    voting.hear(request, message)

@@ -34,7 +34,7 @@ def _rounds(commits: Commits, now: float) -> list[Wait]:
         there = [commit for commit in oldest if commit.worker not in missing]
         since = min(commit.item.since for commit in there or oldest)
         found.append(Wait("", (there or oldest)[0].clock, missing, max(0.0, now - since), "round"))
-    for work in commits.flow.clipping():
+    for work in commits.flow.clipping.works():
         asked = [commit for commit in work.commits if not commit.item.is_fenced]
         if asked and not work.applied and not work.scaled:
             since = min(commit.item.since for commit in asked)

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 Key = tuple[str, int, int]
 
 
+def key_of(commit: Commit[Contribution]) -> Key:
+    return (commit.worker, commit.item.incarnation, commit.clock)
+
+
 class Progress(Protocol):
     """Hears of slices as they are applied, and how it ended."""
 
@@ -229,7 +233,6 @@ class RoundWork(Work):
         """In a ring: so many more slices take it in here, whose primaries are elsewhere."""
         with self._lock:
             self._left += number
-
 
     def answers(self) -> list[Progress]:
         if not self._answers_early or self.error is not None:
