@@ -7,16 +7,27 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
-from syncline.core.message import Done
+from syncline.core.message import Done, Message
 from syncline.core.rolls import Roll
 from syncline.core.rounds import Rounds
 from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.slices import Identity
 from syncline.core.standings import Standing
-from syncline.core.traffic import AskClip, CommitStaged, GiveClip, LoadState, Prefer, Rest, Stage
+from syncline.core.traffic import (
+    AskClip,
+    AskPlace,
+    CommitStaged,
+    GiveClip,
+    GivenPlace,
+    LoadState,
+    Prefer,
+    Rest,
+    Stage,
+)
 from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
@@ -371,16 +382,15 @@ class Commits:
         self._set_back = {w: clock - clocks.get(w, 0) for w, clock in self._set_back.items()}
         asked = self.flow.begin_anew(dropped)
         self._staged.clear()
-        self.staging.forget_slices(_AllBut(self._slices))
+        self.staging.keep_only(self._slices)
         self.ranks.choose_chief()
         return asked, self.holding.take_all()
 
 
-class _AllBut:
-    """What is not in a collection."""
-
-    def __init__(self, kept: Mapping[int, object]) -> None:
-        self._kept = kept
-
-    def __contains__(self, number: object) -> bool:
-        return number not in self._kept
+def commit_handlers(commits: Callable[[], Commits]) -> dict[type[Message], Callable[[Request, Any], None]]:
+    """What workers seldom ask of them."""
+    return {
+        Rest: lambda request, message: commits().rest(request, message),
+        Prefer: lambda request, message: commits().prefer(request, message),
+        AskPlace: lambda request, message: request.reply(GivenPlace(commits().slowest())),
+    }

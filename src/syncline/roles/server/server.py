@@ -34,20 +34,16 @@ from syncline.core.rounds import Rounds
 from syncline.core.saving import TakeUp
 from syncline.core.traffic import (
     AskHosted,
-    AskPlace,
     AskState,
     Attach,
     CommitStaged,
     GiveClip,
-    GivenPlace,
     Lend,
     LoadState,
     Map,
     Pin,
-    Prefer,
     Pull,
     Replicate,
-    Rest,
     Restore,
     Seed,
     Stage,
@@ -61,7 +57,7 @@ from syncline.extensions import load
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.stalls import BROKEN_OFF
 from syncline.net.transport import Buffer, Memory, Peer
-from syncline.roles.server.commits import Commits
+from syncline.roles.server.commits import Commits, commit_handlers
 from syncline.roles.server.counts import stats_of
 from syncline.roles.server.flow import Flow
 from syncline.roles.server.gate import CommitGate
@@ -265,10 +261,8 @@ class Server:
 
     def _rare_handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
         return {
-            Rest: lambda request, message: self.commits.rest(request, message),
             Leave: self._leave,
-            Prefer: lambda request, message: self.commits.prefer(request, message),
-            AskPlace: lambda request, message: request.reply(GivenPlace(self.commits.slowest())),
+            **commit_handlers(lambda: self.commits),
             AskWhy: self._why,
             **uses_handlers(lambda: self.commits, self._slices, self._hosting.backups),
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
