@@ -18,6 +18,7 @@ from syncline.client.peers import Peers
 from syncline.core.control import Join, Joined, Over
 from syncline.core.members import Member
 from syncline.core.saves import check_words
+from syncline.core.settings import check_settings
 from syncline.errors import ConnectionLost, FencedError
 from syncline.launch import jobfile
 from syncline.launch.membership import join, myself, reach, say, waiter_reads
@@ -216,7 +217,8 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
     toml = configuration.read_toml(pathlib.Path.cwd())
     elsewhere = ("hosts", "remote", "env", "bind", "replicas", "ack", "least_workers", "most_workers")
     given = {key: value for key, value in toml.items() if key not in elsewhere}
-    given.update(workers=1, servers=1)
+    check_settings(configuration.resolve(given, defaults))
+    given.update(workers=1, servers=1, exchange="servers")  # alone, either exchange comes to the same
     name = str(given.get("name") or f"{_script_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
     given["name"] = name
     given = settle_saving(given, is_shared=False)
