@@ -93,7 +93,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_seconds: float = 60.0  #: for a coordinator that is gone to come back
     leave_seconds: float = 60.0  #: for a server that leaves to hand over its slices
     policy: str = "sync"  #: when updates are applied: sync, sync:spare=N, bounded:K, async; these two also ,damped
-    exchange: str = "servers"  #: how gradients become new parameters: servers; ring: a server in every worker's process
+    exchange: str = "servers"  #: how gradients become new parameters: servers; ring: every worker has a server
     sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
     outer: str = ""  #: with sync_every: the optimizer that takes the average, on the servers: SGD(lr=0.7, …)
     codec: str = ""  #: how pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name; none

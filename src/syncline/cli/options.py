@@ -27,7 +27,7 @@ def _options(
     exchange: Annotated[
         str | None,
         typer.Option(
-            help="servers; ring: no servers of their own, every worker's process applies the rule itself (sync only). "
+            help="servers; ring: no servers of their own, every worker applies the rule itself (sync only). "
             "[default: servers]"
         ),
     ] = None,

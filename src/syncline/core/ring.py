@@ -1,4 +1,4 @@
-"""A ring: every worker's process has a server in it, which has every slice. Who belongs to whom, and what a ring needs."""
+"""A ring: every worker's process has a server in it, which has every slice. What follows, and what it excludes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_said(said: Mapping[str, Any]) -> None:
     for key, option in _FOLLOWS.items():
         if key in said:
             raise ConfigError(
-                f"--exchange ring and {option} {said[key]} exclude each other: every worker's process has a server in "
-                f"it, which has every slice; leave {option} out (also in syncline.toml: {key}), or say "
+                f"--exchange ring and {option} {said[key]} exclude each other: every worker's process has a server, "
+                f"which has every slice; leave {option} out (also in syncline.toml: {key}), or say "
                 "--exchange servers"
             )
 
@@ -48,13 +48,13 @@ def check_ring(config: JobConfig) -> None:
     policy = parse_policy(config.policy)
     if not policy.in_rounds or policy.spare:
         raise ConfigError(
-            f"--exchange ring and --policy {policy} exclude each other: in a ring every round is that of all workers; "
-            "say --policy sync, or --exchange servers"
+            f"--exchange ring and --policy {policy} exclude each other: in a ring every round is that of all "
+            "workers; say --policy sync, or --exchange servers"
         )
     if config.window:
         raise ConfigError(
-            f"--exchange ring and --window {config.window} exclude each other: in a ring a worker has one open clock; "
-            "leave --window out, or say --exchange servers with --policy bounded:K or async"
+            f"--exchange ring and --window {config.window} exclude each other: in a ring a worker has one open "
+            "clock; leave --window out, or say --exchange servers with --policy bounded:K or async"
         )
     if config.server_device != "cpu":
         raise ConfigError(

@@ -74,7 +74,7 @@ def quietest(role: str, where: Mapping[str, str], config: JobConfig) -> str:
 
 
 def assign(config: JobConfig) -> dict[str, str]:
-    """Member name to host: workers as `hosts` says, servers in turn over the hosts; in a ring, beside their workers."""
+    """Member name to host: workers as `hosts` says, servers in turn over the hosts, or in a ring beside workers."""
     if not config.hosts:
         hosts = ["local"]
         workers = ["local"] * config.workers

@@ -217,7 +217,7 @@ class Launcher:
         elif role == "worker" and self._standings and left and not life.had_left and not is_of_the_script(code):
             self._finished.add(name)  # it has left, and falls on its way out
             self._say(f"{name} {reason} after it had left")
-            self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))  # a ring's server was there still
+            self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))  # its server was there still
         elif code == -signal.SIGTERM and role != "coordinator":
             self._finished.add(name)  # somebody wants it to go, at once
             self._say(f"{name} {reason}; it is not started again")

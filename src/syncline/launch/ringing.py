@@ -1,4 +1,4 @@
-"""The server in a worker's process, in a ring: it comes with the worker, and stays until the job can do without it."""
+"""The server in a worker's process, in a ring: it comes with the worker, and stays while the job needs it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OwnServer:
     # -- going --------------------------------------------------------------------------------------------
 
     def _hear(self, end: End) -> None:
-        """The job is over, or this is out of it: so is its worker, which says so itself. In a thread of the server's."""
+        """The job is over, or this is out of it: so is its worker, which says so itself. In any thread."""
         if end.error is not None:
             self._refused = end.error
             if not isinstance(end.error, JobFailed):  # that the worker hears itself, maybe with a better reason
