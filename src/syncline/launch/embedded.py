@@ -126,7 +126,9 @@ class InProcess:
         """A worker's question to be a member, not waited for."""
         stamp, hearing = self.stamp(), FromCoordinator()
         link = self.link("worker", name, hearing, stamp)
-        call = link.try_call(Join("worker", name, host, 0, None, dict(defaults), self._process_of(name), "in-process"))
+        call = link.try_call(
+            Join("worker", name, host, 0, None, dict(defaults), self._process_of(name), "in-process")
+        )
         return link, hearing, stamp, call
 
     def _process_of(self, name: str) -> str:
