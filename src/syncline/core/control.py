@@ -210,7 +210,7 @@ class Standings(Message, frozen=True):
     culprit: str
     incarnations: dict[str, int]  # of the members that live
     pushed: list[str]  # members with an acknowledged push, or a slice, since they joined
-    wanted: dict[str, int]  # role: how many there are to be
+    wanted: dict[str, int]  # role: how many there are to be; in a ring of workers only
     retiring: list[str]
     num_scalings: int = 0  # how often `wanted` was said
     epochs: list[EpochProgress] = []
