@@ -193,6 +193,7 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     times: StepTimes  #: where the seconds of this worker's steps went
     servers: tuple[ServerStats, ...]
     wire: WireStats  #: of this worker
+    wire_to_workers: WireStats = WireStats()  #: of that: what it and other workers said to each other, in collectives
     pushed: PushBytes = PushBytes()  #: by all workers
     own_pushed: PushBytes = PushBytes()
 

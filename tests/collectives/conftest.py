@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.collectives.together import together
 
+from syncline import collectives
+from syncline.client.job import Job
+from syncline.core.members import Member
+from syncline.launch import embedded
+from syncline.net import shm
+from syncline.net.connection import SocketConnection
+from syncline.net.streams import PlainStream
+from syncline.net.transport import Connection, Peer
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
 
@@ -31,3 +43,28 @@ def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = str(tmp_path_factory.mktemp("runs"))
     with local_job(folder=folder, **WAYS[request.param]) as made:
         yield made
+
+
+@contextlib.contextmanager
+def over_unix_sockets(workers: int, folder: str, **settings: Any) -> Iterator[LocalJob]:
+    """A job in this process whose workers reach each other as processes of one host do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded._Twin, "connect", _connect)
+        patch.setattr(embedded._Twin, "create_memory", lambda twin, size: shm.create(size, for_all=True))
+        with local_job(workers=workers, folder=folder, **settings) as made:
+            together(made, _meet)
+            yield made
+
+
+def _meet(me: Job) -> None:
+    """Ways, and the memory that is kept, are there before a test looks at what it leaves behind."""
+    for size in (1, 100_000):
+        collectives.all_reduce(np.ones(size))
+
+
+def _connect(twin: Any, member: Member) -> Connection:
+    others = twin._process.peers_of(member)
+    one, two = (Peer("worker", who.name, who.incarnation) for who in (twin._me, member))
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    others.accept(SocketConnection(PlainStream(theirs), one, "theirs"))
+    return SocketConnection(PlainStream(mine), two, "mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,14 @@ import pytest
 
 pytestmark = pytest.mark.slow
 RESTORED = r"\d+ slices? came back from the copy of worker-\d.*, with fresh rule state; (\d+) acknowledged updates?"
+
+
+@pytest.fixture(autouse=True)
+def who_is_silent_is_slow(tmp_path: pathlib.Path) -> None:
+    """Members are killed here, and none is stopped: a machine may stand still for seconds."""
+    patient = {"deadline": 60.0, "longest_deadline": 120.0, "start": 300.0, "coordinator": 300.0}
+    text = "".join(f"{name}_seconds = {seconds}\n" for name, seconds in patient.items())
+    (tmp_path / "syncline.toml").write_text(text)
 
 
 def ways() -> list[Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from tests.patience import PATIENCE
 
-from syncline.core.control import Join, Over
+from syncline.core.control import AskWhy, Beat, Join, Over, Rejoin
 from syncline.core.message import Done
 from syncline.net import memory
 from syncline.net.link import Link
@@ -60,3 +64,94 @@ def test_what_follows_from_an_answer_is_done_before_the_next_word_is_heard() -> 
     link.try_call(Join("server", "server-0", "here", 1, None, {}, "process", "kind"), then).wait(PATIENCE)
     assert heard == ["then", "Over"]
     link.close()
+
+
+class Slow(Hears):
+    """A coordinator that answers a member's beats when it is let, and everything else at once."""
+
+    def __init__(self) -> None:
+        self.connections: list[Endpoint] = []
+        self.order: list[str] = []  # in which a connection was closed by the member, and another one was made
+        self.answers_beats, self.beats = threading.Event(), 0
+        self.closed: list[Endpoint] = []
+        self._asked: list[Request] = []
+
+    def dial(self) -> Connection:
+        left, right = memory.pair(Peer("worker", "worker-0", 0), Peer("coordinator", "coordinator", 0))
+        self.connections.append(Endpoint(right, Stamp("job"), self))
+        close = left.close
+
+        def closing(reason: str = "closed") -> None:
+            self.order.append("closed")
+            close(reason)
+
+        connection: Any = left
+        connection.close = closing
+        return left
+
+    def handle(self, request: Request) -> None:
+        if isinstance(request.message, Rejoin):
+            self.order.append("came back")
+        elif isinstance(request.message, Beat):
+            self.beats += 1
+            if not self.answers_beats.is_set():
+                self._asked.append(request)
+                return
+        elif request.endpoint is self.connections[0]:
+            return  # over the connection that is given up nothing is answered
+        request.reply(Done())
+
+    def answer(self) -> None:
+        self.answers_beats.set()
+        for request in self._asked:
+            request.reply(Done())
+
+    def lost(self, endpoint: Endpoint, reason: str) -> None:
+        self.closed.append(endpoint)
+
+
+def member_of(coordinator: Slow, dial: Callable[[], Connection]) -> Link:
+    link = Link(
+        dial, Hears([]), Stamp("job"),
+        patience_seconds=60.0, say=lambda text: None, fenced=lambda error: None, gone=lambda reason: None,
+    )  # fmt: skip
+    link.begin("worker-0", 1, beat=Beat, beat_seconds=0.001, silent_seconds=0.01, on_roster=lambda roster: None)
+    return link
+
+
+def until(is_so: Callable[[], object]) -> None:
+    for _ in range(30_000):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come to that")
+
+
+def test_the_connection_to_a_slow_coordinator_is_kept_until_there_is_another() -> None:
+    """Closed first, it would be a death to a coordinator that lives: it waits for a moment only, and a member on a
+    starved machine does not come back so soon. What was asked over the old one is asked again."""
+    coordinator = Slow()
+    with contextlib.closing(member_of(coordinator, coordinator.dial)) as link:
+        assert link.call(AskWhy(), 300.0) == Done()
+        assert coordinator.order[0] == "came back"
+        until(lambda: coordinator.connections[0] in coordinator.closed)
+
+
+def test_a_coordinator_that_answers_late_is_looked_for_no_more() -> None:
+    coordinator, goes_on = Slow(), threading.Event()
+
+    def dial() -> Connection:
+        if coordinator.connections:
+            assert goes_on.wait(300.0)
+        return coordinator.dial()
+
+    with contextlib.closing(member_of(coordinator, dial)):
+        until(lambda: any(thread.name == "rejoin" for thread in threading.enumerate()))
+        coordinator.answer()
+        until(lambda: coordinator.beats > 3)
+        goes_on.set()
+        until(lambda: coordinator.order)
+        before = coordinator.beats
+        until(lambda: coordinator.beats > before + 3)
+        assert coordinator.connections[0] not in coordinator.closed, "it is whole, and stays"
+        assert "came back" not in coordinator.order

@@ -230,6 +230,10 @@ class House:
     def tell(self, server: str, message: Message) -> Call:
         return self._coordinators[server].call(message)
 
+    def holds(self, server: str, seconds: float = WAIT) -> None:
+        """From now on what this server prepares is held for so long, if no Install comes; more where it moves."""
+        self.servers[server]._changes()._hold_seconds = seconds
+
     def change(
         self,
         *,

@@ -38,7 +38,7 @@ def test_a_round_that_is_whole_by_an_entry_is_applied(make_house: MakeHouse) -> 
 
 def test_a_server_says_how_far_its_slices_are_and_can_come(make_house: MakeHouse) -> None:
     """Also its backups: of what has died with a primary, they are all that is left."""
-    house = make_house(3, 2, policy="async", replicas=2, hold_seconds=0.1)
+    house = make_house(3, 2, policy="async", replicas=2)
     replicated(house)
     one, two = two_of(house)
     for call in [*one.commit_all(1, x()), *two.commit_all(1, x())]:
@@ -58,7 +58,7 @@ def test_a_server_says_how_far_its_slices_are_and_can_come(make_house: MakeHouse
 
 
 def test_who_is_the_primary_of_nothing_says_so(make_house: MakeHouse) -> None:
-    house = make_house(2, 1, replicas=2, hold_seconds=0.1)
+    house = make_house(2, 1, replicas=2)
     replicated(house)
     house.carry_out(seats=[Seat(n, "server-1", ("server-0",)) for n in house.seats], moves=True)
     change = house.change()
@@ -91,7 +91,7 @@ def test_who_has_not_heard_that_its_slices_are_gone_goes_on_until_it_does(
 ) -> None:
     """Installed by the new primary only, and the old one's hold has ended by itself: what it takes in meanwhile is
     there when the change is made once more, and it does not wait for ever for who is the primary itself by now."""
-    house = make_house(2, 2, policy="async", replicas=2, hold_seconds=0.1)
+    house = make_house(2, 2, policy="async", replicas=2)
     replicated(house)
     one, two = two_of(house)
     numbers = [part.id for part in house.parts("server-0")]
@@ -101,9 +101,11 @@ def test_who_has_not_heard_that_its_slices_are_gone_goes_on_until_it_does(
     fenced = {"worker-1": two.incarnation} if is_fenced else {}
     seats = [Seat(number, "server-1", ("server-0",)) for number in numbers]
     change = house.change(seats=seats, moves=True, fenced=fenced)
+    house.holds("server-0", 0.01)
     house.prepare(change)
     house.tell("server-1", change.install(house.members)).wait(WAIT)
     one.commit_staged("server-0", 1).wait(WAIT)
+    house.holds("server-0")
     assert all(house.slot("server-1", number).state.clocks[("worker-0", one.incarnation)] == 1 for number in numbers)
     house.carry_out(moves=True, fenced=fenced)
     one.commit("server-1", 1, x()).wait(WAIT)
@@ -128,7 +130,7 @@ def test_a_round_that_waits_for_its_norm_is_not_counted_on_where_primaries_chang
     make_house: MakeHouse, moves: bool
 ) -> None:
     """Two servers have applied it, the third waits for the norm. Its worker dies, and one of the two."""
-    house = make_house(3, 1, replicas=2, hold_seconds=0.1)
+    house = make_house(3, 1, replicas=2)
     house.register(zeros())
     for source, target in (("server-0", "server-1"), ("server-1", "server-0"), ("server-2", "server-0")):
         house.seed(source, target)
@@ -148,7 +150,7 @@ def test_a_round_that_waits_for_its_norm_is_not_counted_on_where_primaries_chang
 def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse) -> None:
     """Slices that go elsewhere take nothing in from then on: a commit that is decided upon now would be missing on
     them, and be answered. Another change has come in between, and its Install does not come."""
-    house = make_house(2, 1, policy="async", replicas=2, hold_seconds=0.01)
+    house = make_house(2, 1, policy="async", replicas=2)
     replicated(house)
     (worker,) = house.workers.values()
     (full,) = [server for server in house.servers if len(house.parts(server)) == 2]
@@ -165,6 +167,7 @@ def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse)
     generations = house.servers[full]._changes()
     eventually(lambda: generations._is_half_way)
     again = house.change(moves=True)
+    house.holds(full, 0.01)
     prepared = house.tell(full, again.prepare())
     call = worker.commit_staged(full, 2)
     slot.unpin()
@@ -173,6 +176,7 @@ def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse)
     with pytest.raises(ProtocolError, match="is not prepared any more"):
         begun.wait(WAIT)
     assert not call.arrives(0.4), "only an Install lets go"
+    house.holds(full)
     house.prepare(again)
     house.install(again)
     with pytest.raises(Refresh):

@@ -72,7 +72,7 @@ def test_a_server_does_not_wait_for_whom_it_is_unknown_to(make_house: MakeHouse)
 
 def test_a_round_of_the_dead_comes_first_where_their_end_is_not_installed_yet(make_house: MakeHouse) -> None:
     """A hold that ended by itself: one server has installed it, and closes the next round, the other has not."""
-    house = make_house(2, 2, policy="sync:spare=1", hold_seconds=1.0)
+    house = make_house(2, 2, policy="sync:spare=1")
     house.register({"x": np.zeros(96, np.float32)}, "SGD", "sum", lr=1.0, momentum=0.5)
     one, two = house.workers.values()
     decided(decide(one, 1, 1.0))
@@ -82,8 +82,10 @@ def test_a_round_of_the_dead_comes_first_where_their_end_is_not_installed_yet(ma
     house.workers.pop(one.name).vanish()
     house.members = [member for member in house.members if member.name != one.name]
     change = house.change(fenced={one.name: one.incarnation})
+    house.holds("server-1", 0.01)
     change.prepared("server-1", house.tell("server-1", change.prepare()).wait(WAIT))
     eventually(lambda: house.servers["server-1"].commits.holding.is_on is False)
+    house.holds("server-1")
     change.prepared("server-0", house.tell("server-0", change.prepare()).wait(WAIT))
     message = change.install(house.members)
     house.tell("server-0", message).wait(WAIT)

@@ -102,9 +102,9 @@ class Exchange(Protocol):
     def num_updates(self) -> int:
         """That parameters have had, by what this worker knows, and with its own that are under way."""
 
-    def rest(self, *, is_pause: bool = False, if_active: bool = False) -> None:
+    def rest(self, *, is_pause: bool = False, if_active: bool = False, if_awaited: bool = False) -> None:
         """Takes part in no more rounds of this loop; `is_pause`: until its next commit. `if_active`: unless it rests
-        already."""
+        already; `if_awaited`: and only when a round waits for it."""
 
     def step_aside(self) -> int:
         """No round waits for this worker until its next commit; the stretch it was in."""

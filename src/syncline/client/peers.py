@@ -73,6 +73,11 @@ class Way:
         """Hears one message, where nobody else does."""
         return self._endpoint is not None and not self.lost and self._endpoint.read(seconds)
 
+    @property
+    def endpoint(self) -> Endpoint:
+        assert self._endpoint is not None
+        return self._endpoint
+
     def close(self, reason: str = "closed") -> None:
         if self._endpoint is not None:
             self._endpoint.close(reason)
@@ -120,7 +125,8 @@ class Peers:
     def __init__(self, rosters: Rosters, stamp: Stamp, connector: Connector, say: Callable[[str], None]) -> None:
         self.rosters, self._stamp, self._connector, self._say = rosters, stamp, connector, say
         self.create_memory = connector.create_memory
-        self.change = threading.Condition()
+        self.lock = threading.RLock()  # of all ways and what is heard on them
+        self.change = threading.Condition(self.lock)
         self.ears: dict[type[Message], Ear] = {}
         self.live: frozenset[int] = frozenset()  # incarnations, by the newest roster
         self._ways: dict[int, Way] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from syncline.client.arena import Arenas
 from syncline.client.arrays import Bytes
@@ -182,15 +182,20 @@ class Placement:
 
     def why(self, seconds: float) -> str:
         """For whom this worker waits, by the servers' own words; from any thread."""
-        found = []
+        return "; ".join(given.reason for given in self._ask_why(seconds))
+
+    def is_awaited(self, seconds: float) -> bool:
+        """Whether a round waits for this worker, by the word of any server that answers."""
+        return any(given.is_awaited for given in self._ask_why(seconds))
+
+    def _ask_why(self, seconds: float) -> Iterator[GivenWhy]:
         for endpoint in list(self.endpoints.values()):
             try:
                 answer = endpoint.call(AskWhy()).wait(seconds)
             except SynclineError as error:
-                found.append(str(error))
+                yield GivenWhy(str(error))
             else:
-                found.append(answer.reason if isinstance(answer, GivenWhy) else "")
-        return "; ".join(found)
+                yield answer if isinstance(answer, GivenWhy) else GivenWhy("")
 
     @property
     def needs_bytes(self) -> bool:

@@ -357,10 +357,10 @@ class ServersExchange:
 
     # -- comings and goings -------------------------------------------------------------------------------
 
-    def rest(self, *, is_pause: bool = False, if_active: bool = False) -> None:
+    def rest(self, *, is_pause: bool = False, if_active: bool = False, if_awaited: bool = False) -> None:
         self.settle()
         self.times.pause()
-        self._part.pause(if_active=if_active) if is_pause else self._part.rest()
+        self._part.pause(if_active=if_active, if_awaited=if_awaited) if is_pause else self._part.rest()
         self.times.resume()
 
     def step_aside(self) -> int:

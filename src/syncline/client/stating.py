@@ -18,6 +18,7 @@ def job_stats(job: Job, answer: GivenStats, wire: WireStats) -> JobStats:
     servers, exchange = tuple(answer.servers), job.exchange
     pushes = sum(server.staleness_count for server in servers)
     stale = sum(server.staleness_sum for server in servers)
+    among = job.collectives.stats()
     busy, own_times = answer.sample_seconds, exchange.times.times()
     return JobStats(
         name=job.name,
@@ -41,7 +42,8 @@ def job_stats(job: Job, answer: GivenStats, wire: WireStats) -> JobStats:
         num_revoked=answer.num_revoked,
         times=msgspec.structs.replace(own_times, apply=apply_seconds(servers) * own_times.num_steps),
         servers=servers,
-        wire=exchange.stats() + wire,
+        wire=exchange.stats() + among + wire,
+        wire_to_workers=among,
         pushed=answer.pushed,
         own_pushed=exchange.pushed_bytes,
     )

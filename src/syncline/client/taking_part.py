@@ -14,6 +14,9 @@ from syncline.core.traffic import AskPlace, GivenPlace, Rest
 from syncline.errors import FencedError
 from syncline.net.link import Link
 
+#: For a server to say whether a round waits for this worker.
+_WHY_SECONDS = 5.0
+
 
 class TakingPart:
     """What a worker says to the servers of itself. Said again to all of them when they change."""
@@ -69,14 +72,17 @@ class TakingPart:
             answers = self.redo.again(lambda: self._placement.ask_all(AskPlace()), self._wait_seconds)
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
-    def pause(self, *, if_active: bool = False) -> None:
-        """In no more rounds of this stretch; said once, until there is a commit in the next.
+    def pause(self, *, if_active: bool = False, if_awaited: bool = False) -> None:
+        """In no more rounds of this stretch; said once, until there is a commit in the next. `if_awaited`: only when
+        a round waits for this worker.
 
         In rounds there is no next stretch within a loop: its rounds would wait for all who have paused, and those
         maybe for it. The next commit enters again, beside the others.
         """
         has_paused = (self._rested and self.stretch % LOOP > 0) or (if_active and not self._is_active)
-        if not has_paused and self.stretch % LOOP < LOOP - 1:  # the last one is the loop's end
+        if has_paused or (if_awaited and not self._placement.is_awaited(_WHY_SECONDS)):
+            return
+        if self.stretch % LOOP < LOOP - 1:  # the last one is the loop's end
             self._rest_from(self.stretch)
             self._enters_again = self._policy.stands_still
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: In rounds: all come so many steps after the time has come.
 AHEAD_STEPS = 2
-#: In rounds a worker is not waited for any more when it has waited for so long until others come.
+#: In rounds, how often a worker that waits until others come asks whether a round waits for it.
 ASIDE_SECONDS = 1.0
 #: fn(batch) -> means over the batch, by name.
 Measure = Callable[[Any], Mapping[str, Any]]
@@ -234,12 +234,15 @@ class Validating:
         job = self._job
         if not job.in_rounds:
             job.exchange.rest(is_pause=True, if_active=True)  # nobody is to wait for it
-        began = time.monotonic()
+        asked = time.monotonic()
 
         def stand_aside() -> None:
-            """One that waits for a round with this worker comes only behind that."""
-            if time.monotonic() - began > ASIDE_SECONDS:
-                job.exchange.rest(is_pause=True, if_active=True)
+            """One that waits for a round with this worker comes only behind that. Others are slow, or a save is: who
+            left the rounds for that would be in other rounds from run to run."""
+            nonlocal asked
+            if time.monotonic() - asked > ASIDE_SECONDS:
+                job.exchange.rest(is_pause=True, if_active=True, if_awaited=True)
+                asked = time.monotonic()
 
         with job.boundary.waiting():
             job.ask(Attend(turn), stand_aside)

@@ -338,3 +338,4 @@ class GivenWhy(Message, frozen=True):
     """In words."""
 
     reason: str
+    is_awaited: bool = False  # by a server's word: its oldest open round waits for who asks

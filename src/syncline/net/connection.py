@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from syncline.errors import ConnectionLost, FrameError, ProtocolError
@@ -22,6 +23,7 @@ class SocketConnection(Connection):
         super().__init__(peer)
         self.shares_memory = stream.carries_fds
         self._stream, self._label = stream, label
+        self._sender = struct.pack("<Q", peer.incarnation)
         self._waited_on: PlainStream | None = None  # the same stream, where whoever waits reads it
         self._send_lock = threading.Lock()
         self._read_lock = threading.Lock()  # held by whoever is in the stream to read
@@ -48,13 +50,20 @@ class SocketConnection(Connection):
         self, header: Header, body: bytes, buffers: Iterable[Buffer] = (), attachment: Memory | None = None
     ) -> None:
         fd = attachment.fd if isinstance(attachment, shm.SharedMemory) else None
+        num_bytes = frame.HEADER.size + len(body) + header.payload_bytes
+        self._put(num_bytes, self._write, header, body, buffers, fd)
+
+    def post(self, packed: bytes) -> None:
+        self._put(len(packed), self._stream.write, [memoryview(packed)])
+
+    def _put(self, num_bytes: int, write: Callable[..., None], *what: Any) -> None:
         try:
             with self._send_lock:
                 if self._closed is not None:
                     raise ConnectionLost(self._closed)
-                self._write(header, body, buffers, fd)
+                write(*what)
                 self._sent[0] += 1
-                self._sent[1] += frame.HEADER.size + len(body) + header.payload_bytes
+                self._sent[1] += num_bytes
         except ConnectionLost:
             raise  # the reader will see it too, after the other side's last words
         except Stalled as stalled:
@@ -108,6 +117,27 @@ class SocketConnection(Connection):
             self._read_lock.release()
             if self._closed is not None:
                 self._give_back()
+
+    def take_like(self, head: bytes, payload_bytes: int, seconds: float) -> Buffer | None:
+        stream, payload = self._waited_on, None
+        if stream is None or not self._read_lock.acquire(False):
+            return None
+        try:
+            if self._closed is None and stream.wait(seconds):
+                size = len(head)
+                whole = stream.peek(size + payload_bytes)
+                if whole is not None and frame.is_like(head, bytes(whole[:size]), self._sender):
+                    payload = memoryview(bytearray(whole[size:]))
+                    stream.take(len(whole))
+                    self._received[0] += 1
+                    self._received[1] += len(whole)
+        except ConnectionLost as error:
+            self.close(str(error))
+        finally:
+            self._read_lock.release()
+            if self._closed is not None:
+                self._give_back()
+        return payload
 
     def _is_ready(self, until: float) -> bool:
         assert self._waited_on is not None, "read by a thread of its own"

@@ -28,6 +28,7 @@ from syncline.core.messages import KIND, MESSAGES, PROTOCOL
 from syncline.errors import FrameError, VersionError
 
 HEADER = struct.Struct("<4sBBHIQQQIIQ")
+_JOB_END, _SENDER_END, _TERM_END = 20, 28, 40
 MAGIC = b"SYNC"
 ANSWER, ATTACHED, MORE = 1, 2, 4
 MAX_BODY_BYTES = 64 << 20
@@ -93,6 +94,19 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
+
+
+def head(kind: type[Message], sender: tuple[int, int, int, int], body: bytes, payload_bytes: int) -> bytes:
+    """Header and body of a frame that is not answered; `sender`: job, incarnation, generation, term."""
+    return HEADER.pack(MAGIC, PROTOCOL, 0, KIND[kind], 0, *sender, len(body), payload_bytes) + body
+
+
+def is_like(mine: bytes, theirs: bytes, sender: bytes) -> bool:
+    """Whether header and body of theirs, of this sender (an incarnation, packed), say what these of my own say.
+
+    What generation and term the sender knows of does not matter here.
+    """
+    return theirs[_TERM_END:] == mine[_TERM_END:] and theirs[:_SENDER_END] == mine[:_JOB_END] + sender
 
 
 def kind_of(message: Message) -> int:

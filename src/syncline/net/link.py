@@ -21,8 +21,9 @@ _AGAIN_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
 #: A coordinator that does not answer for this part of the deadline of silence is looked for anew.
 SILENT = 0.6
-#: For a coordinator that was found again to say who is there.
-_ANSWER_SECONDS = 3.0
+#: For a coordinator that was found again to say who is there. It has just proved who it is, so it lives; giving up on
+#: one that is slow costs more than waiting: it would take that for a connection that broke.
+_ANSWER_SECONDS = 10.0
 
 
 class Link:
@@ -52,6 +53,7 @@ class Link:
         self._member: Rejoin | None = None
         self._on_roster: Callable[[Roster], None] = lambda roster: None
         self._wire = WireStats()
+        self._is_looking = False  # a thread looks for the coordinator
         self._endpoint: Endpoint | None = None
         self._endpoint = endpoint = Endpoint(dial(), stamp, _Hearing(self, service))
         if not endpoint.is_open:
@@ -125,8 +127,9 @@ class Link:
     ) -> None:
         """This process is a member now: it beats, and says who it is wherever it finds a coordinator again.
 
-        Over a link that is half open nothing comes back: after `silent_seconds` without an answer to a beat it is
-        made anew, before this member counts as silent itself.
+        Over a link that is half open nothing comes back: after `silent_seconds` without an answer to a beat another
+        one is made, before this member counts as silent itself. The old one is kept until then: a coordinator that is
+        slow would take one that closes for a death.
         """
         self._on_roster = on_roster
         self._member = Rejoin(name, incarnation)
@@ -142,11 +145,11 @@ class Link:
                 continue
             began = time.monotonic()
             try:
-                made = make()
-                endpoint.call(_with_rtt(made, rtt)).wait(silent_seconds)
+                call = endpoint.call(_with_rtt(make(), rtt))
+                if not call.arrives(silent_seconds):
+                    self._is_silent(endpoint, call, f"the coordinator has not answered for {silent_seconds:g} s")
+                call.wait(None)  # here or, when there is another connection, lost
                 rtt = time.monotonic() - began
-            except WaitTimeout:
-                endpoint.close(f"the coordinator has not answered for {silent_seconds:g} s")
             except FencedError as error:
                 self._is_fenced(error)
                 return
@@ -162,15 +165,28 @@ class Link:
                 return
             self._endpoint = None
             self._wire += endpoint.stats()
+            is_looked_for, self._is_looking = self._is_looking, True
         endpoint.close(reason)
-        threading.Thread(target=self._connect_again, args=(reason,), name="rejoin", daemon=True).start()
+        if not is_looked_for:
+            self._look_for_it(reason)
 
-    def _connect_again(self, reason: str) -> None:
+    def _is_silent(self, endpoint: Endpoint, call: Call, reason: str) -> None:
+        """It is looked for anew, over another connection, until this call is answered."""
+        with self._change:
+            if self._endpoint is not endpoint or self._is_looking or self._closed.is_set():
+                return
+            self._is_looking = True
+        self._look_for_it(reason, call)
+
+    def _look_for_it(self, reason: str, silent: Call | None = None) -> None:
+        threading.Thread(target=self._connect_again, args=(reason, silent), name="rejoin", daemon=True).start()
+
+    def _connect_again(self, reason: str, silent: Call | None) -> None:
         until = time.monotonic() + self._patience_seconds
         while not self._closed.is_set():
             try:
-                self._connect_once()
-                return
+                if self._connect_once(silent):
+                    return
             except FencedError as error:
                 self._is_fenced(error)
                 return
@@ -182,9 +198,15 @@ class Link:
                     return
             self._closed.wait(_AGAIN_SECONDS)
 
-    def _connect_once(self) -> None:
+    def _connect_once(self, silent: Call | None) -> bool:
+        """Whether there is a connection: a new one, or that which was silent."""
+        if self._is_heard_again(silent):
+            return True
         endpoint = Endpoint(self._dial(), self._stamp, _Hearing(self, self._service))
         try:
+            if self._is_heard_again(silent):
+                endpoint.close()
+                return True
             roster = endpoint.call(self._member).wait(_ANSWER_SECONDS) if self._member is not None else None
         except BaseException:
             endpoint.close()
@@ -192,13 +214,25 @@ class Link:
         with self._change:
             if self._closed.is_set():
                 endpoint.close()
-                return
-            self._endpoint = endpoint
+                return True
+            before, self._endpoint, self._is_looking = self._endpoint, endpoint, False
+            self._wire += before.stats() if before is not None else WireStats()
             self._change.notify_all()
+        if before is not None:
+            before.close("there is another connection")  # what was asked over it is asked again
         if not endpoint.is_open:
             self._lost(endpoint, "closed again")
         if isinstance(roster, Roster):
             self._on_roster(roster)
+        return True
+
+    def _is_heard_again(self, silent: Call | None) -> bool:
+        """The coordinator was slow, and the old connection is whole: nothing is to be looked for."""
+        with self._change:
+            if silent is None or self._endpoint is None or not silent.is_done:
+                return False
+            self._is_looking = False
+            return True
 
     def _is_fenced(self, error: FencedError) -> None:
         self._fail(error)

@@ -234,7 +234,7 @@ class Endpoint:
         self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
         self._lost: str | None = None
-        self.read = connection.read
+        self.read, self.post, self.take_like = connection.read, connection.post, connection.take_like
         self.waiter_reads = False  # what comes in at once may be answered before `start` has returned
         self.waiter_reads = connection.start(self, waiter_reads=waiter_reads)
 
@@ -297,6 +297,12 @@ class Endpoint:
             len(body), payload_bytes,
         )  # fmt: skip
         self._connection.send(header, body, buffers, attachment)
+
+    def head(self, kind: type[Message], body: bytes, payload_bytes: int) -> bytes:
+        """Header and body of a frame that is not answered, as `post` and `take_like` want them."""
+        stamp = self._stamp
+        sender = (stamp.job, stamp.incarnation, stamp.generation, stamp.term)
+        return frame.head(kind, sender, body, payload_bytes)
 
     # -- what the connection calls ------------------------------------------------------------------------
 

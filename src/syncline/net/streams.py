@@ -24,6 +24,8 @@ __all__ = ["PlainStream", "Stalled", "Stream", "TlsStream"]
 
 #: A frame without payload is smaller than this, nearly always.
 AHEAD_BYTES = 1 << 13
+#: Where whoever waits reads, small data that come with a message are to be taken in one call too.
+AHEAD_BYTES_WAITING = 20 << 10
 _MOST_SECONDS = 86_400.0  # that a poll takes
 _MOST_FDS = 8
 _FD_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
@@ -97,7 +99,7 @@ class PlainStream:
         start = self._start
         if self._end - start < count:
             view = memoryview(bytearray(count))
-            if self._end != start or count > AHEAD_BYTES:
+            if self._end != start or count > len(self._ahead):
                 self.read(view)
                 return view
             self._fill(count)
@@ -136,6 +138,8 @@ class PlainStream:
     def bound_reads(self) -> None:
         """Whoever waits reads: it finds something when it begins, and within a frame it does not wait for ever."""
         bound(self._sock, socket.SO_RCVTIMEO, self._stall_seconds)
+        ahead, self._ahead = self._ahead, memoryview(bytearray(AHEAD_BYTES_WAITING))
+        self._ahead[: len(ahead)] = ahead
 
     def _not_read(self, error: Exception) -> ConnectionLost:
         if isinstance(error, ConnectionLost):
@@ -148,7 +152,7 @@ class PlainStream:
         try:
             while size := len(view):
                 if self._start == self._end:
-                    if size >= AHEAD_BYTES:
+                    if size >= len(self._ahead):
                         view = view[self._some(self._sock.recv_into(view, size, socket.MSG_WAITALL)) :]
                         continue
                     self._read_ahead()
@@ -187,6 +191,17 @@ class PlainStream:
             return bool(self._poll.poll(min(seconds, _MOST_SECONDS) * 1e3))
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"the connection is closed: {error}") from None
+
+    def peek(self, count: int) -> memoryview | None:
+        """What comes next, and stays there; None where not all of it is here yet, or a descriptor came with it."""
+        if self._start == self._end:
+            try:
+                self._read_ahead()
+            except (OSError, ValueError) as error:
+                raise self._not_read(error) from None
+        if self._fds or self._end - self._start < count:
+            return None
+        return self._ahead[self._start : self._start + count]
 
     def take_fd(self) -> int | None:
         return self._fds.popleft() if self._fds else None

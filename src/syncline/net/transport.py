@@ -84,6 +84,15 @@ class Connection(abc.ABC):
     ) -> None:
         """Sends a frame; the buffers have `header.payload_bytes` in all. Raises ConnectionLost."""
 
+    def post(self, packed: bytes) -> None:
+        """Sends a frame that is packed already. Only where waiters read."""
+        raise NotImplementedError
+
+    def take_like(self, head: bytes, payload_bytes: int, seconds: float) -> Buffer | None:
+        """Only where waiters read: the payload of the next frame, if it comes in time, whole, with a header and
+        body as these of my own. Otherwise nothing is taken."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def create_memory(self, num_bytes: int) -> Memory:
         """Memory that can be attached to a frame of this connection; an OSError when there is too little."""

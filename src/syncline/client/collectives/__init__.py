@@ -9,6 +9,8 @@ meeting      one call, with all who take part
 meetings     all describe what they have called, and see whether it is the same
 waiting      for one another: until when, what ends it, what is said meanwhile
 hearing      what others say, as it comes in
+habits       small calls that are made again and again: what is said of them every time
+repeating    such a call, made again: what others say is compared as bytes
 streams      what one other worker has said, and was not taken yet
 memories     memory that ranks of a host share: mine, and that of others
 reducing     numbers of several ranks become one, block by block

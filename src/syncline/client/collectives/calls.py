@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from syncline.client.arrays import Array
 from syncline.client.collectives.groups import Group, World
-from syncline.client.collectives.meeting import Again, Call, Make, Meeting
+from syncline.client.collectives.habits import Habit
+from syncline.client.collectives.meeting import Again, Begun, Call, Make, Meeting
 from syncline.client.collectives.meetings import Meetings
 from syncline.client.collectives.memories import Memories
 from syncline.client.collectives.party import Party
+from syncline.client.collectives.repeating import repeat
 from syncline.client.collectives.tickets import Lane, Ticket
 from syncline.client.collectives.waiting import Waiting
 from syncline.client.hearing import FromCoordinator
@@ -20,6 +23,7 @@ from syncline.core.collectives import disagreement
 from syncline.core.control import Roster
 from syncline.core.members import Member
 from syncline.errors import CollectiveError, ConfigError
+from syncline.stats import WireStats
 
 if TYPE_CHECKING:
     from syncline.client.job import Job
@@ -66,12 +70,30 @@ class Calls:
     def waiting(self, what: str, *, is_script: bool) -> Waiting:
         return Waiting(self.job, self._hearing, self.peers, what, is_script=is_script)
 
-    def go(self, what: str, work: Callable[[bool], T], wait: bool, lane: Lane | None = None) -> Any:
+    def again(self, kind: Hashable, numbers: Array, group: Group | None) -> tuple[Begun | None, Habit | None]:
+        """Makes a call that all have made before, as far as all are there at once; `meet` does the rest of it."""
+        self.job.leave_if_asked()
+        party, meetings = self._parties.get(group) if self._roster is self.world.roster else None, self._meetings
+        habit = party.habits.get(kind) if party is not None else None
+        if party is None or meetings is None or habit is None or not self.lane.is_idle:
+            return None, None
+        if not self._busy.acquire(False):
+            return None, None
+        try:
+            meetings.tidy()
+            return repeat(meetings, party, habit, numbers), habit
+        finally:
+            self._busy.release()
+
+    def go(
+        self, what: str, work: Callable[[bool], T], wait: bool, lane: Lane | None = None, begun: Begun | None = None
+    ) -> Any:
         """Does the work now, or gives a ticket for it. What was called before on the same lane is done before."""
         lane = lane or self.lane
         if not wait:
             return lane.add(Ticket(what, lambda: work(False)))
-        self.job.leave_if_asked()
+        if begun is None:
+            self.job.leave_if_asked()
         if not lane.is_idle:
             return lane.add(Ticket(what, lambda: work(False))).wait()
         if not self._busy.acquire(blocking=False):
@@ -83,19 +105,23 @@ class Calls:
         finally:
             self._busy.release()
 
-    def meet(self, make: Make, body: Callable[[Meeting], T], group: Group | None, is_script: bool) -> T:
+    def meet(
+        self, make: Make, body: Callable[[Meeting], T], group: Group | None, is_script: bool,
+        begun: Begun | None = None,
+    ) -> T:  # fmt: skip
         """`body`: what is done when all have made the call."""
         meetings = self.meetings
         while True:
-            party = self._party(group)
+            party = self._party(group) if begun is None else begun.party
             waiting = self.waiting("a collective", is_script=is_script)
             if len(party) == 1:
                 return body(_alone(make(party, 0), party, waiting))
             meetings.tidy()
             try:
-                with meetings.meet(make, party, waiting) as meeting:
+                with meetings.meet(make, party, waiting, begun) as meeting:
                     return body(meeting)
             except Again:
+                begun = None
                 self._await_others(party.members, waiting)
 
     def _party(self, group: Group | None) -> Party:
@@ -131,6 +157,9 @@ class Calls:
         while way is not None and not way.has_left and way.read(0.0):
             pass
         return way is not None and way.has_left
+
+    def stats(self) -> WireStats:
+        return self._peers.stats() if self._peers is not None else WireStats()
 
     # -- the end ------------------------------------------------------------------------------------------
 

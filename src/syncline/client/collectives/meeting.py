@@ -38,6 +38,20 @@ class Call(NamedTuple):
 Make = Callable[[Party, int], Call]
 
 
+class Begun:
+    """A call that this rank has described, and who has said the same of it: what these have given with it."""
+
+    __slots__ = ("number", "party", "payloads")
+
+    def __init__(self, party: Party, number: int) -> None:
+        self.party, self.number = party, number
+        self.payloads: dict[int, Buffer] = {}  # by place
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.payloads) == len(self.party) - 1
+
+
 class Meeting:
     """One call, with all who take part."""
 

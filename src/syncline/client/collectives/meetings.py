@@ -16,10 +16,10 @@ import numpy as np
 
 from syncline.client.arrays import Bytes
 from syncline.client.collectives.hearing import Heard
-from syncline.client.collectives.meeting import NOTHING, Again, Call, Make, Meeting, Told
+from syncline.client.collectives.meeting import NOTHING, Again, Begun, Call, Make, Meeting, Told
 from syncline.client.collectives.memories import Memories
 from syncline.client.collectives.party import Party
-from syncline.client.collectives.streams import Stream
+from syncline.client.collectives.streams import Key, Stream
 from syncline.client.collectives.waiting import Gone, Waiting
 from syncline.client.peers import Peers, Way
 from syncline.client.rosters import ranked
@@ -58,15 +58,34 @@ class Meetings:
             self._scratch = np.empty(num_bytes, np.uint8)
         return self._scratch[:num_bytes]
 
-    @contextlib.contextmanager
-    def meet(self, make: Make, party: Party, waiting: Waiting) -> Iterator[Meeting]:
-        """All have called the same; inside, bytes may go. What is raised inside is raised at all ranks."""
+    def begin(self, party: Party) -> int:
+        """This worker is in a call of this group: its number."""
         heard = self.heard
-        with self.change:
+        with self._peers.lock:
             number = heard.numbers.get(party.group, 0)
             heard.numbers[party.group], heard.current = number + 1, (party.group, number)
+        return number
+
+    def finish(self, key: Key) -> None:
+        """It is through with it."""
+        with self._peers.lock:
+            self.heard.current = None
+            self.heard.broken.pop(key, None)
+
+    def give_up(self, party: Party, number: int, error: BaseException) -> None:
+        """Likewise of a call without data in memory: it fails, for all."""
+        self.tell_broken(Broken(party.group, number, _told(self._name, error)))
+        for place in party.sharing:
+            if place != party.place:
+                _mention(party.ways[place], Through(party.group, number))
+        self.finish((party.group, number))
+
+    @contextlib.contextmanager
+    def meet(self, make: Make, party: Party, waiting: Waiting, begun: Begun | None = None) -> Iterator[Meeting]:
+        """All have called the same; inside, bytes may go. What is raised inside is raised at all ranks."""
+        number = self.begin(party) if begun is None else begun.number
         try:
-            if not party.is_open:
+            if begun is None and not party.is_open:
                 self._open(party, waiting)
             call = make(party, number)
         except BaseException as error:
@@ -75,7 +94,7 @@ class Meetings:
         meeting = Meeting(party, number, waiting)
         waiting.begin(party.ways.values(), call.said)
         try:
-            self._gather(call, meeting)
+            self._gather(call, meeting, begun)
             yield meeting
         except Again:
             raise
@@ -119,16 +138,16 @@ class Meetings:
 
     # -- all describe -------------------------------------------------------------------------------------
 
-    def _gather(self, call: Call, meeting: Meeting) -> None:
-        mine, place = self._locate(call, meeting), meeting.place
-        inline = is_inline(mine, place)
-        for other, way in meeting.ways.items():
-            start, size = wanted(mine, place, other) if inline else (0, 0)
-            with contextlib.suppress(ConnectionLost):  # found where it is waited for, with its last words
-                way.send(mine, [buffer_of(call.data[start : start + size])] if size else (), size)
+    def _gather(self, call: Call, meeting: Meeting, begun: Begun | None) -> None:
+        mine = self._locate(call, meeting)
+        if begun is None:
+            self._describe(mine, call.data, meeting)
         said = meeting.said = [mine] * len(meeting.party)
         for other, way in meeting.ways.items():
-            said[other], meeting.payloads[other] = self._hear(way, meeting, mine)
+            if begun is not None and other in begun.payloads:
+                meeting.payloads[other] = [begun.payloads[other]] if len(call.data) else ()
+            else:
+                said[other], meeting.payloads[other] = self._hear(way, meeting, mine)
         reason = disagreement(meeting.party.names, said)
         if reason:
             raise Told(reason)
@@ -137,6 +156,14 @@ class Meetings:
             self._drain(meeting)
             with self.change:
                 self.check(meeting)
+
+    def _describe(self, mine: Describe, data: Bytes, meeting: Meeting) -> None:
+        place = meeting.place
+        inline = is_inline(mine, place)
+        for other, way in meeting.ways.items():
+            start, size = wanted(mine, place, other) if inline else (0, 0)
+            with contextlib.suppress(ConnectionLost):  # found where it is waited for, with its last words
+                way.send(mine, [buffer_of(data[start : start + size])] if size else (), size)
 
     def _drain(self, meeting: Meeting) -> None:
         for place in meeting.party.sharing:

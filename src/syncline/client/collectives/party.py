@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+from syncline.client.collectives.habits import MOST_HABITS, Habit
+from syncline.client.collectives.reducing import Reducer
 from syncline.client.collectives.streams import Stream
 from syncline.client.peers import Way
 from syncline.core.collecting import Describe
 from syncline.core.members import Member
+from syncline.net.rpc import Endpoint
 
 
 class Party:
@@ -24,6 +27,8 @@ class Party:
         self.streams: dict[int, Stream] = {}
         self.host = me  # the first that shares memory with this one
         self.sharing: list[int] = [self.place]
+        self.habits: dict[Hashable, Habit] = {}
+        self.near: list[tuple[int, Endpoint, Stream]] = []  # the others, if none is heard until this one reads
 
     def __len__(self) -> int:
         return len(self.members)
@@ -40,6 +45,16 @@ class Party:
         self.ways, self.streams = ways, streams
         self.sharing = sorted([self.place, *(place for place, way in ways.items() if way.shares_memory)])
         self.host = self.group[self.sharing[0]]
+        is_near = all(way.waiter_reads for way in ways.values())
+        found = [(place, way.endpoint, streams[place]) for place, way in ways.items() if is_near]
+        self.habits, self.near = {}, found
+
+    def learn(self, kind: Hashable, said: Describe, reducer: Reducer | None = None) -> None:
+        """All have called this, and may do so again."""
+        if self.near:
+            if len(self.habits) >= MOST_HABITS:
+                self.habits.clear()
+            self.habits[kind] = Habit(said, reducer)
 
     def describe(self, number: int, verb: str, **fields: Any) -> Describe:
         """A call of this group."""

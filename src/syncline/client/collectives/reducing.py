@@ -28,12 +28,13 @@ class Reducer:
         # NumPy has no bfloat16, and is slow with float16.
         torch = sys.modules.get("torch") if dtype in ("bfloat16", "float16") else None
         self._torch: Any = torch
+        self._numpy = np.dtype(dtype) if torch is None else None
         self._merge = getattr(torch, _TORCH[op]) if torch is not None else _NUMPY[op]
 
     def _typed(self, data: Bytes) -> Array:
         if self._torch is not None:
             return self._torch.from_numpy(data).view(getattr(self._torch, self._dtype))
-        return data.view(self._dtype)
+        return data.view(self._numpy)
 
     @_QUIET
     def merge(self, into: Bytes, earlier: Bytes) -> None:
@@ -56,6 +57,19 @@ class Reducer:
             self._merge(total, self._typed(source), out=total)
         self.finish(result)
         return result
+
+    @_QUIET
+    def few(self, sources: Sequence[Array], out: Array = None) -> Array:
+        """The same of arrays of numbers, two at least; `out` may be one of them."""
+        is_pair = len(sources) == 2
+        total = self._merge(sources[0], sources[1], out=out if is_pair else None)
+        for source in sources[2:]:
+            self._merge(total, source, out=total)
+        if self._is_average:
+            np.divide(total, self._count, out=total)
+        if out is not None and not is_pair:
+            out[...] = total
+        return total
 
     @_QUIET
     def reduce(self, sources: Sequence[Bytes], targets: Sequence[Bytes], *, is_all: bool = True) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +14,7 @@ from syncline.core.collectives import ITEM_BYTES
 from syncline.errors import CollectiveError
 
 
-@dataclasses.dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """An array of the caller's: what it is, and its bytes in C order."""
 
     array: Array  # as it was given; None: nothing was
@@ -41,14 +39,16 @@ def value_of(array: Any) -> Value:
         array = np.asarray(array)  # a number, a list
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("="))
-    dtype = dtype_of(array)
+    dtype, flags = dtype_of(array), array.flags
     if dtype not in ITEM_BYTES:
         raise CollectiveError(f"an array of {dtype} cannot be sent; there are {', '.join(ITEM_BYTES)}")
+    if flags.c_contiguous and flags.writeable:
+        return Value(array, dtype, array.shape, array.reshape(-1).view(np.uint8), True)
     data = to_bytes(array)
     if not data.flags.writeable:
         data = data.copy()  # torch wants none that cannot be written
         return Value(array, dtype, array.shape, data, False)
-    return Value(array, dtype, array.shape, data, bool(array.flags.c_contiguous))
+    return Value(array, dtype, array.shape, data, bool(flags.c_contiguous))
 
 
 def _tensor(tensor: Any) -> Value:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncline.client.arrays import Array, Bytes, is_torch
+from syncline.client.arrays import Array, Bytes, from_bytes, is_torch
 from syncline.client.collectives import ring
 from syncline.client.collectives.calls import Calls
 from syncline.client.collectives.groups import Group, choose
-from syncline.client.collectives.meeting import Call, Make, Meeting
+from syncline.client.collectives.habits import kind_of, plain
+from syncline.client.collectives.meeting import Begun, Call, Make, Meeting
 from syncline.client.collectives.moving import exchange, make_room
 from syncline.client.collectives.pairs import Pairs
 from syncline.client.collectives.party import Party
 from syncline.client.collectives.reducing import Reducer
+from syncline.client.collectives.repeating import gathered
 from syncline.client.collectives.values import (
     NOTHING,
     Value,
@@ -30,9 +32,18 @@ from syncline.client.collectives.values import (
 from syncline.client.hearing import FromCoordinator
 from syncline.client.peers import Peers
 from syncline.core.collecting import Shape
-from syncline.core.collectives import ITEM_BYTES, check_op, is_inline, num_bytes, parts_of, result_of, wanted
+from syncline.core.collectives import (
+    ITEM_BYTES,
+    check_op,
+    is_inline,
+    num_bytes,
+    parts_of,
+    result_of,
+    wanted,
+)
 from syncline.core.members import Member
 from syncline.errors import CollectiveError
+from syncline.stats import WireStats
 
 if TYPE_CHECKING:
     from syncline.client.job import Job
@@ -62,14 +73,27 @@ class Collectives:
     # -- reductions ---------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Any, op: str, group: Group | None, wait: bool, *, in_place: bool = False) -> Any:
-        return self._reduce("all_reduce", x, op, None, group, wait, in_place)
+        numbers = plain(x) if wait else None
+        if numbers is None:
+            return self._reduce("all_reduce", x, op, None, group, wait, in_place)
+        of_torch = type(x) is not np.ndarray
+        kind = kind_of("all_reduce", op, numbers, of_torch=of_torch)
+        begun, habit = self._calls.again(kind, numbers, group)
+        if begun is None or habit is None or habit.reducer is None or not begun.is_whole:
+            return self._reduce("all_reduce", x, op, None, group, wait, in_place, kind, begun)
+        flat = numbers.reshape(-1)
+        total = habit.reducer.few(gathered(begun, flat), flat if in_place else None)
+        if in_place:
+            return x
+        return from_bytes(total.view(np.uint8), str(total.dtype), x.shape, as_torch=of_torch)
 
     def reduce(self, x: Any, root: int, op: str, group: Group | None, wait: bool, *, in_place: bool = False) -> Any:
         return self._reduce("reduce", x, op, root, group, wait, in_place)
 
     def _reduce(
-        self, verb: str, x: Any, op: str, root: int | None, group: Group | None, wait: bool, in_place: bool
-    ) -> Any:
+        self, verb: str, x: Any, op: str, root: int | None, group: Group | None, wait: bool, in_place: bool,
+        kind: Hashable = None, begun: Begun | None = None,
+    ) -> Any:  # fmt: skip
         value = value_of(x)
         check_op(op, value.dtype)
         if in_place:
@@ -91,11 +115,13 @@ class Collectives:
         def body(meeting: Meeting) -> Any:
             is_wanted = root is None or meeting.is_root
             result = self._reduced(meeting, value, op, is_copied=is_wanted and not in_place)
+            if kind is not None:
+                meeting.party.learn(kind, meeting.mine, Reducer(value.dtype, op, len(meeting.party)))
             if in_place:
                 return put(x, result, verb) if is_wanted else x
             return made(result, value.dtype, value.shape, x, of_torch=value.of_torch) if is_wanted else None
 
-        return self._go(verb, make, body, group, wait)
+        return self._go(verb, make, body, group, wait, begun)
 
     def _reduced(self, meeting: Meeting, value: Value, op: str, *, is_copied: bool) -> Bytes:
         reducer = Reducer(value.dtype, op, len(meeting.party))
@@ -278,16 +304,16 @@ class Collectives:
 
     def barrier(self, group: Group | None, wait: bool) -> Any:
         def make(party: Party, number: int) -> Call:
-            return Call(
-                party.describe(
-                    number,
-                    "barrier",
-                    waits=wait,
-                ),
-                NOTHING.data,
-            )
+            return Call(party.describe(number, "barrier", waits=wait), NOTHING.data)
 
-        return self._go("barrier", make, lambda meeting: None, group, wait)
+        def body(meeting: Meeting) -> None:
+            if wait:
+                meeting.party.learn("barrier", meeting.mine)
+
+        begun = self._calls.again("barrier", NOTHING.data, group)[0] if wait else None
+        if begun is not None and begun.is_whole:
+            return None
+        return self._go("barrier", make, body, group, wait, begun)
 
     # -- from one to one ----------------------------------------------------------------------------------
 
@@ -301,9 +327,11 @@ class Collectives:
 
     def _go(
         self, verb: str, make: Make, body: Callable[[Meeting], Any],
-        group: Group | None, wait: bool,
+        group: Group | None, wait: bool, begun: Begun | None = None,
     ) -> Any:  # fmt: skip
-        return self._calls.go(verb, lambda is_script: self._calls.meet(make, body, group, is_script), wait)
+        return self._calls.go(
+            verb, lambda is_script: self._calls.meet(make, body, group, is_script, begun), wait, begun=begun
+        )
 
     def _root(self, verb: str, rank: int | None, party: Party) -> int:
         return 0 if rank is None else self._calls.world.root(rank, party.group, verb)
@@ -313,6 +341,10 @@ class Collectives:
         """Where a result comes to be: in the caller's array if it can, or in new memory."""
         own = own_bytes(out) if out is not None else None
         return make_room(num_bytes(dtype, shape)) if own is None else own
+
+    def stats(self) -> WireStats:
+        """What went between this worker and others, so far."""
+        return self._calls.stats()
 
     # -- the end ------------------------------------------------------------------------------------------
 

@@ -362,13 +362,13 @@ class Commits:
         with self.order:
             return {(name, inc): clock for name, (inc, clock) in self.rounds.clocks().items()}
 
-    def why(self, worker: str) -> str:
-        """For whom this worker waits."""
+    def why(self, worker: str) -> tuple[str, bool]:
+        """For whom this worker waits, in words, and whether a round waits for it."""
         with self.order:
             parked = [c for c in self.flow.parked() if c.worker == worker]
             if parked:
-                return self.rounds.may_answer(worker, parked[0].clock)[1]
-            return self.rounds.waiting_reason()
+                return self.rounds.may_answer(worker, parked[0].clock)[1], False
+            return self.rounds.waiting_reason(), worker in self.rounds.missing()
 
     # -- a generation changes -----------------------------------------------------------------------------
 

@@ -353,7 +353,8 @@ class Server:
             self._states.load(request, message)
 
     def _why(self, request: Request, message: AskWhy) -> None:
-        request.reply(GivenWhy(f"{self.name}: {self.commits.why(request.peer.name)}"))
+        reason, is_awaited = self.commits.why(request.peer.name)
+        request.reply(GivenWhy(f"{self.name}: {reason}", is_awaited))
 
     def _asked_to_retire(self, request: Request, message: Retire) -> None:
         request.reply(Done())

@@ -1,0 +1,71 @@
+"""A validation in `sync`: nobody leaves the rounds for it, unless one of them waits for a worker that has come."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.torch.test_validate import Counting, Numbers
+
+from syncline.client import validating
+from syncline.client.job import Job
+from syncline.testing import local_job
+from syncline.torch import DataLoader, DistributedOptimizer
+
+
+def counting(job: Job) -> tuple[Counting, DistributedOptimizer]:
+    model = Counting()
+    return model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
+
+
+def step(model: Counting, opt: DistributedOptimizer) -> None:
+    model.count.grad = -torch.ones(1)
+    opt.step()
+
+
+def test_rounds_are_whole_however_long_a_save_takes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who left them while the cut of a save was awaited was in other rounds afterwards than the others, by chance: on
+    a starved machine the same samples made more steps."""
+    monkeypatch.setattr(validating, "ASIDE_SECONDS", 0.0)
+    asked: list[bool] = []
+
+    def work(job: Job) -> float:
+        model, opt = counting(job)
+        placement: Any = job.exchange._placement  # type: ignore[attr-defined]
+        is_awaited = placement.is_awaited
+        monkeypatch.setattr(placement, "is_awaited", lambda seconds: asked.append(is_awaited(seconds)) or asked[-1])
+        job.validate(lambda batch: {"count": float(model.count)}, Numbers(4), 2, batch_size=2)
+        for _ in DataLoader(Numbers(24), 2, job=job):
+            step(model, opt)
+        return model.count.item()
+
+    with local_job(2, 2, folder=str(tmp_path), checkpoint=str(tmp_path / "saves"), best="max:count") as job:
+        bests = job._process.coordinator.bests
+        save = bests.save
+        monkeypatch.setattr(bests, "save", lambda *of: threading.Timer(0.4, save, of).start())
+        assert job.run(work) == [6.0, 6.0]
+        events = list(job._process.coordinator.events)
+    told = [line.split(":")[0] for line in events if line.startswith("validation at step")]
+    assert told == [f"validation at step {number}" for number in (2, 4, 6)]
+    assert asked and not any(asked)
+
+
+def test_who_is_waited_for_in_a_round_stands_aside(tmp_path: pathlib.Path) -> None:
+    """worker-0 has come to the validation, worker-1 comes behind a round that waits for worker-0."""
+
+    def work(job: Job) -> float:
+        model, opt = counting(job)
+        validated = job.validate(lambda batch: {"count": float(model.count)}, Numbers(4), 100, batch_size=2)
+        if job.name == "worker-1":
+            step(model, opt)
+        while job.name == "worker-0" and not any(list(rounds.open_commits()) for rounds in all_rounds):
+            time.sleep(0.01)
+        return validated.now()["count"]
+
+    with local_job(2, 2, folder=str(tmp_path)) as job:
+        all_rounds = [server.commits.rounds for server in job._process._servers.values()]
+        assert job.run(work) == [1.0, 1.0]
