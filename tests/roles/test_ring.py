@@ -85,14 +85,13 @@ def start(jobs: Any, work: Callable[[Any], None], gone: set[str]) -> list[thread
 def kill(jobs: Any, number: int, gone: set[str]) -> None:
     """A process of a ring, with its worker and its server."""
     gone.add(f"worker-{number}")
-    jobs.kill(f"server-{number}")
     jobs.kill(f"worker-{number}")
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_every_server_has_every_slice_bit_by_bit(workers: int, transport: str) -> None:
-    with local_job(workers=workers, servers=workers, exchange="ring", slice_bytes=64, transport=transport) as jobs:
+    with local_job(workers=workers, exchange="ring", slice_bytes=64, transport=transport) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, STEPS, acknowledged), job.barrier("all")))
         check_all_equal(jobs)
@@ -144,8 +143,8 @@ def train(job: Any, rule: str, clip: float | None) -> torch.Tensor:
 def test_a_ring_and_servers_come_to_the_same(rule: str, clip: float | None) -> None:
     """Also where the round's mean is clipped, and where a worker has fewer steps."""
     found = {}
-    for exchange, servers in (("servers", 1), ("ring", 3)):
-        with local_job(workers=3, servers=servers, exchange=exchange, slice_bytes=128) as jobs:
+    for exchange in ("servers", "ring"):
+        with local_job(workers=3, exchange=exchange, slice_bytes=128) as jobs:
             found[exchange] = jobs.run(lambda job: train(job, rule, clip))
             if exchange == "ring":
                 check_all_equal(jobs)
@@ -168,7 +167,7 @@ def test_nobody_applies_a_round_before_all_have_voted(monkeypatch: pytest.Monkey
             original(self, work)
 
     monkeypatch.setattr(Voting, "held", held)
-    with local_job(workers=2, servers=2, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
         acknowledged: dict[str, int] = {}
         go, passed = threading.Event(), threading.Barrier(3)
 
@@ -222,7 +221,7 @@ def test_after_a_death_a_round_counts_where_all_survivors_hold_it(monkeypatch: p
 
     monkeypatch.setattr(Voting, "held", held)
     monkeypatch.setattr(Backups, "_hold", holds)
-    with local_job(workers=3, servers=3, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=3, exchange="ring", slice_bytes=64) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         passed, go = threading.Barrier(4), threading.Event()
@@ -262,7 +261,7 @@ def test_after_a_death_a_round_counts_where_all_survivors_hold_it(monkeypatch: p
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_that_dies_costs_nobody_a_step(victim: int, transport: str) -> None:
     """The others go on without it; all that was acknowledged counts, every step on all slices or on none."""
-    with local_job(workers=3, servers=3, exchange="ring", slice_bytes=64, transport=transport) as jobs:
+    with local_job(workers=3, exchange="ring", slice_bytes=64, transport=transport) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         threads = start(jobs, lambda job: push_cells(job, 50, acknowledged), gone)
@@ -279,7 +278,7 @@ def test_a_process_that_dies_costs_nobody_a_step(victim: int, transport: str) ->
 
 
 def test_one_that_comes_gets_everything_and_takes_part() -> None:
-    with local_job(workers=2, servers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
         acknowledged: dict[str, int] = {}
 
         def work(job: Any) -> None:
@@ -288,7 +287,6 @@ def test_one_that_comes_gets_everything_and_takes_part() -> None:
 
         first = start(jobs, work, set())
         eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
-        jobs.add_server("server-2")
         late = jobs.add_worker("worker-2")
         threads = start([late], work, set())
         for thread in [*first, *threads]:
@@ -299,7 +297,7 @@ def test_one_that_comes_gets_everything_and_takes_part() -> None:
 
 
 def test_the_last_one_goes_on_alone() -> None:
-    with local_job(workers=2, servers=2, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         threads = start(jobs, lambda job: push_cells(job, 40, acknowledged), gone)
@@ -310,7 +308,7 @@ def test_the_last_one_goes_on_alone() -> None:
 
 
 def test_what_a_rule_remembers_is_everywhere_too() -> None:
-    with local_job(workers=2, servers=2, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
 
         def work(job: Any) -> None:
             job.kv.register({"x": np.ones(80, np.float32)}, Rule("Adam", lr=0.1))
