@@ -296,6 +296,46 @@ def test_one_that_comes_gets_everything_and_takes_part() -> None:
         check_all_equal(jobs)
 
 
+@pytest.mark.parametrize("slice_bytes", [64, 1 << 20])
+def test_one_that_died_comes_back(slice_bytes: int) -> None:
+    """Also where there are fewer slices than servers: it is nobody's primary then, and has its vote all the same."""
+    with local_job(workers=3, exchange="ring", slice_bytes=slice_bytes) as jobs:
+        acknowledged: dict[str, int] = {}
+        gone: set[str] = set()
+
+        def work(job: Any) -> None:
+            push_cells(job, 60 if job.name != "worker-1" else 20, acknowledged)
+            job.barrier("all")
+
+        threads = start(jobs, work, gone)
+        eventually(lambda: acknowledged.get("worker-1", 0) >= 3)
+        kill(jobs, 1, gone)
+        before = dict(acknowledged)
+        eventually(lambda: acknowledged["worker-0"] > before["worker-0"] + 1)
+        back = jobs.add_worker("worker-1")
+        second: dict[str, int] = {}
+
+        def again(job: Any) -> None:
+            zeros = np.zeros((4, 64), np.float32)
+            job.kv.register({"here": zeros, "there": zeros}, Rule("Add"), reduce="sum")
+            for number in range(20, 30):
+                cell = zeros.copy()
+                cell[1, number] = 1.0
+                job.kv.push({"here": cell, "there": cell}).wait()
+            second[job.name] = 10
+            job.barrier("all")
+
+        threads += start([back], again, set())
+        for thread in (threads[0], threads[2], threads[3]):
+            thread.join(PATIENCE)
+        found = back.kv.pull(["here", "there"])
+        assert np.array_equal(found["here"], found["there"]) and second
+        assert list(np.asarray(found["here"])[[0, 2]].sum(axis=1)) == [60, 60]
+        assert np.asarray(found["here"])[1, 20:].sum() == 10
+        eventually(lambda: "server-1" in jobs._process._servers["server-0"]._voting.votes.voters)
+        check_all_equal(jobs)
+
+
 def test_the_last_one_goes_on_alone() -> None:
     with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
         acknowledged: dict[str, int] = {}

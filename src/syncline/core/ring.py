@@ -70,7 +70,7 @@ def protection_of(config: JobConfig, hosts: Iterable[str], seats: Collection[Sea
         return protection(config.replicas, hosts, seats)
     if len(hosts) < 2:
         return "a ring of 1 worker: nobody else has a copy of its parameters and momenta"
-    alone = sum(not seat.backup for seat in seats)
+    alone = sum(not seat.backups for seat in seats)
     if alone:
         return f"a ring, but {alone} of {counted(len(seats), 'slice')} are in one process only now"
     reach = "" if len(set(hosts)) > 1 else " (process-level only: all are on one host)"

@@ -282,6 +282,8 @@ class Generations:
             staying = [(name, incarnation) for name, incarnation, _ in message.settle]
             in_rounds = self._commits.rounds.policy.in_rounds
             clocks = self._hosting.clocks(message.standings, staying, in_rounds)
+            if self._voting is not None:  # also where what is in the slices is still on its way here
+                clocks |= {(name, incarnation): clock for name, incarnation, clock in message.settle}
             asked, held = self._commits.begin_anew(message.generation, message.standings, clocks)
             for worker in fenced:
                 self._departures.let_go(worker)
