@@ -18,7 +18,7 @@ import msgspec
 from syncline.errors import ConfigError
 
 TRANSPORTS = ("auto", "shm", "tcp")
-EXCHANGES = ("servers",)
+EXCHANGES = ("servers", "ring")
 #: Said at launch or in syncline.toml only: a script cannot know on how many processes it will run.
 LAUNCH_ONLY = frozenset(
     {
@@ -52,7 +52,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "servers": (1, 65_536),
     "least_workers": (0, 65_536),
     "most_workers": (0, 65_536),
-    "replicas": (0, 2),
+    "replicas": (0, 65_536),
     "max_restarts": (0, 1 << 40),
     "save_memory": (0, 1 << 44),
     "save_seconds": (0.0, 1e9),
@@ -93,7 +93,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_seconds: float = 60.0  #: for a coordinator that is gone to come back
     leave_seconds: float = 60.0  #: for a server that leaves to hand over its slices
     policy: str = "sync"  #: when updates are applied: sync, sync:spare=N, bounded:K, async; these two also ,damped
-    exchange: str = "servers"  #: how gradients become new parameters
+    exchange: str = "servers"  #: how gradients become new parameters: servers; ring: every worker has a server
     sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
     outer: str = ""  #: with sync_every: the optimizer that takes the average, on the servers: SGD(lr=0.7, …)
     codec: str = ""  #: how pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name; none
@@ -130,6 +130,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_time: str = ""  #: time of training: 90s, 2h; with what was trained before it was taken up
     start_seconds: float = 120.0  #: deadline for all members to be there
     wait_seconds: float = 600.0  #: deadline of every other wait
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether every worker's process has a server in it, which has every slice."""
+        return self.exchange == "ring"
 
 
 _FIELDS = {field.name: field.type for field in msgspec.structs.fields(JobConfig)}
@@ -172,7 +177,9 @@ def _check_values(config: JobConfig) -> None:
     if config.transport not in TRANSPORTS:
         raise ConfigError(f"transport = {config.transport!r}: there are {', '.join(TRANSPORTS)}")
     if config.exchange not in EXCHANGES:
-        raise ConfigError(f"exchange = {config.exchange!r}: there is {', '.join(EXCHANGES)}")
+        raise ConfigError(f"exchange = {config.exchange!r}: there are {', '.join(EXCHANGES)}")
+    if config.replicas > 2 and not config.is_ring:
+        raise ConfigError(f"replicas = {config.replicas}: must be at most 2")
     kind, colon, number = config.server_device.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and number.isdecimal() and len(number) < 4)):
         raise ConfigError(f"server_device = {config.server_device!r}: there are cpu, cuda, cuda:0, cuda:1, …")

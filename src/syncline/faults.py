@@ -44,9 +44,8 @@ def arm(member: str, folder: pathlib.Path) -> None:
     To one life of it: that it has happened is noted in the job's folder.
     """
     global armed, _noted
-    text = fault()
-    _noted = folder / f"fault-{member}"
-    if not text or _noted.exists():
+    text, noted = fault(), folder / f"fault-{member}"
+    if not text or noted.exists():
         return
     for one in text.split(","):
         where, _, how = one.partition("=")
@@ -58,7 +57,7 @@ def arm(member: str, folder: pathlib.Path) -> None:
                 f"SYNCLINE_FAULT={text!r}: points are {', '.join(known)}; then =kill, =stop or =sleep:1.5"
             )
         if name == member:
-            armed = (point, int(count or 1), how)
+            armed, _noted = (point, int(count or 1), how), noted
 
 
 def reach(point: str) -> None:

@@ -114,7 +114,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     replicas: int
     ack: str
-    protection: str  #: what a server's death would cost, in words
+    protection: str  #: what a server's death would cost, in words; in a ring, that of a worker's process
     seconds: float
     members: list[MemberStatus]
     waits: list[Wait]
@@ -127,6 +127,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     readings: dict[str, float] = {}  #: the newest of each metric
     stop: str = ""  #: which rule has ended training, on what value
     lr_factor: float = 1.0  #: on every learning rate, by --on-plateau
+    exchange: str = "servers"
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):

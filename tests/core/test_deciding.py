@@ -35,7 +35,7 @@ def lose(deciding: Deciding, name: str) -> None:
 
 
 def seats_of(deciding: Deciding) -> list[tuple[str, str]]:
-    return [(seat.primary, seat.backup) for seat in deciding.state.seats.values()]
+    return [(seat.primary, ",".join(seat.backups)) for seat in deciding.state.seats.values()]
 
 
 def begun(deciding: Deciding, wanted: Plan | None = None) -> Change:
@@ -125,7 +125,7 @@ def test_a_stranger_gets_no_slices_before_it_knows_the_layout() -> None:
 
 def test_a_coordinator_that_dies_right_after_a_server_tells_of_the_promotion_when_it_is_back() -> None:
     """The eviction was on disk, the change was not begun: nobody else would ever make the backup a primary."""
-    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
+    deciding = formed(Seat(0, "server-0", ("server-1",)), replicas=2)
     Membership(deciding.state).evict("server-0", "died")
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(deciding.state), type=JobState)
     after = Deciding(Membership(kept))
@@ -135,7 +135,7 @@ def test_a_coordinator_that_dies_right_after_a_server_tells_of_the_promotion_whe
 
 
 def test_a_death_within_a_change_makes_the_next_one() -> None:
-    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
+    deciding = formed(Seat(0, "server-0", ("server-1",)), replicas=2)
     change = begun(deciding)
     lose(deciding, "server-1")
     deciding.settle(change)
@@ -173,8 +173,8 @@ def test_once_it_may_be_installed_a_slice_is_lost_with_its_new_primary() -> None
 
 def test_a_plan_that_is_taken_back_does_not_count_on_a_backup_that_was_let_go() -> None:
     """Asked to prepare a seat without its backup, a primary acknowledges alone: what the backup has is old by now."""
-    deciding = formed(Seat(0, "server-0", "server-1"), Seat(1, "server-1", "server-0"), replicas=2)
-    begun(deciding, Plan((), (Seat(0, "server-0", ""), Seat(1, "server-0", "server-1")), "server-1 leaves"))
+    deciding = formed(Seat(0, "server-0", ("server-1",)), Seat(1, "server-1", ("server-0",)), replicas=2)
+    begun(deciding, Plan((), (Seat(0, "server-0"), Seat(1, "server-0", ("server-1",))), "server-1 leaves"))
     assert deciding.moves
     deciding.take_back()
     assert seats_of(deciding) == [("server-0", ""), ("server-1", "server-0")]
@@ -182,8 +182,8 @@ def test_a_plan_that_is_taken_back_does_not_count_on_a_backup_that_was_let_go() 
 
 
 def test_a_plan_is_taken_back_without_the_servers_that_are_gone() -> None:
-    deciding = formed(Seat(0, "server-0", "server-1"), Seat(1, "server-1", "server-0"), replicas=2, servers=3)
-    begun(deciding, Plan((), (Seat(0, "server-1", "server-0"),), "even"))
+    deciding = formed(Seat(0, "server-0", ("server-1",)), Seat(1, "server-1", ("server-0",)), replicas=2, servers=3)
+    begun(deciding, Plan((), (Seat(0, "server-1", ("server-0",)),), "even"))
     lose(deciding, "server-1")
     assert seats_of(deciding) == [("server-0", ""), ("server-0", "")]
     assert deciding.state.is_changing and deciding.moves
@@ -191,8 +191,8 @@ def test_a_plan_is_taken_back_without_the_servers_that_are_gone() -> None:
 
 def test_a_plan_that_a_death_has_taken_back_may_be_taken_back_once_more() -> None:
     """A server dies in the moment in which the plan is found to have to wait."""
-    deciding = formed(Seat(0, "server-0", "server-1"), replicas=2)
-    begun(deciding, Plan((), (Seat(0, "server-1", "server-0"),), "even"))
+    deciding = formed(Seat(0, "server-0", ("server-1",)), replicas=2)
+    begun(deciding, Plan((), (Seat(0, "server-1", ("server-0",)),), "even"))
     lose(deciding, "server-1")
     deciding.take_back()
     assert seats_of(deciding) == [("server-0", "")] and deciding.moves and deciding.state.is_changing

@@ -181,7 +181,7 @@ def test_an_evicted_worker_is_to_be_fenced_under_the_incarnation_that_took_part(
 
 def test_a_servers_death_promotes_backups_and_names_what_nobody_has() -> None:
     members = formed(1, 3)
-    seats = [Seat(0, "server-0", "server-1"), Seat(1, "server-1", "server-0"), Seat(2, "server-0")]
+    seats = [Seat(0, "server-0", ("server-1",)), Seat(1, "server-1", ("server-0",)), Seat(2, "server-0")]
     members.state.seats = {seat.slice: seat for seat in seats}
     assert members.evict("server-0", "was killed") == [2]
     assert list(members.state.seats.values()) == [Seat(0, "server-1"), Seat(1, "server-1"), Seat(2, "")]
@@ -228,7 +228,7 @@ def test_a_name_that_is_awaited_is_not_given_to_somebody_else() -> None:
 def test_all_that_counts_outlives_the_coordinator() -> None:
     members = formed(2, 2)
     members.evict("worker-0", "was killed")
-    members.state.seats[3] = Seat(3, "server-0", "server-1")
+    members.state.seats[3] = Seat(3, "server-0", ("server-1",))
     data = msgspec.msgpack.encode(members.state)
     again = Membership(msgspec.msgpack.decode(data, type=JobState))
     assert again.state == members.state and again.workers() == members.workers()

@@ -94,7 +94,7 @@ def test_slices_are_of_the_size_asked_for_and_tile_the_segment(
     """A byte in no slice is on no server; one in two slices is on two, and they drift apart."""
     segment, seats = place(arrange(parameters, MIXED, "mean"), servers_of(count), {}, slice_bytes, first)
     assert [seat.slice for seat in seats] == [part.id for part in segment.slices], "a seat for every slice"
-    assert all(seat.primary in servers_of(count) and not seat.backup for seat in seats)
+    assert all(seat.primary in servers_of(count) and not seat.backups for seat in seats)
     assert [part.id for part in segment.slices] == list(range(first, first + len(segment.slices)))
     parts = sorted(segment.slices, key=lambda part: part.offset)
     assert all(one.offset + one.num_bytes == two.offset for one, two in itertools.pairwise(parts))

@@ -16,12 +16,12 @@ def carry_out(seats: list[Seat], wanted: Plan) -> list[Seat]:
     now = {seat.slice: seat for seat in seats}
     for seed in wanted.seeds:
         assert seed.source == now[seed.slice].primary
-        assert seed.target not in (now[seed.slice].primary, now[seed.slice].backup)
+        assert seed.target not in now[seed.slice].names
     seeded = {(seed.slice, seed.target) for seed in wanted.seeds}
     for seat in wanted.seats:
         before = now[seat.slice]
-        for name in (seat.primary, seat.backup):
-            held = name in (before.primary, before.backup) or (seat.slice, name) in seeded
+        for name in seat.names:
+            held = name in before.names or (seat.slice, name) in seeded
             assert not name or held, f"{seat} gives {name} a slice that it does not have"
         now[seat.slice] = seat
     return list(now.values())
@@ -39,11 +39,11 @@ def settled(
 
 
 def test_a_death_promotes_backups_and_loses_only_what_was_alone() -> None:
-    seats = [Seat(0, "server-0", "server-1"), Seat(1, "server-1", "server-0"), Seat(2, "server-0")]
+    seats = [Seat(0, "server-0", ("server-1",)), Seat(1, "server-1", ("server-0",)), Seat(2, "server-0")]
     after, lost = without(seats, {"server-0"})
     assert after == [Seat(0, "server-1"), Seat(1, "server-1"), Seat(2, "")] and lost == [2]
     after, lost = without(seats, {"server-0", "server-1"})
-    assert lost == [0, 1, 2] and all(not seat.primary and not seat.backup for seat in after)
+    assert lost == [0, 1, 2] and all(not seat.primary and not seat.backups for seat in after)
 
 
 def test_lost_slices_go_where_there_is_the_least() -> None:
@@ -55,9 +55,9 @@ def test_lost_slices_go_where_there_is_the_least() -> None:
 
 def test_a_backup_is_on_another_host_where_there_is_one() -> None:
     seats = settled([Seat(k, "server-0") for k in range(2)], HOSTS, 2)
-    assert all(HOSTS[seat.primary] != HOSTS[seat.backup] for seat in seats)
+    assert all(HOSTS[seat.primary] != HOSTS[seat.backups[0]] for seat in seats)
     alone = settled([Seat(0, "server-0")], {"server-0": "a", "server-1": "a"}, 2)
-    assert alone == [Seat(0, "server-0", "server-1")], "on one host another process still helps"
+    assert alone == [Seat(0, "server-0", ("server-1",))], "on one host another process still helps"
     assert settled([Seat(0, "server-0")], {"server-0": "a"}, 2) == [Seat(0, "server-0")]
 
 
@@ -67,7 +67,7 @@ def test_nothing_is_planned_while_a_slice_has_no_primary() -> None:
 
 
 def test_who_leaves_is_relieved_first() -> None:
-    seats = [Seat(0, "server-0", "server-1"), Seat(1, "server-1", "server-0"), Seat(2, "server-0")]
+    seats = [Seat(0, "server-0", ("server-1",)), Seat(1, "server-1", ("server-0",)), Seat(2, "server-0")]
     wanted = plan(seats, SIZES, HOSTS, replicas=2, leaving={"server-0"})
     assert wanted.reason == "server-0 leaves"
     assert wanted.seats[:2] == (Seat(0, "server-1"), Seat(1, "server-1"))
@@ -103,13 +103,13 @@ def test_plans_come_to_an_end_with_every_slice_where_it_should_be(
     given: list[tuple[int, int]], replicas: int, leaving: set[int]
 ) -> None:
     """From any seats, whoever leaves: each plan can be carried out, and after some there is nothing left to do."""
-    seats = [Seat(k, f"server-{a}", "" if a == b else f"server-{b}") for k, (a, b) in enumerate(given)]
+    seats = [Seat(k, f"server-{a}", () if a == b else (f"server-{b}",)) for k, (a, b) in enumerate(given)]
     gone = frozenset(f"server-{k}" for k in leaving)
     after = settled(seats, HOSTS, replicas, gone)
     staying = set(HOSTS) - gone
     for seat in after:
         assert seat.primary in staying
         if replicas == 1 or len(staying) < 2:
-            assert not seat.backup
+            assert not seat.backups
         else:
-            assert seat.backup in staying - {seat.primary}
+            assert set(seat.backups) < staying - {seat.primary} or set(seat.backups) == staying - {seat.primary}

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from syncline import config as configuration
+from syncline.core.seats import protection
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
-from syncline.launch.hosts import parse_workers, quietest, settle_workers
-from syncline.launch.running import Plans, Script, protection, settle_replicas
+from syncline.launch.hosts import assign, parse_workers, quietest, settle_workers
+from syncline.launch.running import Plans, Script, settle_here, settle_replicas
 
 
 def test_a_number_of_workers_or_the_least_and_the_most() -> None:
@@ -101,3 +102,37 @@ def test_one_more_goes_to_the_host_with_the_fewest() -> None:
     )  # fmt: skip
     assert plans.another("server-2", where).script == ""
     assert quietest("worker", {"worker-0": "elsewhere"}, configuration.resolve({})) == "local"
+
+
+# -- a ring -----------------------------------------------------------------------------------------------
+
+
+def test_in_a_ring_servers_follow_the_workers_and_have_no_processes() -> None:
+    given, config = settle_here({"workers": 3, "exchange": "ring"}, Script(path="train.py"))
+    assert (config.servers, config.replicas, config.ack) == (3, 3, "replicated")
+    plans = Plans(jobfile.new("h", 1, given), config, Script(path="train.py"), 3).first()
+    assert [plan.name for plan in plans] == ["coordinator", "worker-0", "worker-1", "worker-2"]
+    assert [plan.num_local_workers for plan in plans] == [0, 3, 3, 3]
+
+
+def test_in_a_ring_a_server_is_on_its_workers_host_and_shares_its_cores() -> None:
+    said = {"hosts": "a:2,b:1", "exchange": "ring", "cores": "auto"}
+    given, config = settle_here(said, Script(path="train.py"))
+    where = assign(config)
+    assert [where[f"server-{k}"] for k in range(3)] == [where[f"worker-{k}"] for k in range(3)] == ["a", "a", "b"]
+    plans = Plans(jobfile.new("h", 1, given), config, Script(path="train.py"), 3).first()
+    assert [plan.place for plan in plans[1:]] == [(0, 0, 2), (1, 0, 2), (0, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"servers": 1}, "--exchange ring and -s 1 exclude each other"),
+        ({"replicas": 2}, "--exchange ring and --replicas 2 exclude each other"),
+        ({"ack": "memory"}, "--exchange ring and --ack memory exclude each other"),
+        ({"policy": "bounded:2"}, "say --policy sync, or --exchange servers"),
+    ],
+)
+def test_what_a_ring_excludes_is_said_at_launch(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settle_here({"workers": 2, "exchange": "ring", **said}, Script(path="train.py"))

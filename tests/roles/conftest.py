@@ -300,7 +300,7 @@ class House:
         numbers = [part.id for part in self.parts(source)] if slices is None else list(slices)
         member = next(m for m in self.members if m.name == target)
         self.tell(source, SeedTo(numbers, member)).wait(WAIT)
-        self.carry_out(seats=[Seat(number, source, target) for number in numbers])
+        self.carry_out(seats=[Seat(number, source, (target,)) for number in numbers])
 
     def kill(self, server: str) -> None:
         """A server is gone: its connections break."""
@@ -314,7 +314,7 @@ class House:
 
     def promote(self) -> Change:
         """The seats without the servers that are gone."""
-        gone = {seat.primary for seat in self.seats.values()} | {seat.backup for seat in self.seats.values()}
+        gone = {name for seat in self.seats.values() for name in seat.names}
         seats, lost = without(self.seats.values(), gone - set(self.servers) - {""})
         assert not lost
         return self.carry_out(seats=seats, moves=True)

@@ -243,7 +243,7 @@ class Job:
         return answer
 
     def seats(self) -> dict[int, tuple[str, str]]:
-        return {n: (s.primary, s.backup) for n, s in self.coordinator.membership.state.seats.items()}
+        return {n: (s.primary, ",".join(s.backups)) for n, s in self.coordinator.membership.state.seats.items()}
 
     def kill(self, name: str) -> None:
         self[name].endpoint.close("killed")

@@ -64,7 +64,7 @@ def test_what_was_applied_while_a_slice_was_seeded_is_not_seeded_once_more(
     monkeypatch.setattr(backups, "_take_seed", lambda *given: seeds.append(go.wait(WAIT)) or take(*given))
     numbers = [part.id for part in house.parts("server-0")]
     seeding = Waiting(lambda: house.seed("server-0", "server-1", numbers))
-    eventually(lambda: house.slot("server-0", numbers[0]).replica is not None)
+    eventually(lambda: house.slot("server-0", numbers[0]).replicas)
     for clock in (1, 2, 3):
         step(house, clock)
     go.set()
@@ -79,5 +79,5 @@ def test_a_fence_is_on_the_backup_when_the_generation_is_installed(make_house: M
     step(house, 1)
     house.fence("worker-1")
     check_equal(house)
-    fenced = [house.slot(seat.backup, number).state.fences for number, seat in house.seats.items()]
+    fenced = [house.slot(seat.backups[0], number).state.fences for number, seat in house.seats.items()]
     assert all(set(fences) == {"worker-1"} for fences in fenced)

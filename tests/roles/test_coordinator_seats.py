@@ -48,7 +48,7 @@ def test_a_lost_server_s_slices_are_their_backups_and_kept_so_before_anyone_is_t
     job.kill("server-1")
     until(lambda: bool(job["server-0"].held), "server-0 hears of it")
     kept = job.disk.last
-    assert kept.is_changing and all(s.primary == "server-0" and not s.backup for s in kept.seats.values())
+    assert kept.is_changing and all(s.primary == "server-0" and not s.backups for s in kept.seats.values())
     assert job["server-0"].all(Prepare)[0].moves
     assert not job["worker-0"].all(Roster)
     job["server-0"].holds.clear()

@@ -328,7 +328,7 @@ def sizes(server: Any) -> dict[str, int]:
     commits, flow = server.commits, server.commits.flow
     found = {
         "standings": len(commits.rounds.standings), "open": len(commits.rounds._open), "staged": len(commits._staged),
-        "parked": len(flow._parked), "under way": len(flow._under_way), "clipping": len(flow._clipping),
+        "parked": len(flow._parked), "under way": len(flow._under_way), "clipping": len(flow.clipping.works()),
         "busy": len(flow._busy), "arenas": len(server._staging._arenas), "buffers": len(server._staging._buffers),
         "tensors": len(server._staging._tensors), "going": len(flow.going),
         "endpoints": len(server._endpoints), "clocks told": len(flow._clocks),

@@ -60,7 +60,7 @@ def test_a_server_says_how_far_its_slices_are_and_can_come(make_house: MakeHouse
 def test_who_is_the_primary_of_nothing_says_so(make_house: MakeHouse) -> None:
     house = make_house(2, 1, replicas=2)
     replicated(house)
-    house.carry_out(seats=[Seat(n, "server-1", "server-0") for n in house.seats], moves=True)
+    house.carry_out(seats=[Seat(n, "server-1", ("server-0",)) for n in house.seats], moves=True)
     change = house.change()
     answers = [house.tell(server, change.prepare()).wait(WAIT) for server in change.servers]
     assert [isinstance(answer, Prepared) and answer.is_primary for answer in answers] == [False, True]
@@ -99,7 +99,7 @@ def test_who_has_not_heard_that_its_slices_are_gone_goes_on_until_it_does(
         for server in house.servers:
             worker.stage(server, 1, x()).wait(WAIT)
     fenced = {"worker-1": two.incarnation} if is_fenced else {}
-    seats = [Seat(number, "server-1", "server-0") for number in numbers]
+    seats = [Seat(number, "server-1", ("server-0",)) for number in numbers]
     change = house.change(seats=seats, moves=True, fenced=fenced)
     house.holds("server-0", 0.01)
     house.prepare(change)
@@ -116,7 +116,7 @@ def test_when_all_have_heard_nothing_comes_from_who_was_the_primary(make_house: 
     house = make_house(2, 1, policy="async", replicas=2)
     replicated(house)
     numbers = [part.id for part in house.parts("server-0")]
-    house.carry_out(seats=[Seat(number, "server-1", "server-0") for number in numbers], moves=True)
+    house.carry_out(seats=[Seat(number, "server-1", ("server-0",)) for number in numbers], moves=True)
     hosting = house.servers["server-1"]._hosting
     assert hosting.backups.was_of(numbers[0], "server-0")
     house.servers["server-1"].hear(Roster(house.generation, house.members, list(house.seats.values()), []))
@@ -161,7 +161,7 @@ def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse)
     goes, stays = house.parts(full)
     slot = house.slot(full, stays.id)
     slot.pin()
-    change = house.change(seats=[Seat(goes.id, other, full)], moves=True)
+    change = house.change(seats=[Seat(goes.id, other, (full,))], moves=True)
     house.prepare(change)
     begun = house.tell(full, change.install(house.members))
     generations = house.servers[full]._changes()

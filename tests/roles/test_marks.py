@@ -343,7 +343,7 @@ def test_slices_that_move_away_are_saved_as_they_were(make_house: MakeHouse, tmp
     then = cut(house)
     gone = [part.id for part in house.parts("server-0")]
     assert gone
-    house.carry_out(seats=[Seat(number, "server-1", "") for number in gone], moves=True)
+    house.carry_out(seats=[Seat(number, "server-1") for number in gone], moves=True)
     push(house, 4)
     folder = new_folder(tmp_path)
     assert written(folder, write(house.tell, list(house.servers), folder)) == then

@@ -62,7 +62,7 @@ def test_with_a_move_whoever_is_behind_is_told_to_look_and_its_connection_lives_
     staged = two.stage("server-1", 1, x(1))
     staged.wait(WAIT)
     numbers = [part.id for part in house.parts("server-0")]
-    house.carry_out(seats=[Seat(number, "server-1", "server-0") for number in numbers], moves=True)
+    house.carry_out(seats=[Seat(number, "server-1", ("server-0",)) for number in numbers], moves=True)
     with pytest.raises(Refresh, match="generation 4"):
         parked.wait(WAIT)
     one.stamp.generation = two.stamp.generation = 3
@@ -87,7 +87,7 @@ def test_bytes_for_slices_that_have_gone_are_read_and_refused(make_house: MakeHo
     (worker,) = house.workers.values()
     before = dict(house.seats)
     numbers = [part.id for part in house.parts("server-0")]
-    house.carry_out(seats=[Seat(number, "server-1", "server-0") for number in numbers], moves=True)
+    house.carry_out(seats=[Seat(number, "server-1", ("server-0",)) for number in numbers], moves=True)
     now = dict(house.seats)
     house.seats.update(before)
     worker.stamp.generation = 3
@@ -106,7 +106,7 @@ def test_a_pull_that_waits_for_a_version_is_told_to_look(make_house: MakeHouse) 
     (worker,) = house.workers.values()
     number = house.parts("server-0")[0].id
     call = worker.ask("server-0", Pull([number], 1, False))
-    house.carry_out(seats=[Seat(number, "server-1", "server-0")], moves=True)
+    house.carry_out(seats=[Seat(number, "server-1", ("server-0",))], moves=True)
     with pytest.raises(Refresh):
         call.wait(WAIT)
     assert worker.ask("server-1", Pull([number], None, False)).wait(WAIT) == Pulled([0])
@@ -124,7 +124,7 @@ def test_a_server_that_comes_late_gets_slices_and_takes_part(make_house: MakeHou
     house.start(member, late=True)
     house.sync_seats(segment)
     house.seed("server-0", "server-1")
-    house.carry_out(seats=[Seat(0, "server-1", "server-0")], moves=True)
+    house.carry_out(seats=[Seat(0, "server-1", ("server-0",))], moves=True)
     for clock in (4, 5):
         for call in [*one.commit_all(clock, x(1)), *two.commit_all(clock, x(10))]:
             call.wait(WAIT)

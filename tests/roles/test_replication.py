@@ -46,8 +46,8 @@ def step(house: House, clock: int, chance: np.random.Generator | None = None, **
 def check_equal(house: House) -> None:
     """Primary and backup of every slice: parameters, rule state, version, clocks and fences."""
     for seat in house.seats.values():
-        assert seat.backup
-        one, two = house.slot(seat.primary, seat.slice), house.slot(seat.backup, seat.slice)
+        assert seat.backups
+        one, two = house.slot(seat.primary, seat.slice), house.slot(seat.backups[0], seat.slice)
         assert one.memory.tobytes() == two.memory.tobytes()
         assert (one.state.version, one.state.clocks, one.state.fences) == (
             two.state.version, two.state.clocks, two.state.fences,
@@ -126,7 +126,7 @@ def test_backups_are_equal_where_slices_live_on_a_device(make_house: MakeHouse) 
             house.seed("server-0", "server-1")
             house.seed("server-1", "server-0")
     check_equal(house)
-    house.carry_out(seats=[Seat(s.slice, s.backup, s.primary) for s in house.seats.values()], moves=True)
+    house.carry_out(seats=[Seat(s.slice, s.backups[0], (s.primary,)) for s in house.seats.values()], moves=True)
     step(house, 10)
     check_equal(house)
 
@@ -208,12 +208,12 @@ def test_the_connection_breaks_with_the_update_in_it(make_house: MakeHouse, monk
     step(house, 1)
     original, cut = replication.Replica._answered, []
 
-    def loses(self: Any, slot: Any, update: Any, call: Any) -> None:
+    def loses(self: Any, parcel: Any, call: Any) -> None:
         if len(cut) < 3:
             cut.append(1)
-            self.partner.repeat_later(slot, self, update)
+            self.partner.repeat_later(parcel)
         else:
-            original(self, slot, update, call)
+            original(self, parcel, call)
 
     monkeypatch.setattr(replication.Replica, "_answered", loses)
     step(house, 2)
@@ -317,7 +317,7 @@ def test_a_worker_that_pushes_while_a_slice_is_seeded_does_not_wait_for_the_back
     monkeypatch.setattr(backups, "_take_seed", lambda *args: go.wait(WAIT) and take(*args))
     numbers = [part.id for part in house.parts("server-0")]
     seeding = Waiting(lambda: house.seed("server-0", "server-1", numbers))
-    eventually(lambda: house.slot("server-0", numbers[0]).replica is not None)
+    eventually(lambda: house.slot("server-0", numbers[0]).replicas)
     for clock in (1, 2, 3):
         step(house, clock)
     go.set()
@@ -335,12 +335,12 @@ def test_only_the_primary_of_a_slice_may_say_what_happens_to_it(make_house: Make
     house.seed("server-0", "server-1", [number])
     slot = house.slot("server-0", number)
     # The seats change behind its back: another server is the primary now.
-    house.servers["server-1"]._hosting._seats[number] = Seat(number, "server-2", "server-1")
+    house.servers["server-1"]._hosting._seats[number] = Seat(number, "server-2", ("server-1",))
     call = house.workers["worker-0"].commit("server-0", 1, ones())
     assert not call.arrives(0.1) and slot.state.version == 0
     eventually(lambda: [line for line in house.lines if "refuses updates from here" in line])
     with pytest.raises(FencedError, match="is not the primary of slice"):
-        house.servers["server-1"]._hosting._check_sender(slot.replica.partner.current().peer, number)
+        house.servers["server-1"]._hosting._check_sender(slot.replicas[0].partner.current().peer, number)
 
 
 def test_primary_and_backup_change_places(make_house: MakeHouse) -> None:
@@ -352,7 +352,7 @@ def test_primary_and_backup_change_places(make_house: MakeHouse) -> None:
     for clock in (1, 2):
         step(house, clock, np.random.default_rng(clock))
     for turn in range(3):
-        house.carry_out(seats=[Seat(s.slice, s.backup, s.primary) for s in house.seats.values()], moves=True)
+        house.carry_out(seats=[Seat(s.slice, s.backups[0], (s.primary,)) for s in house.seats.values()], moves=True)
         for clock in (3 + 2 * turn, 4 + 2 * turn):
             step(house, clock, np.random.default_rng(clock))
         check_equal(house)

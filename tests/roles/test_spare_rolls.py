@@ -139,7 +139,7 @@ def test_a_server_is_alone_again_when_the_other_has_left(make_house: MakeHouse) 
     """It has given its slices away before: there is no change by which it goes, only a roster."""
     house = a_house(make_house)
     house.seed("server-1", "server-0")
-    seats = [Seat(part.id, "server-0", "") for part in house.parts("server-1")]
+    seats = [Seat(part.id, "server-0") for part in house.parts("server-1")]
     house.carry_out(seats=seats, moves=True)
     rounds, server = rounds_at(house, "server-0"), house.servers["server-0"]
     assert not rounds.is_alone

@@ -175,7 +175,7 @@ class Coordinator(Saving):
         for number in range(self.job.scenario.slices):
             backup = servers[(number + 1) % len(servers)] if self.job.scenario.replicas > 1 else ""
             primary = servers[number % len(servers)]
-            self.state.seats[number] = Seat(number, primary, "" if backup == primary else backup)
+            self.state.seats[number] = Seat(number, primary, (backup,) if backup not in ("", primary) else ())
         self.state.is_changing = True  # in this house the first generation is installed like any other
         if not self.keep():
             self.state.is_changing = False

@@ -164,7 +164,7 @@ class Handing(Planning):
             self.desk.put_back_news(used, late)
             return
         seat = self.state.seats.get(0)
-        for name in (seat.primary, seat.backup) if seat is not None else ():
+        for name in seat.names if seat is not None else ():
             self.say(name, "confirm", (sorted(set(used)), sorted(set(late))))
 
     # -- the dead -----------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Server(Gated):
         for seat in change.seats:
             hosted = self.hosted.get(seat.slice)
             if hosted is not None:
-                kept = {seat.primary, seat.backup}
+                kept = set(seat.names)
                 hosted.targets = {life: name for life, name in hosted.targets.items() if name in kept}
                 hosted.sent.clear()  # said again, in the new generation
         seconds = self.job.scenario.hold_seconds * (MOVE_TIMES if change.moves else 1.0)
@@ -187,7 +187,7 @@ class Server(Gated):
 
     def _host(self, change: Prepare) -> None:
         for seat in change.seats:
-            if self.name not in (seat.primary, seat.backup):
+            if self.name not in seat.names:
                 known = self.hosted.get(seat.slice)
                 if known is not None and known.since < change.generation:  # else it was brought for a later one
                     del self.hosted[seat.slice]
@@ -200,8 +200,8 @@ class Server(Gated):
             hosted.targets = {}
             hosted.sent.clear()
             hosted.acks.clear()
-            if seat.primary == self.name and seat.backup:
-                hosted.targets[self.members[seat.backup].address.unix] = seat.backup
+            for backup in seat.backups if seat.primary == self.name else ():
+                hosted.targets[self.members[backup].address.unix] = backup
             if "skip_fence" not in self.job.bugs:
                 for name, incarnation in change.fenced:
                     hosted.state.fence((name, incarnation))
@@ -271,7 +271,7 @@ class Server(Gated):
         for number in seeding["all"]:
             hosted = self.hosted.get(number)
             seat = self.seats.get(number)
-            if hosted is not None and seat is not None and seat.backup != seeding["name"]:
+            if hosted is not None and seat is not None and seeding["name"] not in seat.backups:
                 hosted.targets.pop(seeding["life"], None)
         self.reply(seeding["session"], "seed_failed", (seeding["key"],))
 
@@ -280,7 +280,7 @@ class Server(Gated):
         known = self.hosted.get(number)
         old = known is not None and (known.epoch, known.state.version) > (epoch, version)
         seat = self.seats.get(number)
-        mine = seat is not None and self.name in (seat.primary, seat.backup)
+        mine = seat is not None and self.name in seat.names
         if frame.generation < max(self.prepared, self.generation) or old or mine:
             return
         hosted = self.hosted[number] = Hosted(epoch)

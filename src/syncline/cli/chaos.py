@@ -49,8 +49,8 @@ def chaos(
     """Runs a script as `syncline run` does, while it kills members, and prints what that cost.
 
     Only processes that it has started itself are killed, by their ids. With two replicas a server is killed only
-    while every slice has its backup: the loss of both servers of a slice is not survived. The script ends by itself,
-    and its exit code is passed on.
+    while every slice has its backup: the loss of both servers of a slice is not survived. In a ring workers are
+    killed, with the servers in their processes. The script ends by itself, and its exit code is passed on.
 
     Example:  syncline chaos --every 5s --for 1m -- -w 4 -s 2 --replicas 2 --policy async train.py
     """
@@ -67,6 +67,8 @@ def chaos(
     given, config, script = prepare(said)
     if any(host not in LOCAL_HOSTS for host in assign(config).values()):
         raise ConfigError("syncline chaos kills processes of this host only; leave -H out")
+    if config.is_ring and rate.roles == ["server"]:
+        raise ConfigError("--roles server: a ring's servers are in its workers' processes; say --roles worker")
     before = None
     if baseline:
         code, before = _run({**given, "name": f"{config.name}-baseline"}, config, script, None)

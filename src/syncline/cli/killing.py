@@ -152,9 +152,10 @@ class Killing:
         running = {n for n in names if (p := self._processes.get(n)) is not None and p.poll() is None}
         alive = sorted(running - self._stopped)
         roles = [role for role in rate.roles if any(name.partition("-")[0] == role for name in alive)]
-        is_one_down = any(name.startswith("server") for name in {*names} - {*alive})  # the job may not know it yet
-        if "server" in roles and (is_one_down or not _has_backups(status)):
-            roles.remove("server")  # the loss of both servers of a slice is outside of what is promised
+        hosting = "worker" if status.exchange == "ring" else "server"  # whose processes have the slices
+        is_one_down = any(name.startswith(hosting) for name in {*names} - {*alive})  # the job may not know it yet
+        if hosting in roles and (is_one_down or not _has_backups(status)):
+            roles.remove(hosting)  # the loss of all servers of a slice is outside of what is promised
         if not roles:
             return False
         role = self._chance.choice(roles)
@@ -184,4 +185,5 @@ def _has_backups(status: JobStatus | None) -> bool:
     """With one replica there is nothing to wait for."""
     if status is None or status.replicas < 2:
         return True
-    return sum(m.num_primary for m in status.members) == sum(m.num_backup for m in status.members)
+    others = sum(m.role == "server" for m in status.members) - 1 if status.exchange == "ring" else 1
+    return others * sum(m.num_primary for m in status.members) == sum(m.num_backup for m in status.members)

@@ -24,6 +24,13 @@ def _options(
         str | None,
         typer.Option(help="A push is acknowledged when its server has it (memory) or two have it (replicated)."),
     ] = None,
+    exchange: Annotated[
+        str | None,
+        typer.Option(
+            help="servers; ring: no servers of their own, every worker applies the rule itself (sync only). "
+            "[default: servers]"
+        ),
+    ] = None,
     policy: Annotated[
         str | None, typer.Option(help="sync, sync:spare=N, bounded:K[,damped] or async[,damped]. [default: sync]")
     ] = None,

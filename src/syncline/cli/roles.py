@@ -13,7 +13,7 @@ import typer
 from syncline import config as configuration
 from syncline.cli.options import settings_of, takes_job_options
 from syncline.cli.run import chosen_script
-from syncline.core.seats import protection
+from syncline.core.ring import protection_of
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.folder import JOURNAL, hold
@@ -61,7 +61,7 @@ def coordinator(
     with listen(config) as sock, hold(config):
         file = jobfile.new(str(sock.getsockname()[0]), sock.getsockname()[1], given)
         jobfile.write(job, file)
-        sys.stderr.write(f"syncline: coordinator: {protection(config.replicas, server_hosts(config))}\n")
+        sys.stderr.write(f"syncline: coordinator: {protection_of(config, server_hosts(config))}\n")
         raise typer.Exit(_coordinate(job, file, sock, takes_up=False))
 
 
@@ -106,6 +106,10 @@ def server(
     from syncline.launch.serving import run_server
 
     file = _read(job)
+    if configuration.resolve(file.given).is_ring:
+        raise ConfigError(
+            f"{job} is the job of a ring: its servers are in its workers' processes; say syncline worker --job {job}"
+        )
     sys.stderr.write(f"syncline: {name or 'server'}: joins the job at {file.host}:{file.port}\n")
     raise typer.Exit(run_server(file, name, host or socket.gethostname()))
 

@@ -17,12 +17,13 @@ _LEFT = (0, 2, 4)  # columns of words; the others are numbers
 
 def show_status(status: JobStatus) -> str:
     """Members, waits and what happened lately."""
-    replicas = counted(status.replicas, "replica")
+    is_ring = status.exchange == "ring"
+    copies = "ring" if is_ring else f"{counted(status.replicas, 'replica')}, ack {status.ack}"
     head = (
-        f"{status.name or status.job}: {status.policy} · {replicas}, ack {status.ack} · term {status.term} · "
+        f"{status.name or status.job}: {status.policy} · {copies} · term {status.term} · "
         f"generation {status.generation} · {duration(status.seconds)}"
     )
-    lines = [head, f"a server's death: {status.protection}", ""]
+    lines = [head, f"a {'process' if is_ring else 'server'}'s death: {status.protection}", ""]
     lines += _table(status.members)
     if status.epochs:
         lines += ["", *(f"{epoch.loader}: {_whole_epoch(epoch)}" for epoch in status.epochs)]

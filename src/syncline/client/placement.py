@@ -36,6 +36,7 @@ class Placement:
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
         self.hosted: dict[str, list[Slice]] = {}  # by server; in the order of their ids
+        self._others: list[str] = []  # in a ring: all servers hear of every commit
         self.names: list[str] = []  # of those servers, in their order
         self.endpoints: dict[str, Endpoint] = {}
         self.readers: dict[str, ServerReader] = {}
@@ -61,7 +62,10 @@ class Placement:
 
     def _seat(self, seats: Iterable[Seat]) -> bool:
         """Takes the seats in; whether a slice that there is has another primary by that."""
+        seats = list(seats)
         primaries = {**self.primaries, **{seat.slice: seat.primary for seat in seats}}
+        if self._config.is_ring and seats:
+            self._others = sorted({name for seat in seats for name in seat.backups})
         known = {part.id for part in self.layout.slices()}
         moved = any(primaries.get(number) != self.primaries.get(number) for number in known)
         self.primaries = primaries
@@ -150,6 +154,8 @@ class Placement:
         found: dict[str, list[Slice]] = {}
         for part in self.layout.slices():
             found.setdefault(self.primaries.get(part.id, ""), []).append(part)
+        for name in self._others if found else ():
+            found.setdefault(name, [])
         return found
 
     def hear(self, roster: Roster) -> None:

@@ -19,6 +19,7 @@ from syncline.core.rounds import LOOP
 from syncline.core.seats import Seat
 from syncline.core.slices import Identity, life_of
 from syncline.core.standings import Standing, merged
+from syncline.core.votes import settled_by
 
 #: Where primaries change a hold lasts so many times longer: who has installed the change drops what is open, so who
 #: has not must not go on meanwhile.
@@ -74,6 +75,10 @@ class Change:
         Of the fenced ones; of all, where primaries change: what is staged does not move along with a slice.
         """
         found, applied = [], self._applied()
+        held = [answer.holds for answer in self._answers.values() if answer.holds is not None]
+        if held:  # in a ring: what all survivors have, or can come to
+            reached = settled_by([{(n, i): clock for n, i, clock in answer} for answer in held])
+            return [(n, i, reached.get((n, i), 0)) for n, i in {**self.staying, **self.fenced}.items()]
         settled = {**self.staying, **self.fenced} if self.moves else self.fenced
         for name, incarnation in settled.items():
             clocks = [s.clock for s in self._standings() if (s.name, s.incarnation) == (name, incarnation)]
@@ -94,6 +99,8 @@ class Change:
         What is committed and open, on all slices, is no loss: it waits for its round, or nobody has it.
         """
         applied, lacking = self._applied(), set()
+        if any(answer.holds is not None for answer in self._answers.values()):
+            return []
         lives = {life_of(*server) for server in self.servers.items()}
         for server, answer in self._answers.items():
             for name, incarnation, least, primary in answer.reach:

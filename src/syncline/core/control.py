@@ -210,7 +210,7 @@ class Standings(Message, frozen=True):
     culprit: str
     incarnations: dict[str, int]  # of the members that live
     pushed: list[str]  # members with an acknowledged push, or a slice, since they joined
-    wanted: dict[str, int]  # role: how many there are to be
+    wanted: dict[str, int]  # role: how many there are to be; in a ring of workers only
     retiring: list[str]
     num_scalings: int = 0  # how often `wanted` was said
     epochs: list[EpochProgress] = []
@@ -269,6 +269,8 @@ class Prepared(Message, frozen=True):
     reach: list[tuple[str, int, int, str]] = []
     is_primary: bool = True  # of anything; else it hears no commits, and its standings were so once, or never
     rolls: list[Roll] = []  # with spare workers: all that it knows of
+    # In a ring: name, incarnation and the clock up to which all slices here have what there is, or hold it.
+    holds: list[tuple[str, int, int]] | None = None
 
 
 class Install(Message, frozen=True):

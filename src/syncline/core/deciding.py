@@ -87,12 +87,12 @@ class Deciding:
         seats = [seat for number, seat in state.seats.items() if number in slices]
         servers = [name for name in self._membership.servers() if name not in self.strangers]
         hosts = {name: state.members[name].host for name in servers}
-        replicas = max(1, state.config.replicas)
+        replicas = len(hosts) if state.config.is_ring else max(1, state.config.replicas)
         return plan(seats, sizes, hosts, replicas=replicas, leaving=self.retiring & set(hosts))
 
     def relieved(self) -> list[str]:
         """Servers that want to leave, and on which nothing is left."""
-        seated = {name for seat in self.state.seats.values() for name in (seat.primary, seat.backup)}
+        seated = {name for seat in self.state.seats.values() for name in seat.names}
         return sorted(self.retiring - seated)
 
     # -- one change ---------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Deciding:
 
     def _seat(self, seats: Collection[Seat]) -> None:
         known = self.state.seats
-        if any(known[seat.slice].primary != seat.primary for seat in seats):
+        if self.state.config.is_ring or any(known[seat.slice].primary != seat.primary for seat in seats):
             self.moves = True
         known.update((seat.slice, seat) for seat in seats)
 
@@ -149,9 +149,8 @@ class Deciding:
             now = state.seats.get(number)
             if now is None:
                 continue  # its segment was taken back since
-            backup = seat.backup if seat.backup in (now.primary, now.backup) else ""
-            kept.append(Seat(number, seat.primary, backup))
-        named = {name for seat in kept for name in (seat.primary, seat.backup) if name}
+            kept.append(Seat(number, seat.primary, tuple(name for name in seat.backups if name in now.names)))
+        named = {name for seat in kept for name in seat.names}
         seats, lost = without(kept, named - set(state.members))
         state.seats.update((seat.slice, seat) for seat in seats)
         state.lost = lost + [number for number in state.lost if number not in before]  # registered since then

@@ -13,6 +13,7 @@ from syncline.core.leasing import LeaseState
 from syncline.core.members import Address, Member
 from syncline.core.metrics import MetricState
 from syncline.core.pacing import Paced
+from syncline.core.ring import partner_of
 from syncline.core.rounds import after_barrier
 from syncline.core.saves import SaveState
 from syncline.core.seats import Seat, without
@@ -134,10 +135,15 @@ class Membership:
 
     def may_form(self, has_gathered: bool) -> bool:
         """Whether the job can begin: all who are wanted are there; or the least number, after some patience."""
-        if self.formed or len(self.servers()) < self.state.wanted["server"]:
+        if self.formed or not self._has_servers():
             return False
         count = len(self.workers())
         return count >= self.state.wanted["worker"] or (has_gathered and count >= self._least("worker"))
+
+    def _has_servers(self) -> bool:
+        if self.state.config.is_ring:
+            return all(partner_of(name) in self.state.members for name in self.workers())
+        return len(self.servers()) >= self.state.wanted["server"]
 
     def form(self) -> None:
         """The job is whole: its first generation, in which everyone takes part."""
@@ -154,13 +160,11 @@ class Membership:
     ) -> Member:  # fmt: skip
         """A new member, or a ConfigError that says why not. An empty name takes the next free one."""
         state = self.state
-        same = next((n for n, known in state.processes.items() if process and known == process), "")
+        same = self._of_process(process, role)
         if same and name in ("", same):
             return state.members[same]  # it asks again: the answer was lost
         most = self._most(role)
-        if not name:
-            free = (f"{role}-{k}" for k in range(most) if f"{role}-{k}" not in state.members)
-            name = next((n for n in free if n not in self.state.awaited), "")
+        name = name or self._free_name(role, process, most)
         stem, _, number = name.rpartition("-")
         if stem != role or not number.isdecimal() or int(number) >= most or len(self.named(role)) >= most:
             counts = f"{counted(len(self.workers()), 'worker')} and {counted(len(self.servers()), 'server')}"
@@ -180,10 +184,30 @@ class Membership:
             state.left.remove(name)
         return member
 
+    def _of_process(self, process: str, role: str) -> str:
+        """The member of this role that is this process, if there is one."""
+        known = self.state.processes.items()
+        return next((n for n, one in known if process and one == process and n.startswith(f"{role}-")), "")
+
+    def beside(self, name: str) -> str:
+        """The other member of the same process, in a ring; "" where there is none."""
+        role = name.rpartition("-")[0]
+        return self._of_process(self.state.processes.get(name, ""), "server" if role == "worker" else "worker")
+
+    def _free_name(self, role: str, process: str, most: int) -> str:
+        """The next that nobody has; in a ring the two members of a process have the same number."""
+        taken = {*self.state.members, *self.state.awaited}
+        if self.state.config.is_ring:
+            other = self._of_process(process, "server" if role == "worker" else "worker")
+            if other:
+                return partner_of(other)
+            taken |= {partner_of(name) for name in taken}
+        return next((name for k in range(most) if (name := f"{role}-{k}") not in taken), "")
+
     def _most(self, role: str) -> int:
         """How many of this role there may be; servers may always come, to take over slices."""
         config, wanted = self.state.config, self.state.wanted[role]
-        if role == "server":
+        if role == "server" and not config.is_ring:
             return wanted if not self.formed else 1 << 16
         return max(config.most_workers or config.workers, wanted)
 

@@ -138,9 +138,10 @@ from syncline.core.traffic import (
     Upload,
     Verified,
     Verify,
+    Vote,
 )
 
-PROTOCOL = 6
+PROTOCOL = 7
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -156,6 +157,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Come, Called, Attend, Begin, Begun, AskStint, GivenStint, AskReading, GivenReading,
     Own, WriteOwn, WrittenOwn,
     Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
+    Vote,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -169,7 +171,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
     }),
     "server": frozenset({
-        Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate,
+        Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate, Vote,
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,

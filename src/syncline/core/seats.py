@@ -1,4 +1,4 @@
-"""Seats: which servers have a slice, as its primary and as its backup, and how seats change.
+"""Seats: which servers have a slice, as its primary and as its backups, and how seats change.
 
 A slice moves by getting a backup where it is to go (a *seed*: all of it, then every update) and by that backup's
 becoming the primary. So there is one way for a lost backup, a server that comes and one that goes.
@@ -19,11 +19,16 @@ WORTH_A_MOVE = 2.0
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """The servers of one slice; no backup: "". No primary either: it is lost, and comes back from a worker's copy."""
+    """The servers of one slice. No primary, "": it is lost, and comes back from a worker's copy."""
 
     slice: int
     primary: str
-    backup: str = ""
+    backups: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that have it."""
+        return (self.primary, *self.backups) if self.primary else self.backups
 
 
 class Seed(msgspec.Struct, frozen=True):
@@ -51,14 +56,22 @@ def without(seats: Iterable[Seat], gone: Collection[str]) -> tuple[list[Seat], l
     """The seats after these servers' deaths, backups in the place of primaries; and the slices that nobody has."""
     after, lost = [], []
     for seat in seats:
-        backup = "" if seat.backup in gone else seat.backup
+        backups = tuple(name for name in seat.backups if name not in gone)
         if seat.primary in gone or not seat.primary:
-            if not backup:
+            if not backups:
                 lost.append(seat.slice)
-            after.append(Seat(seat.slice, backup, ""))
+            after.append(Seat(seat.slice, *_promoted(backups, seat.slice)))
         else:
-            after.append(Seat(seat.slice, seat.primary, backup))
+            after.append(Seat(seat.slice, seat.primary, backups))
     return after, lost
+
+
+def _promoted(backups: tuple[str, ...], number: int) -> tuple[str, tuple[str, ...]]:
+    """One of them in the place of the primary: where there are several, what one had is spread over all."""
+    if not backups:
+        return "", ()
+    chosen = backups[number % len(backups)]
+    return chosen, tuple(name for name in backups if name != chosen)
 
 
 def rehome(seats: Iterable[Seat], sizes: Mapping[int, int], servers: Collection[str]) -> list[Seat]:
@@ -113,16 +126,17 @@ class _Loads:
             if seat.primary in self.all:
                 self.all[seat.primary] += sizes[seat.slice]
                 self.primary[seat.primary] += sizes[seat.slice]
-            if seat.backup in self.all:
-                self.all[seat.backup] += sizes[seat.slice]
+            for backup in seat.backups:
+                if backup in self.all:
+                    self.all[backup] += sizes[seat.slice]
 
     def least(self, names: Iterable[str]) -> str:
         return min(names, key=lambda name: (self.all[name], name), default="")
 
-    def choose_backup(self, primary: str, hosts: Mapping[str, str]) -> str:
+    def choose_backup(self, seat: Seat, hosts: Mapping[str, str]) -> str:
         """Another server, on another host where there is one, with the least so far; "" when there is none."""
-        others = [name for name in self.all if name != primary]
-        elsewhere = [name for name in others if hosts[name] != hosts[primary]]
+        others = [name for name in self.all if name not in seat.names]
+        elsewhere = [name for name in others if hosts[name] != hosts[seat.primary]]
         return self.least(elsewhere or others)
 
 
@@ -132,17 +146,18 @@ def _relieve(
 ) -> Plan:  # fmt: skip
     seeds, after = [], []
     for seat in seats:
-        if seat.primary in leaving and seat.backup and seat.backup not in leaving:
-            after.append(Seat(seat.slice, seat.backup, ""))
-        elif seat.primary in leaving and seat.backup:
-            after.append(Seat(seat.slice, seat.primary, ""))  # it leaves too: first nobody counts on it any more
+        backups = tuple(name for name in seat.backups if name not in leaving)
+        if seat.primary in leaving and backups:
+            after.append(Seat(seat.slice, *_promoted(backups, seat.slice)))
+        elif seat.primary in leaving and seat.backups:
+            after.append(Seat(seat.slice, seat.primary))  # all leave: first nobody counts on the others any more
         elif seat.primary in leaving:
             target = loads.least(loads.all)
             loads.all[target] += sizes[seat.slice]
             seeds.append(Seed(seat.slice, seat.primary, target))
-            after.append(Seat(seat.slice, target, ""))
-        elif seat.backup in leaving:
-            after.append(Seat(seat.slice, seat.primary, ""))
+            after.append(Seat(seat.slice, target))
+        elif backups != seat.backups:
+            after.append(Seat(seat.slice, seat.primary, backups))
     names = ", ".join(sorted(leaving))
     return Plan(tuple(seeds), tuple(after), f"{names} leaves" if after else "")
 
@@ -152,16 +167,15 @@ def _back(
     leaving: frozenset[str],
 ) -> Plan:  # fmt: skip
     if replicas < 2:
-        dropped = tuple(Seat(seat.slice, seat.primary) for seat in seats if seat.backup)
+        dropped = tuple(Seat(seat.slice, seat.primary) for seat in seats if seat.backups)
         return Plan((), dropped, "one replica is enough" if dropped else "")
-    seeds, after = [], []
+    seeds, after = list[Seed](), list[Seat]()
     for seat in seats:
-        if not seat.backup:
-            target = loads.choose_backup(seat.primary, hosts)
-            if target:
-                loads.all[target] += sizes[seat.slice]
-                seeds.append(Seed(seat.slice, seat.primary, target))
-                after.append(Seat(seat.slice, seat.primary, target))
+        while len(seat.names) < replicas and (target := loads.choose_backup(seat, hosts)):
+            loads.all[target] += sizes[seat.slice]
+            seeds.append(Seed(seat.slice, seat.primary, target))
+            seat = Seat(seat.slice, seat.primary, (*seat.backups, target))
+            after = [other for other in after if other.slice != seat.slice] + [seat]
     get = "slice gets" if len(after) == 1 else "slices get"
     return Plan(tuple(seeds), tuple(after), f"{len(after)} {get} a backup" if after else "")
 
@@ -180,17 +194,18 @@ def _even(
     seeds, after = [], []
     if gap >= WORTH_A_MOVE * largest:
         mine = [seat for seat in seats if seat.primary == fullest]
-        for seat in sorted(mine, key=lambda seat: (seat.backup != emptiest, seat.slice)):
+        for seat in sorted(mine, key=lambda seat: (emptiest not in seat.backups, seat.slice)):
             if gap < WORTH_A_MOVE * largest:
                 break
             gap -= 2 * sizes[seat.slice]
-            if seat.backup == emptiest:
-                after.append(Seat(seat.slice, emptiest, fullest))
-            elif seat.backup:
-                continue  # it would need a second copy there first: whoever is its backup is asked before
+            if emptiest in seat.backups:
+                others = tuple(name for name in seat.backups if name != emptiest)
+                after.append(Seat(seat.slice, emptiest, (fullest, *others)))
+            elif seat.backups:
+                continue  # it would need one more copy there first: whoever is its backup is asked before
             else:
                 seeds.append(Seed(seat.slice, fullest, emptiest))
-                after.append(Seat(seat.slice, emptiest, ""))
+                after.append(Seat(seat.slice, emptiest))
     go = "slice goes" if len(after) == 1 else "slices go"
     return Plan(tuple(seeds), tuple(after), f"{len(after)} {go} from {fullest} to {emptiest}" if after else "")
 
@@ -210,7 +225,7 @@ def protection(replicas: int, hosts: Iterable[str], seats: Collection[Seat] = ()
             "1 replica, acknowledged from memory: if a server dies, its parameters come back from a worker's copy, "
             "the rule's state (momenta) and updates since then are lost"
         )
-    alone = sum(not seat.backup for seat in seats)
+    alone = sum(not seat.backups for seat in seats)
     if alone:
         have, they = ("has", "it lives as long as its") if alone == 1 else ("have", "they live as long as their")
         return f"2 replicas, but {alone} of {counted(len(seats), 'slice')} {have} no backup now: {they} server"

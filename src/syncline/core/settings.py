@@ -6,11 +6,13 @@ from syncline.config import JobConfig
 from syncline.core.codecs.named import codecs_of
 from syncline.core.outer import outer_of
 from syncline.core.policy import policy_of
+from syncline.core.ring import check_ring
 from syncline.core.stopping import rules_of
 
 
 def check_settings(config: JobConfig) -> None:
     """Raises ConfigError for what cannot be, or not together."""
+    check_ring(config)
     policy_of(config)
     rules_of(config)
     outer_of(config)

@@ -15,6 +15,7 @@ from syncline.core.message import Message
 from syncline.core.rolls import Roll
 from syncline.core.rule import Option
 from syncline.core.slices import Copy
+from syncline.core.votes import Ballot
 from syncline.errors import FrameError
 
 
@@ -117,6 +118,13 @@ class Replicate(Message, frozen=True):
     uses: list[Use] = []  # slice 0: what these commits have used of leases
     late: list[Use] = []  # likewise, where they were late
     roll: Roll | None = None  # with spare workers: of the round that they are in, or were late by
+    ballot: Ballot | None = None  # in a ring: it is held until all have voted for that
+
+
+class Vote(Message, frozen=True):
+    """In a ring, from a server to all others: all that this round is made of here is held by everyone."""
+
+    ballot: Ballot
 
 
 class Replicated(Message, frozen=True):

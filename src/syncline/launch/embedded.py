@@ -17,7 +17,9 @@ from syncline.client.job import Job
 from syncline.client.peers import Peers
 from syncline.core.control import Join, Joined, Over
 from syncline.core.members import Member
+from syncline.core.ring import partner_of
 from syncline.core.saves import check_words
+from syncline.core.settings import check_settings
 from syncline.errors import ConnectionLost, FencedError
 from syncline.launch import jobfile
 from syncline.launch.membership import join, myself, reach, say, waiter_reads
@@ -77,7 +79,7 @@ class InProcess:
         self._links[name] = made
         return made
 
-    def add_server(self, name: str) -> Call:
+    def add_server(self, name: str, host: str = "local") -> Call:
         # Imported here: a worker without torch has its server in a child process.
         from syncline.roles.server.homes import home_of
         from syncline.roles.server.pool import InlinePool
@@ -111,7 +113,7 @@ class InProcess:
                 )
                 server.form(call.answer)
 
-        message = Join("server", name, "local", 0, None, {}, secrets.token_hex(8), "in-process")
+        message = Join("server", name, host, 0, None, {}, self._process_of(name), "in-process")
         return link.try_call(message, joined)
 
     def _server(self, name: str) -> Any:
@@ -125,8 +127,16 @@ class InProcess:
         """A worker's question to be a member, not waited for."""
         stamp, hearing = self.stamp(), FromCoordinator()
         link = self.link("worker", name, hearing, stamp)
-        call = link.try_call(Join("worker", name, host, 0, None, dict(defaults), secrets.token_hex(8), "in-process"))
+        call = link.try_call(
+            Join("worker", name, host, 0, None, dict(defaults), self._process_of(name), "in-process")
+        )
         return link, hearing, stamp, call
+
+    def _process_of(self, name: str) -> str:
+        """In a ring the two members of one number are one process."""
+        token, partner = secrets.token_hex(8), partner_of(name)
+        known = self.coordinator.membership.state.processes
+        return known.get(partner, token) if self.coordinator.config.is_ring else token
 
     def dial(self, me: Member, stamp: Stamp, member: Member) -> Endpoint:
         one, two = Peer("worker", me.name, me.incarnation), Peer("server", member.name, 0)
@@ -170,18 +180,21 @@ class InProcess:
         return peers
 
     def kill(self, name: str) -> None:
-        """This member is gone from one moment to the next: its connections break, and nobody answers for it."""
-        server = self._servers.pop(name, None)
-        for endpoint in self._endpoints.pop(name, []):
+        """This member is gone from one moment to the next: its connections break, and nobody answers for it. In a
+        ring the other member of its process is too."""
+        names = [name, partner_of(name)] if self.coordinator.config.is_ring else [name]
+        servers = [self._servers.pop(one) for one in names if one in self._servers]
+        for endpoint in [endpoint for one in names for endpoint in self._endpoints.pop(one, [])]:
             endpoint.close("killed")
         with self._change:
-            peers, link = self._peers.pop(name, None), self._links.pop(name, None)
+            peers = [self._peers.pop(one) for one in names if one in self._peers]
+            links = [self._links.pop(one) for one in names if one in self._links]
             self._change.notify_all()
-        if peers is not None:
-            peers.close("killed")
-        if link is not None:
+        for each in peers:
+            each.close("killed")
+        for link in links:
             link.close()
-        if server is not None:
+        for server in servers:
             server.close()
 
     def close(self) -> None:
@@ -232,7 +245,8 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
     toml = configuration.read_toml(pathlib.Path.cwd())
     elsewhere = ("hosts", "remote", "env", "bind", "replicas", "ack", "least_workers", "most_workers")
     given = {key: value for key, value in toml.items() if key not in elsewhere}
-    given.update(workers=1, servers=1)
+    check_settings(configuration.resolve(given, defaults))
+    given.update(workers=1, servers=1, exchange="servers")  # alone, either exchange comes to the same
     name = str(given.get("name") or f"{_script_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
     given["name"] = name
     given = settle_saving(given, is_shared=False)

@@ -74,7 +74,7 @@ def quietest(role: str, where: Mapping[str, str], config: JobConfig) -> str:
 
 
 def assign(config: JobConfig) -> dict[str, str]:
-    """Member name to host: workers as `hosts` says, servers in turn over the hosts."""
+    """Member name to host: workers as `hosts` says, servers in turn over the hosts, or in a ring beside workers."""
     if not config.hosts:
         hosts = ["local"]
         workers = ["local"] * config.workers
@@ -82,7 +82,8 @@ def assign(config: JobConfig) -> dict[str, str]:
         pairs = parse_hosts(config.hosts)
         hosts = [host for host, _ in pairs]
         workers = [host for host, count in pairs for _ in range(count)]
+    servers = workers if config.is_ring else [hosts[k % len(hosts)] for k in range(config.servers)]
     return {
-        **{f"server-{k}": hosts[k % len(hosts)] for k in range(config.servers)},
+        **{f"server-{k}": host for k, host in enumerate(servers)},
         **{f"worker-{k}": host for k, host in enumerate(workers)},
     }

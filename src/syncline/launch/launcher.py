@@ -200,8 +200,7 @@ class Launcher:
         name, role = life.plan.name, life.plan.role
         if code == EVICTED and self._is_fresh and life.incarnation and not self._is_out(life):
             code = 1  # the script has a number of its own that means something else to us
-        reason = describe_exit(code)
-        left = self._has_left(name)
+        reason, left = describe_exit(code), self._has_left(name)
         counts = is_of_the_script(code) and not self._may_restart  # however soon the coordinator saw it go
         if role == "worker" and self._has_ended and self._is_out(life) and not counts:
             self._finished.add(name)
@@ -218,6 +217,7 @@ class Launcher:
         elif role == "worker" and self._standings and left and not life.had_left and not is_of_the_script(code):
             self._finished.add(name)  # it has left, and falls on its way out
             self._say(f"{name} {reason} after it had left")
+            self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))  # its server was there still
         elif code == -signal.SIGTERM and role != "coordinator":
             self._finished.add(name)  # somebody wants it to go, at once
             self._say(f"{name} {reason}; it is not started again")

@@ -20,6 +20,7 @@ from syncline.launch import lifeline
 from syncline.launch.membership import say
 from syncline.launch.processes import STANDBY, Plan
 from syncline.launch.restarts import EVICTED
+from syncline.launch.ringing import OwnServer
 from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
 
@@ -78,8 +79,15 @@ def play(plan: Plan) -> int:
 
 
 def run_worker(plan: Plan) -> int:
-    """Runs the user's script as a worker; its exit code is the process's."""
-    invite(Invitation(plan.file, plan.name, plan.host))
+    """Runs the user's script as a worker; its exit code is the process's. In a ring a server is in it too."""
+    if not configuration.resolve(plan.file.given).is_ring:
+        return _run_script(plan, None)
+    own_server = OwnServer(plan.file, plan.name, plan.host)
+    return own_server.finish(_run_script(plan, own_server))
+
+
+def _run_script(plan: Plan, own_server: OwnServer | None) -> int:
+    invite(Invitation(plan.file, plan.name, plan.host, own_server))
     faults.arm(plan.name, plan.file.folder)
     leave_on_sigterm(saves=bool(plan.file.given.get("checkpoint")))
     sys.argv = [plan.script, *plan.arguments]

@@ -91,9 +91,13 @@ def _processor() -> str:
     return ""
 
 
-def greeting(role: str, name: str, host: str, address: Address | None, defaults: Mapping[str, Any]) -> Join:
-    """A process asks to be a member. The same question, asked again, is known to be from the same process."""
-    process, own = secrets.token_hex(8), describe(configuration.own_cores())
+def greeting(
+    role: str, name: str, host: str, address: Address | None, defaults: Mapping[str, Any], process: str = ""
+) -> Join:
+    """A process asks to be a member. The same question, asked again, is known to be from the same process.
+
+    `process`: in a ring a worker and its server give the same."""
+    process, own = process or secrets.token_hex(8), describe(configuration.own_cores())
     return Join(role, name, host, os.getpid(), address, dict(defaults), process, process_kind(), own)
 
 
@@ -106,16 +110,21 @@ def join(
     defaults: Mapping[str, Any],
     seconds: float,
     on_joined: Callable[[Joined], None] = lambda joined: None,
+    *,
+    process: str = "",
+    check: Callable[[], None] = lambda: None,
 ) -> Joined:
     """Asks to be a member and waits until all are there; over a link, as often as the connection breaks.
 
-    `on_joined` runs before any other frame is read.
+    `on_joined` runs before any other frame is read. `process`: as in a greeting. `check` is called before each
+    attempt: what it raises ends them.
     """
-    message = greeting(role, name, host, address, defaults)
+    message = greeting(role, name, host, address, defaults, process)
     then = functools.partial(_hand_over, on_joined)
     # The coordinator's own deadline comes first, and it knows who is missing.
     until = time.monotonic() + seconds + 10.0
     while True:
+        check()
         try:
             call = way.try_call(message, then) if isinstance(way, Link) else way.call(message, then=then)
             answer = call.wait(max(0.0, until - time.monotonic()))

@@ -14,7 +14,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.config import JobConfig
-from syncline.core.seats import protection
+from syncline.core.ring import check_said, protection_of, ring_settings
 from syncline.core.settings import check_settings
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
@@ -39,6 +39,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 def settle_here(launch: Mapping[str, Any], script: Script) -> tuple[dict[str, Any], JobConfig]:
     """All that is given for a job: the command line over syncline.toml; checked as far as it can be."""
     said = {**configuration.read_toml_here(), **configuration.check_known(launch, "command line")}
+    check_said(said)
     given = settle_workers(said)
     if not given.get("name"):
         given["name"] = default_name(script)
@@ -60,8 +61,10 @@ def settle_replicas(given: Mapping[str, Any], config: JobConfig, hosts: Sequence
     """The same settings with explicit replicas and ack. `hosts`: of each server at the start.
 
     Two replicas where servers are on several hosts, or where that was said; an acknowledgement means what the
-    replicas allow.
+    replicas allow. In a ring both follow from its workers, and so do its servers.
     """
+    if config.is_ring:
+        return {**given, **ring_settings(config)}
     if config.ack not in ("", "memory", "replicated"):
         raise ConfigError(f"ack = {config.ack!r}: there are memory, replicated")
     replicas = config.replicas or {"memory": 1, "replicated": 2}.get(config.ack, 2 if len(set(hosts)) > 1 else 1)
@@ -98,7 +101,7 @@ def run_job(
     with listen(config) as sock, hold(config) as folder:
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
         plans = Plans(file, config, script, sock.fileno())
-        screen.line("launcher", f"syncline: {protection(config.replicas, server_hosts(config))}")
+        screen.line("launcher", f"syncline: {protection_of(config, server_hosts(config))}")
         launcher = Launcher(
             plans.first(),
             screen,
@@ -169,6 +172,8 @@ class Plans:
     def first(self) -> list[Plan]:
         """Those that the job starts with."""
         where = assign(self._config)
+        if self._config.is_ring:  # servers are in the workers' processes
+            where = {name: host for name, host in where.items() if name.startswith("worker-")}
         coordinator = Plan(
             role="coordinator", name="coordinator", host="local", file=self._file, listen_fd=self._listen_fd
         )

@@ -1,4 +1,4 @@
-"""A server's process."""
+"""A server as a member of its job, and the process that is nothing else."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from syncline.roles.server.rules import leave_out_the_compiler
 from syncline.roles.server.server import Server
 
 
-class _End(NamedTuple):
-    """How this process ends, and what it says then."""
+class End(NamedTuple):
+    """How a server's part in its job ends, and what it says then."""
 
     code: int
     line: str = ""
     error: SynclineError | None = None  # that kept it from being a member
+    is_bug: bool = False  # of ours
 
 
 def run_server(file: JobFile, name: str, host: str) -> int:
@@ -49,46 +50,57 @@ def run_server(file: JobFile, name: str, host: str) -> int:
         process.join(host)
         return process.wait()
     finally:
-        process.close()
+        process.serving.close()
 
 
-class _Process:
-    """A server with its listener and its way to the coordinator."""
+class Serving:
+    """A server with its listener and its way to the coordinator; `ends` hears how that ends.
 
-    def __init__(self, file: JobFile, name: str) -> None:
-        self._file, self._name = file, name
+    `process`: which process this is, where another member is in it too. `leave`: the coordinator wants it to.
+    """
+
+    def __init__(
+        self,
+        file: JobFile,
+        name: str,
+        ends: Callable[[End], None],
+        *,
+        num_threads: int | None = None,
+        process: str = "",
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._file, self._name, self._ends, self._process = file, name, ends, process
         self._say = say(name or "server")
         self._config = configuration.resolve(file.given)
-        self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
         self._stamp = Stamp(file.job)
         self._identity = tcp.Identity(file.job, file.token_bytes, Peer("server", name or "server", 0))
         self._joined: Joined | None = None
-        self._leaving = threading.Lock()
+        self._is_leaving = False
         self._server = Server(
             name,
-            ThreadPool(self._broken),
+            ThreadPool(self._broken, num_threads),
             create_memory=shm.create,
-            log=self._log,
+            log=self.log,
             over=self._over,
-            home=home_of(self._config.server_device, self._log),
+            home=home_of(self._config.server_device, self.log),
             dial=self._dial,
-            retire=self._leave,
+            retire=leave,
         )
         here = local_address(file)
         unix = unix_name() if file.given.get("transport") != "tcp" else ""
-        self._listener = tcp.Listener(self._identity, self._accept, sock=tcp.bind(here, 0), unix=unix, log=self._log)
+        self._listener = tcp.Listener(self._identity, self._accept, sock=tcp.bind(here, 0), unix=unix, log=self.log)
         self._address = Address(self._listener.address.unix, here, self._listener.address.port)
         self._link = Link(
             self._connector(),
             self._server,
             self._stamp,
             patience_seconds=self._config.coordinator_seconds,
-            say=self._log,
+            say=self.log,
             fenced=self._fenced,
-            gone=lambda reason: self._ends.put(_End(1, f"JobFailed: {reason}")),
+            gone=lambda reason: ends(End(1, f"JobFailed: {reason}")),
         )
 
-    def _log(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self._say(line)
 
     # -- ways ---------------------------------------------------------------------------------------------
@@ -117,16 +129,22 @@ class _Process:
     # -- a member -----------------------------------------------------------------------------------------
 
     def join(self, host: str) -> None:
-        """Asks to be a member, beside the thread that hears how this process is to end."""
-        self._leave_on_sigterm()
+        """Asks to be a member; not waited for."""
         threading.Thread(target=self._join, args=(host,), name="join", daemon=True).start()
 
     def _join(self, host: str) -> None:
         seconds = self._config.start_seconds
         try:
-            join(self._link, "server", self._name, host, self._address, {}, seconds, self._is_in)
+            join(
+                self._link, "server", self._name, host, self._address, {}, seconds, self._is_in, process=self._process
+            )
         except SynclineError as error:
-            self._ends.put(_End(1, error=error))
+            self._ends(End(1, error=error))
+
+    @property
+    def is_in(self) -> bool:
+        """Whether it is a member by now."""
+        return self._joined is not None
 
     def _is_in(self, joined: Joined) -> None:
         """Before anything else is heard from the coordinator; a question asked again is answered again."""
@@ -155,25 +173,55 @@ class _Process:
 
     def _over(self, over: Over) -> None:
         line = f"JobFailed: the job has ended: {over.reason}" if over.failed else ""
-        self._ends.put(_End(1 if over.failed else 0, line))
+        self._ends(End(1 if over.failed else 0, line))
 
     def _fenced(self, error: FencedError) -> None:
-        if self._leaving.locked():
+        if self._is_leaving:
             return  # it is out because it has left: the answer to that is on its way
-        self._ends.put(_End(EVICTED, f"FencedError: {error}"))
+        self._ends(End(EVICTED, f"FencedError: {error}"))
 
     def _broken(self, error: Exception) -> None:
         traceback.print_exception(error)
-        self._ends.put(_End(1, f"{self._server.name} has a bug: {type(error).__name__}: {error}"))
+        self._ends(End(1, f"{self._server.name} has a bug: {type(error).__name__}: {error}", is_bug=True))
+
+    def leave(self) -> None:
+        """Asks to leave, and returns when others have all its slices; raises what keeps it from that."""
+        self._is_leaving = True
+        try:
+            self._link.call(Retire(), self._config.leave_seconds)
+        except FencedError:
+            return  # it is out already: the answer was lost, or a beat came after it
+        except SynclineError:
+            self._is_leaving = False
+            raise
+
+    def close(self) -> None:
+        self._link.close()
+        self._listener.close()
+        self._server.close()
+
+
+class _Process:
+    """A process that is a server, until that ends."""
+
+    def __init__(self, file: JobFile, name: str) -> None:
+        self._saves = bool(configuration.resolve(file.given).checkpoint)
+        self._ends: queue.SimpleQueue[End] = queue.SimpleQueue()
+        self._leaving = threading.Lock()
+        self.serving = Serving(file, name, self._ends.put, leave=self._leave)
+
+    def join(self, host: str) -> None:
+        """Asks to be a member, beside the thread that hears how this process is to end."""
+        self._leave_on_sigterm()
+        self.serving.join(host)
 
     def _leave_on_sigterm(self) -> None:
         """SIGTERM: hand over all slices, then end; again: end at once. Of the whole job: it is saved first."""
         if threading.current_thread() is threading.main_thread():
-            told = lifeline.ToldToEnd(self._told_to_end, saves=bool(self._config.checkpoint))
-            signal.signal(signal.SIGTERM, told)
+            signal.signal(signal.SIGTERM, lifeline.ToldToEnd(self._told_to_end, saves=self._saves))
 
     def _told_to_end(self) -> None:
-        if self._joined is None:
+        if not self.serving.is_in:
             os._exit(128 + signal.SIGTERM)
         self._leave()
 
@@ -185,26 +233,19 @@ class _Process:
         if not self._leaving.acquire(blocking=False):
             return
         try:
-            self._log(LEAVES)
-            self._link.call(Retire(), self._config.leave_seconds)
-            self._ends.put(_End(0))
-        except FencedError:
-            self._ends.put(_End(0))  # it is out already: the answer was lost, or a beat came after it
+            self.serving.log(LEAVES)
+            self.serving.leave()
+            self._ends.put(End(0))
         except SynclineError as error:
-            self._log(f"cannot leave: {error}")
+            self.serving.log(f"cannot leave: {error}")
             self._leaving.release()
 
     def wait(self) -> int:
         end = self._ends.get()
         if isinstance(end.error, FencedError):
-            end = _End(EVICTED, f"FencedError: {end.error}")
+            end = End(EVICTED, f"FencedError: {end.error}")
         if end.error is not None:
             raise end.error
         if end.line:
-            self._log(end.line)
+            self.serving.log(end.line)
         return end.code
-
-    def close(self) -> None:
-        self._link.close()
-        self._listener.close()
-        self._server.close()

@@ -13,6 +13,7 @@ from syncline.client.current import current_job, has_current_job, make_current
 from syncline.client.job import Job
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch.jobfile import JobFile
+from syncline.launch.ringing import OwnServer
 
 
 class Invitation(msgspec.Struct, frozen=True):
@@ -21,6 +22,7 @@ class Invitation(msgspec.Struct, frozen=True):
     file: JobFile
     name: str
     host: str
+    own_server: OwnServer | None = None  # in a ring
 
 
 _invitation: Invitation | None = None
@@ -47,7 +49,7 @@ def init(**defaults: Any) -> Job:
         from syncline.launch.working import join_as_worker
 
         _join_once()
-        job = join_as_worker(_invitation.file, _invitation.name, _invitation.host, known)
+        job = join_as_worker(_invitation.file, _invitation.name, _invitation.host, known, _invitation.own_server)
     else:
         from syncline.launch.embedded import start_embedded
         from syncline.launch.tracebacks import shorten_tracebacks

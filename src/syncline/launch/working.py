@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from syncline.client.peers import Peers
 from syncline.client.rosters import Rosters
 from syncline.core.control import Joined
 from syncline.core.members import Address, Member
-from syncline.errors import ConnectionLost
+from syncline.errors import ConfigError, ConnectionLost
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import (
     join,
@@ -25,6 +26,7 @@ from syncline.launch.membership import (
     unix_name,
     waiter_reads,
 )
+from syncline.launch.ringing import OwnServer
 from syncline.net import shm, tcp
 from syncline.net.connection import SocketConnection
 from syncline.net.rpc import Endpoint, Stamp
@@ -67,9 +69,16 @@ class Sockets:
         self.peers.close()
 
 
-def join_as_worker(file: JobFile, name: str, host: str, defaults: Mapping[str, Any]) -> Job:
-    """A worker's way into its job."""
-    stamp, hearing = Stamp(file.job), FromCoordinator()
+def join_as_worker(
+    file: JobFile, name: str, host: str, defaults: Mapping[str, Any], own_server: OwnServer | None = None
+) -> Job:
+    """A worker's way into its job; in a ring, with its own server."""
+    if defaults.get("exchange") == "ring" and "exchange" not in file.given:
+        raise ConfigError(
+            'init(exchange="ring"): this job has servers, in processes of their own; say it at launch: syncline run '
+            '--exchange ring, or exchange = "ring" in syncline.toml'
+        )
+    stamp, hearing, process = Stamp(file.job), FromCoordinator(), secrets.token_hex(8)
     identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
     link = open_link(file, identity, hearing, stamp, name or "worker")
     sockets = Sockets(file, name, hearing.rosters, stamp, say(name or "worker"))
@@ -81,7 +90,14 @@ def join_as_worker(file: JobFile, name: str, host: str, defaults: Mapping[str, A
 
     try:
         seconds = configuration.resolve(file.given).start_seconds
-        joined = join(link, "worker", name, host, sockets.address, defaults, seconds, on_joined)
+        check = own_server.check if own_server is not None else lambda: None
+        if own_server is not None:
+            own_server.begin(process, on_refused=link.close)
+        joined = join(
+            link, "worker", name, host, sockets.address, defaults, seconds, on_joined, process=process, check=check
+        )
+        if own_server is not None:
+            own_server.wait_until_in(seconds)
         me = myself(joined)
         proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
 

@@ -12,6 +12,7 @@ from syncline import config as configuration
 from syncline.client.current import current_in_thread
 from syncline.client.job import Job
 from syncline.core.control import Joined
+from syncline.core.ring import check_said, partner_of, ring_settings
 from syncline.core.settings import check_settings
 from syncline.errors import JobFailed, SynclineError
 from syncline.launch.embedded import InProcess
@@ -69,7 +70,8 @@ class LocalJob:
         self._process.coordinator.fail(name, reason)
 
     def kill(self, name: str) -> None:
-        """This member is gone from one moment to the next, as by SIGKILL; the job goes on as far as it can."""
+        """This member is gone from one moment to the next, as by SIGKILL; the job goes on as far as it can. In a ring
+        worker-1 and server-1 are one process."""
         self._process.kill(name)
 
     def add_server(self, name: str) -> None:
@@ -77,7 +79,9 @@ class LocalJob:
         self._process.add_server(name).wait(CLOSE_SECONDS)
 
     def add_worker(self, name: str) -> Job:
-        """A worker joins the running job, or one that was killed comes back."""
+        """A worker joins the running job, or one that was killed comes back; in a ring, with its server."""
+        if self._process.coordinator.config.is_ring:
+            self.add_server(partner_of(name))
         link, hearing, stamp, call = self._process.ask_to_join(name, {})
         joined = call.wait(CLOSE_SECONDS)
         assert isinstance(joined, Joined)
@@ -103,26 +107,30 @@ def _leave(job: Job) -> None:
 
 @contextlib.contextmanager
 def local_job(
-    workers: int = 2, servers: int = 1, policy: str = "sync", *, folder: str = "runs/local",
+    workers: int = 2, servers: int | None = None, policy: str = "sync", *, folder: str = "runs/local",
     on: Sequence[str] = (), **settings: Any,
 ) -> Iterator[LocalJob]:  # fmt: skip
     """A whole job inside this process; `settings` are those of syncline.toml.
 
     `on`: the host of each worker, by name. Workers of different hosts share no memory among themselves.
     With `transport="tcp"` workers and servers share no memory: bytes travel, as they would over sockets.
+    There is one server if nothing is said; with `exchange="ring"` every worker has its own.
     """
-    given = configuration.check_known(
-        {"workers": workers, "servers": servers, "policy": policy, **settings}, "local_job()"
-    )
-    check_settings(configuration.resolve(given))
+    said = {} if servers is None else {"servers": servers}
+    given = configuration.check_known({"workers": workers, "policy": policy, **said, **settings}, "local_job()")
+    check_said(given)
+    config = configuration.resolve(given)
+    check_settings(config)
+    if config.is_ring:
+        given |= ring_settings(config)
     process = InProcess(given, pathlib.Path(folder))
     process.shares_memory = given.get("transport") != "tcp"
     local: LocalJob | None = None
     try:
         hosts = [*on, *["local"] * (workers - len(on))]
         asked = [process.ask_to_join(f"worker-{rank}", {}, hosts[rank]) for rank in range(workers)]
-        for number in range(servers):
-            process.add_server(f"server-{number}")
+        for number in range(process.coordinator.config.servers):
+            process.add_server(f"server-{number}", hosts[number] if config.is_ring else "local")
         jobs = []
         for link, hearing, stamp, call in asked:
             joined = call.wait(process.coordinator.config.start_seconds)

@@ -292,7 +292,9 @@ class Changing:
         with self._c.lock:
             members = dict(self._c.membership.state.members)
         jobs: dict[str, list[Message]] = {}
-        for (source, target), slices in by_source(wanted.seeds).items():
+        # In a ring every backup is supplied within the change that names it.
+        seeds = () if self._c.config.is_ring else wanted.seeds
+        for (source, target), slices in by_source(seeds).items():
             if target not in members or source not in members:
                 return _AGAIN_SECONDS  # it is out by now
             jobs.setdefault(source, []).append(SeedTo(slices, members[target]))

@@ -39,6 +39,7 @@ from syncline.core.message import Done, Message
 from syncline.core.metrics import Metrics
 from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
+from syncline.core.ring import partner_of
 from syncline.core.saving import AskTakenUp, Finish, Save
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
@@ -280,7 +281,7 @@ class Coordinator:
             member = self.membership.state.members.get(name)
             if member is None or self.membership.outcome is not None:
                 return
-            self.evicted[name] = reason
+            self.evicted[name], beside = reason, self.membership.beside(name)
             self.registering.slices_are_lost(self.membership.evict(name, reason))
             self.liveness.forget(name)
             self.joining.forget(name)
@@ -299,6 +300,8 @@ class Coordinator:
             self.changing.member_is_out(member)
             self.readings.gone()
             self.validating.gone((name, member.incarnation))
+            if beside and self.membership.formed:
+                self.evict(beside, f"is in one process with {name}, which {reason}")
             self._fail_if_nobody_is_left(name, reason)
         if endpoint is not None:
             endpoint.close("evicted")
@@ -357,13 +360,16 @@ class Coordinator:
 
     def _died(self, request: Request, message: Died) -> None:
         with self.lock:
-            if message.comes_back:
-                self.membership.await_return(message.name)
-            self.evict(message.name, message.reason)
+            ended = [message.name, *([partner_of(message.name)] if self.config.is_ring else [])]
+            for name in ended:
+                if message.comes_back:
+                    self.membership.await_return(name)
+                self.evict(name, message.reason)
             if not message.comes_back and message.ends_job and message.name not in self.membership.state.left:
                 self.membership.give_up_on(message.name, message.reason)
             elif not message.comes_back:
-                self.membership.awaited.pop(message.name, None)
+                for name in ended:
+                    self.membership.awaited.pop(name, None)
                 self.membership.end_if_done()
         self.ending.conclude()
         request.reply(Done())

@@ -201,7 +201,7 @@ class Handing:
                 self._c.say_trouble(error)
                 return
             seat = self._c.membership.state.seats.get(0)
-            names = (seat.primary, seat.backup) if seat is not None else ()
+            names = seat.names if seat is not None else ()
             endpoints = [self._c.endpoints[name] for name in names if name in self._c.endpoints]
         for endpoint in endpoints:
             endpoint.mention(Confirm(sorted(set(used)), sorted(set(late))))

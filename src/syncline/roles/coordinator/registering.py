@@ -190,7 +190,8 @@ class Registering:
 
     def _has_values(self) -> None:
         with self._c.lock:
-            has_backups = self._c.config.replicas > 1 and len(self._c.membership.servers()) > 1
+            config = self._c.config
+            has_backups = (config.replicas > 1 or config.is_ring) and len(self._c.membership.servers()) > 1
         if has_backups:
             self._c.changing.wake()  # who then finds that the seats are right
         else:

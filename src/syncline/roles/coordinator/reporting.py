@@ -23,7 +23,7 @@ from syncline.core.control import (
 )
 from syncline.core.message import Done, Message
 from syncline.core.progress import progress, shares
-from syncline.core.seats import protection
+from syncline.core.ring import protection_of
 from syncline.core.standings import by_name
 from syncline.core.why import FRESH_SECONDS, Known, causes, why
 from syncline.core.words import pushed_told
@@ -109,7 +109,7 @@ class Reporting:
             self._c.launchers.add(request.endpoint)
             membership, outcome = self._c.membership, self._c.membership.outcome
             state = membership.state
-            seated = {name for seat in state.seats.values() for name in (seat.primary, seat.backup)}
+            seated = {name for seat in state.seats.values() for name in seat.names}
             stepped = {name for name, (beat, _) in self._c.beats.items() if beat.step}
             standings = Standings(
                 formed=membership.formed,
@@ -121,7 +121,7 @@ class Reporting:
                 culprit=outcome.culprit if outcome else "",
                 incarnations={name: member.incarnation for name, member in state.members.items()},
                 pushed=sorted((stepped | seated) & set(state.members), key=by_name),
-                wanted=dict(state.wanted),
+                wanted={r: n for r, n in state.wanted.items() if r == "worker" or not self._c.config.is_ring},
                 num_scalings=state.num_scalings,
                 retiring=sorted(self._c.retiring, key=by_name),
                 epochs=progress(state.leases),
@@ -239,6 +239,7 @@ class Reporting:
             term=self._c.term,
             generation=membership.generation,
             policy=config.policy,
+            exchange=config.exchange,
             replicas=max(1, config.replicas),
             ack=config.ack or ("replicated" if config.replicas > 1 else "memory"),
             protection=self._protection(),
@@ -260,7 +261,7 @@ class Reporting:
         """What a server's death would cost now."""
         state = self._c.membership.state
         hosts = [state.members[name].host for name in self._c.membership.servers()]
-        return protection(self._c.config.replicas, hosts, state.seats.values())
+        return protection_of(self._c.config, hosts, state.seats.values())
 
     def _member_status(self, name: str) -> MemberStatus:
         state, now = self._c.membership.state, time.monotonic()
@@ -282,7 +283,7 @@ class Reporting:
             step=step,
             lag=max(steps, default=0) - step if member.role == "worker" and name in state.entered else 0,
             num_primary=sum(seat.primary == name for seat in state.seats.values()),
-            num_backup=sum(seat.backup == name for seat in state.seats.values()),
+            num_backup=sum(name in seat.backups for seat in state.seats.values()),
             cores=member.cores,
             pid=member.pid,
             samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,

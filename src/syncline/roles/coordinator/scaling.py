@@ -29,6 +29,10 @@ class Scaling:
     def scale(self, wanted: Mapping[str, int]) -> None:
         """So many there are to be of each of these roles from now on."""
         with self._c.lock:
+            if self._c.config.is_ring and "server" in wanted:
+                raise ConfigError(
+                    "this job is a ring: every worker's process has a server in it; say how many workers, with -w"
+                )
             for role, count in wanted.items():
                 self._set_wanted(role, count)
             self._c.membership.state.num_scalings += 1
@@ -43,6 +47,8 @@ class Scaling:
         if role == "worker" and config.most_workers and count > config.most_workers:
             raise ConfigError(f"{counted(count, 'worker')}: the job was started with -w …:{config.most_workers}")
         self._c.membership.state.wanted[role] = count
+        if config.is_ring:
+            self._c.membership.state.wanted["server"] = count  # each leaves with its worker, by itself
         live = [name for name in self._c.membership.named(role) if name not in self._c.retiring]
         surplus = live[count:]
         self._c.event(
@@ -58,7 +64,7 @@ class Scaling:
         """There are more of its role than are wanted; whoever was asked to leave may not have heard it."""
         with self._c.lock:
             member = self._c.membership.state.members.get(name)
-            if member is None:
+            if member is None or (self._c.config.is_ring and member.role == "server"):
                 return
             surplus = self._c.membership.named(member.role)[self._c.membership.state.wanted[member.role] :]
             if name in self._c.retiring or (name in surplus and self._c.membership.formed):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Collection, Container, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +16,11 @@ from syncline.core.layout import Segment, Slice
 from syncline.core.message import Done
 from syncline.core.rolls import Roll
 from syncline.core.traffic import Lend, Replicate, Replicated, Seed
+from syncline.core.votes import Ballot
 from syncline.errors import FencedError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.roles.server.backup import Backup, is_held, own_region, slot_of
 from syncline.roles.server.blocks import Blocks
 from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
@@ -25,22 +29,11 @@ from syncline.roles.server.replication import Region, digest_of
 from syncline.roles.server.rules import tensor_of
 from syncline.roles.server.states import check_entry
 
+if TYPE_CHECKING:
+    from syncline.roles.server.voting import Voting
+
 #: An update of at most this many bytes is taken in by the thread that reads it.
 INLINE_BYTES = 1 << 16
-
-
-class Backup:
-    """One slice's copy: what waits to be taken in, one after the other."""
-
-    def __init__(self, slot: HostedSlice | None, primary: str) -> None:
-        self.slot, self.primary = slot, primary
-        self.region: Region | None = None  # lent by the primary
-        self.own: Region | None = None  # where what is not lent is put
-        self.landed: Sequence[Buffer] | None = None  # what a socket has put there
-        self.queue: collections.deque[Request] = collections.deque()
-        self.is_busy = False
-        self.is_named = False  # by the seats
-        self.is_out = False  # it is no backup any more
 
 
 class Backups:
@@ -58,11 +51,13 @@ class Backups:
         self._blocks, self._pool, self._home = blocks, pool, home
         self._find, self._check_sender = find, check_sender
         self.learn: Callable[[Roll], None] = lambda roll: None  # what primaries say of rounds with spare workers
+        self.voting: Voting | None = None  # in a ring
         self.backups: dict[int, Backup] = {}
         # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
         # has ended by itself goes on, and what it takes in has to be here.
         self._promoted: dict[int, Backup] = {}
         self._lent: dict[str, tuple[int, Memory, int]] = {}  # by primary: number, memory, block of ours for it
+        self._num_thaws = 0
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
 
@@ -92,8 +87,9 @@ class Backups:
         sizes = self._piece_sizes(message)
         with self._lock:
             backup = self.backups.get(message.slice)
-            if backup is not None and backup.slot is not None and not backup.is_busy and backup.primary == peer.name:
-                backup.landed = backup.slot.rules.bytes_of_pieces(_own(backup, backup.slot).array, message.has)
+            is_free = backup is not None and not backup.is_busy and backup.held is None
+            if backup is not None and backup.slot is not None and is_free and backup.primary == peer.name:
+                backup.landed = backup.slot.rules.bytes_of_pieces(own_region(backup, backup.slot).array, message.has)
                 return backup.landed
         return [buffer_of(np.empty(size, np.uint8)) for size in sizes]
 
@@ -116,10 +112,17 @@ class Backups:
                 if isinstance(message, Replicate):
                     raise ProtocolError(f"there is no backup of slice {message.slice} here")
                 backup = self.backups[message.slice] = Backup(None, request.peer.name)
-            backup.queue.append(request)
-            if backup.is_busy:
-                return
-            backup.is_busy = True
+            has_it = is_held(backup, message)
+            starts = not (has_it or backup.is_busy or backup.held)
+            if not has_it:
+                backup.queue.append(request)
+            backup.is_busy |= starts
+        if has_it:
+            request.reply(Replicated(message.version))  # said again: the answer was lost
+        elif starts:
+            self._start(backup, message, part)
+
+    def _start(self, backup: Backup, message: Seed | Replicate, part: Slice) -> None:
         if isinstance(message, Replicate) and part.num_bytes <= INLINE_BYTES:
             self._work_off(backup)
         else:
@@ -128,20 +131,28 @@ class Backups:
     def _work_off(self, backup: Backup) -> None:
         while True:
             with self._lock:
-                if not backup.queue:
+                if not backup.queue or backup.held is not None:
                     backup.is_busy = False
                     self._idle.notify_all()
                     return
-                request = backup.queue.popleft()
+                request, num_thaws = backup.queue.popleft(), self._num_thaws
             try:
                 message = request.message
                 if backup.is_out:
                     raise FencedError(f"{request.peer} is not the primary of this slice any more")
                 if isinstance(message, Seed):
                     self._take_seed(backup, request, message)
-                else:
-                    assert isinstance(message, Replicate)
+                    continue
+                assert isinstance(message, Replicate)
+                if message.ballot is None or self.voting is None:
                     self._take_update(backup, request, message)
+                elif not self._hold(backup, request, message, message.ballot, self.voting):
+                    with self._lock:
+                        backup.queue.appendleft(request)
+                        backup.is_busy = num_thaws != self._num_thaws
+                        self._idle.notify_all()
+                        if not backup.is_busy:
+                            return
             except SynclineError as error:
                 request.refuse(error)
             except Exception as error:  # whoever waits must hear of it, whatever it is
@@ -198,20 +209,22 @@ class Backups:
         return Region(view, part.dtype, memory)
 
     def _take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
-        slot = backup.slot
-        if slot is None:
-            raise ProtocolError(f"the seed of slice {message.slice} did not come")
+        slot = slot_of(backup, message)
         if message.roll is not None:
             self.learn(message.roll)
         with slot.lock:
             if not self._is_in(slot, message):
-                if slot.state.version != message.version:
-                    at, said = slot.state.version, message.version
-                    raise ProtocolError(f"an update of version {said} for a backup that is at {at}")
-                self._apply(backup, slot, request, message)
+                self._apply(slot, message, self._next(backup, slot, request, message))
             digest = digest_of(slot) if message.wants_digest else b""
             version = slot.state.version
         request.reply(Replicated(version, digest))
+
+    def _next(self, backup: Backup, slot: HostedSlice, request: Request, message: Replicate) -> Region | None:
+        """Where the gradient of the next update lies, if it has one; any other update is refused."""
+        if slot.state.version != message.version:
+            at, said = slot.state.version, message.version
+            raise ProtocolError(f"an update of version {said} for a backup that is at {at}")
+        return self._gradient(backup, slot, request, message) if message.has else None
 
     @staticmethod
     def _is_in(slot: HostedSlice, message: Replicate) -> bool:
@@ -219,12 +232,11 @@ class Backups:
         clocks = slot.state.clocks
         return bool(message.clocks) and all(clocks.get((n, i), 0) >= clock for n, i, clock in message.clocks)
 
-    def _apply(self, backup: Backup, slot: HostedSlice, request: Request, message: Replicate) -> None:
+    def _apply(self, slot: HostedSlice, message: Replicate, region: Region | None) -> None:
         state = slot.state
-        if message.has:
-            flat = self._gradient(backup, slot, request, message).flat
+        if region is not None:
             with self._home.at_work():
-                gradients = slot.rules.as_pieces(flat, message.has)
+                gradients = slot.rules.as_pieces(region.flat, message.has)
                 try:
                     slot.rules.apply(gradients, dict(message.overrides), message.scale)
                 except Exception as error:
@@ -242,12 +254,83 @@ class Backups:
             if backup.region is None:
                 raise ProtocolError(f"an update of slice {message.slice} without its bytes")
             return backup.region
-        own = _own(backup, slot)
+        own = own_region(backup, slot)
         if request.payload is not backup.landed:
             views = slot.rules.bytes_of_pieces(own.array, message.has)
             for view, given in zip(views, request.payload, strict=True):
                 view[:] = given
         return own
+
+    # -- in a ring: held until all have voted --------------------------------------------------------------
+
+    def _hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: Voting) -> bool:
+        """Whether it is taken in; else it waits until a change is over."""
+        slot = slot_of(backup, message)
+        with slot.lock:
+            is_in = self._is_in(slot, message)
+            region = None if is_in else self._next(backup, slot, request, message)
+        if not is_in:
+
+            def take() -> None:
+                backup.held = (message, region)
+
+            found = voting.holds(ballot, take)
+            if found == "over":
+                raise FencedError(f"slice {message.slice}: seats have changed since that round")
+            if found == "later":
+                return False
+        if faults.armed is not None:
+            faults.reach("replicate.held")
+        request.reply(Replicated(message.version))
+        return True
+
+    def held_for(self, ballot: Ballot) -> list[int]:
+        """The slices here that hold an update of this round."""
+        return [n for n, b in list(self.backups.items()) if b.held is not None and b.held[0].ballot == ballot]
+
+    def numbers(self) -> set[int]:
+        """The slices of which there are copies here."""
+        return {number for number, backup in list(self.backups.items()) if backup.slot is not None}
+
+    def num_bytes(self, numbers: Collection[int]) -> int:
+        return sum(self._find(number)[1].num_bytes for number in numbers)
+
+    def apply_held(self, number: int, done: Callable[[], None]) -> None:
+        """All have voted for what this slice holds."""
+        backup = self.backups[number]
+        assert backup.held is not None and backup.slot is not None
+        with backup.slot.lock, contextlib.suppress(RuleError):  # it raises at its primary too, who says so
+            self._apply(backup.slot, *backup.held)
+        self._let_go(backup)
+        done()
+
+    def _let_go(self, backup: Backup) -> None:
+        with self._lock:
+            backup.held = None
+            starts = bool(backup.queue) and not backup.is_busy
+            backup.is_busy |= starts
+            self._idle.notify_all()
+        if starts:
+            self._pool.submit(functools.partial(self._work_off, backup))
+
+    def go_on(self) -> None:
+        """What waited for a change is looked at again."""
+        with self._lock:
+            self._num_thaws += 1
+            waiting = [backup for backup in self.backups.values() if backup.held is None]
+        for backup in waiting:
+            self._let_go(backup)
+
+    def drop_held(self) -> None:
+        """Seats have changed: whatever is not applied is made anew."""
+        refused: list[Request] = []
+        with self._lock:
+            for backup in self.backups.values():
+                backup.held = None
+                refused += [request for request in backup.queue if isinstance(request.message, Replicate)]
+                backup.queue = collections.deque(r for r in backup.queue if not isinstance(r.message, Replicate))
+        for request in refused:
+            request.refuse(FencedError("seats have changed since that round"))
 
     # -- seats --------------------------------------------------------------------------------------------
 
@@ -305,9 +388,3 @@ class Backups:
 
     def slots(self) -> Collection[HostedSlice]:
         return [backup.slot for backup in list(self.backups.values()) if backup.slot is not None]
-
-
-def _own(backup: Backup, slot: HostedSlice) -> Region:
-    if backup.own is None:
-        backup.own = Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype)
-    return backup.own

@@ -7,29 +7,40 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
-from syncline.core.message import Done
+from syncline.core.message import Done, Message
 from syncline.core.rolls import Roll
 from syncline.core.rounds import Rounds
 from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.slices import Identity
 from syncline.core.standings import Standing
-from syncline.core.traffic import AskClip, CommitStaged, GiveClip, LoadState, Rest, Stage
+from syncline.core.traffic import (
+    AskClip,
+    AskPlace,
+    CommitStaged,
+    GiveClip,
+    GivenPlace,
+    LoadState,
+    Prefer,
+    Rest,
+    Stage,
+)
 from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer
 from syncline.roles.server.decoding import Decoding
 from syncline.roles.server.departures import Departures, Staged
-from syncline.roles.server.flow import Flow, key_of
+from syncline.roles.server.flow import Flow
 from syncline.roles.server.holding import Holding
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pulls import Pulls
 from syncline.roles.server.ranks import Ranks
 from syncline.roles.server.staging import Staging
-from syncline.roles.server.work import Contribution, Key, RoundWork
+from syncline.roles.server.work import Contribution, Key, RoundWork, key_of
 
 
 class Commits:
@@ -230,7 +241,7 @@ class Commits:
 
     def _is_asked_again(self, key: Key, request: Request) -> bool:
         """Under `order`: the answer to this was a question, which was lost; it is asked again."""
-        work = self.flow.asked_for_norm(key)
+        work = self.flow.clipping.asked_for(key)
         if work is None or work.applied:
             return False
         request.reply(AskClip(key[2], work.share, work.roll))
@@ -271,14 +282,14 @@ class Commits:
             if self.holding.keeps(request, "clip", message.clock, later):
                 return
             self.check_generation(request)
-            work = self.flow.asked_for_norm(key)
+            work = self.flow.clipping.asked_for(key)
             if work is None:
                 raise ProtocolError(f"{request.peer} gives a norm for clock {message.clock}, which asks for none")
             if work.failed is not None:
                 raise work.failed
             commit = next(c for c in work.commits if key_of(c) == key)
             self._ask_for(commit.item, request, message)
-            action = self.flow.give_clip(work, commit, message.squared_norm)
+            action = self.flow.clipping.give(work, commit, message.squared_norm)
         action()
 
     # -- comings and goings -------------------------------------------------------------------------------
@@ -297,6 +308,10 @@ class Commits:
             verdict = self.rounds.rest(peer.name, peer.incarnation, message.stretch, message.away)
             works = self.flow.enqueue(verdict)
         self.flow.run(works)
+        request.reply(Done())
+
+    def prefer(self, request: Request, message: Prefer) -> None:
+        self.flow.prefer(message.slices)
         request.reply(Done())
 
     def about_to_load(self, request: Request, message: LoadState) -> None:
@@ -367,16 +382,15 @@ class Commits:
         self._set_back = {w: clock - clocks.get(w, 0) for w, clock in self._set_back.items()}
         asked = self.flow.begin_anew(dropped)
         self._staged.clear()
-        self.staging.forget_slices(_AllBut(self._slices))
+        self.staging.keep_only(self._slices)
         self.ranks.choose_chief()
         return asked, self.holding.take_all()
 
 
-class _AllBut:
-    """What is not in a collection."""
-
-    def __init__(self, kept: Mapping[int, object]) -> None:
-        self._kept = kept
-
-    def __contains__(self, number: object) -> bool:
-        return number not in self._kept
+def commit_handlers(commits: Callable[[], Commits]) -> dict[type[Message], Callable[[Request, Any], None]]:
+    """What workers seldom ask of them."""
+    return {
+        Rest: lambda request, message: commits().rest(request, message),
+        Prefer: lambda request, message: commits().prefer(request, message),
+        AskPlace: lambda request, message: request.reply(GivenPlace(commits().slowest())),
+    }

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 from syncline.core.rounds import Rounds
 from syncline.core.slices import Identity
-from syncline.roles.server.flow import Flow, key_of
+from syncline.roles.server.flow import Flow
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.staging import Staging
-from syncline.roles.server.work import Contribution, Key, RoundWork
+from syncline.roles.server.work import Contribution, Key, RoundWork, key_of
 
 #: What is staged for a commit: what it says, and the slices whose bytes came over a socket.
 Staged = tuple[Contribution, set[int]]
@@ -59,7 +59,7 @@ class Departures:
         clock = self.staged_whole(name, incarnation)
         if not moves:
             return clock
-        commits = [commit for work in self._flow.clipping() if not work.scaled for commit in work.commits]
+        commits = [commit for work in self._flow.clipping.works() if not work.scaled for commit in work.commits]
         commits += [commit for commit in self._rounds.open_commits() if self._needs_norm(commit.item)]
         keys = [key_of(commit) for commit in commits]
         keys += [key for key, (contribution, _) in self._staged.items() if self._needs_norm(contribution)]

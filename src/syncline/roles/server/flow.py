@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from syncline import faults
 from syncline.core.rounds import Rounds
 from syncline.core.slices import Identity, life_of
-from syncline.core.traffic import AskClip
 from syncline.core.verdicts import Commit, Verdict
 from syncline.errors import RuleError, SynclineError
+from syncline.roles.server.clipping import Clipping
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.pulls import Pulls
-from syncline.roles.server.work import Contribution, FenceWork, Key, RoundWork, Seniority, Work, leading
+from syncline.roles.server.work import Contribution, FenceWork, Key, RoundWork, Seniority, Work, key_of, leading
+
+if TYPE_CHECKING:
+    from syncline.roles.server.voting import Voting
 
 Held = Commit[Contribution]
 #: A round of at most this many bytes is applied by the thread that completes it.
 INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
 _NO_CLOCKS: dict[str, int] = {}
-
-
-def key_of(commit: Held) -> Key:
-    return (commit.worker, commit.item.incarnation, commit.clock)
 
 
 class Flow:
@@ -35,7 +34,7 @@ class Flow:
     def __init__(
         self, rounds: Rounds[Contribution], slices: dict[int, HostedSlice], pool: Pool, pulls: Pulls, num_servers: int
     ) -> None:
-        self._rounds, self._slices, self._pool, self._pulls = rounds, slices, pool, pulls
+        self._rounds, self._slices, self.pool, self._pulls = rounds, slices, pool, pulls
         self._stands_still = rounds.policy.stands_still
         self.num_servers = num_servers
         pulls.clocks = self.clocks_now
@@ -44,11 +43,12 @@ class Flow:
         self.order = threading.RLock()
         self.idle = threading.Condition(self.order)
         self.going: set[Identity] = set()  # workers that are out, and forgotten when nothing of theirs is open
+        self.voting: Voting | None = None  # in a ring
         self.say: Callable[[str], None] = lambda line: None
         self.forget_gone: Callable[[], None] = lambda: None  # under `order`, after a round is through
         self._busy: set[Work] = set()
         self._under_way: dict[Key, RoundWork] = {}
-        self._clipping: dict[Key, RoundWork] = {}  # asked for the norm over all servers
+        self.clipping = Clipping(self)
         self._parked: list[Held] = []
         self._clocks: dict[str, int] = {}  # of every worker, in what was queued so far
         self._preferred: list[int] = []
@@ -90,8 +90,11 @@ class Flow:
             if verdict.kind == "late":
                 commits[0].item.void()
             slots = self.slots_in_order()
-            work = RoundWork(commits, slots, leading(commits, self.seniority), self._rounds.policy, self._finished)
+            lead = leading(commits, self.seniority)
+            work = RoundWork(commits, slots, lead, self._rounds.policy, self._finished, self._held)
             works.append(work)
+            if self.voting is not None:
+                self.voting.expect(work)
             if self._rounds.policy.spare:
                 work.roll = self._rounds.rolls.find(commits[0].worker, commits[0].item.incarnation, commits[0].clock)
             self._busy.add(work)
@@ -99,7 +102,7 @@ class Flow:
                 self._under_way[commit.worker, commit.item.incarnation, commit.clock] = work
             if self.tells_clocks:
                 self._note_clocks(work)
-            if not self._clips(work):
+            if not self.clipping.is_for(work):
                 for slot in slots:
                     slot.queue.append(work)
         return works
@@ -109,7 +112,7 @@ class Flow:
         slots = self.slots_in_order()
 
         def done(work: Work) -> None:
-            self._through(work)
+            self.through(work)
             finished()
 
         work = FenceWork(workers, slots, done)
@@ -118,33 +121,56 @@ class Flow:
             slot.queue.append(work)
         return [work]
 
-    def _clips(self, work: Work) -> bool:
-        return work.clip_norm is not None and not work.skip and bool(work.slots or self.num_servers > 1)
-
     def run(self, works: Iterable[Work]) -> None:
         for work in works:
-            if isinstance(work, RoundWork) and self._clips(work):
-                self._measure_norms(work)
-            elif work.slots:
-                self._drain_all(work)
+            if isinstance(work, RoundWork) and self.clipping.is_for(work):
+                self.clipping.measure(work)
             else:
-                work.end()
+                self.go_through(work)
         self.release()
 
-    def _drain_all(self, work: Work) -> None:
+    @property
+    def is_applying(self) -> bool:
+        """Under `order`: a round that nothing stops any more is on its way into the slices."""
+        return any(isinstance(work, RoundWork) and not work.waits_for_votes for work in self._busy)
+
+    def go_through(self, work: Work) -> None:
+        """Into the slices here; in a ring, first only to where all hold it."""
+        if work.slots:
+            self.drain_all(work)
+        elif work.waits_for_votes:
+            self._held(work)
+        elif not work.has_more:
+            work.end()
+
+    def _held(self, work: Work) -> None:
+        assert self.voting is not None and isinstance(work, RoundWork)
+        self.voting.held(work)
+
+    def waits(self, work: RoundWork) -> None:
+        """Under `order`: for votes, or for its norm. What there was to do about it so far is done."""
+        self._busy.discard(work)
+        if not self._busy:
+            self.idle.notify_all()
+
+    def resumes(self, work: RoundWork) -> None:
+        """Under `order`: what it has waited for is here."""
+        self._busy.add(work)
+
+    def drain_all(self, work: Work) -> None:
         """Spreads a round over the pool; a small one is done by the time another thread would have woken up."""
         small = len(work.slots) <= INLINE_SLICES and sum([s.part.num_bytes for s in work.slots]) <= INLINE_BYTES
         for slot in work.slots:
             if small:
                 self.drain(slot)
             else:
-                self._pool.submit(functools.partial(self.drain, slot))
+                self.pool.submit(functools.partial(self.drain, slot))
 
     def drain(self, slot: HostedSlice) -> None:
         for work in slot.drain():
             work.slice_done()
 
-    def _through(self, work: Work) -> None:
+    def through(self, work: Work) -> None:
         """This work is on no way any more."""
         with self.order:
             self._busy.discard(work)
@@ -157,14 +183,14 @@ class Flow:
 
     @property
     def is_idle(self) -> bool:
-        """Under `order`: nothing is on its way but rounds that wait for the workers' word on their norm."""
+        """Under `order`: nothing is on its way but rounds that wait for votes, or for the word on their norm."""
         return not self._busy
 
     def _finished(self, work: Work) -> None:
         """Every slice has taken the round in: who may be answered is answered."""
         assert isinstance(work, RoundWork)
         if work.error is not None:
-            self._fail(work, work.error)
+            self.fail(work, work.error)
             return
         self._pulls.advanced()
         with self.order:
@@ -173,20 +199,20 @@ class Flow:
             self.round_seconds += time.perf_counter() - work.began
             ready = [commit for commit in work.commits if commit.item.sayings()]
             for commit in ready:
-                self._clipping.pop(key_of(commit), None)
+                self.clipping.forget(commit)
                 commit.item.clocks, commit.item.is_skipped = work.clocks, work.skip
             self._parked += ready
-            self._through(work)
+            self.through(work)
         self.release()
 
-    def _fail(self, work: RoundWork, error: Exception) -> None:
+    def fail(self, work: RoundWork, error: Exception) -> None:
         """Everyone hears of it, once; who asks later hears it then."""
         with self.order:
             if work.failed is not None:
                 return
             failed = work.failed = RuleError(f"the update could not be applied: {error}")
-            asked = self._take_requests(work.commits)
-            self._through(work)
+            asked = self.take_requests(work.commits)
+            self.through(work)
         self.refuse(asked, failed)
 
     # -- answers ------------------------------------------------------------------------------------------
@@ -233,7 +259,7 @@ class Flow:
                 return True
         return False
 
-    def _take_requests(self, commits: Iterable[Held]) -> list[Contribution]:
+    def take_requests(self, commits: Iterable[Held]) -> list[Contribution]:
         """Under `order`: those who are to be refused; they are not answered otherwise."""
         asked = []
         for commit in commits:
@@ -282,7 +308,7 @@ class Flow:
 
     def unfinished(self) -> list[Held]:
         """Under `order`: all that is decided upon and not through, or not answered."""
-        works = {*self._under_way.values(), *self._clipping.values(), *self._busy}
+        works = {*self._under_way.values(), *self.clipping.works(), *self._busy}
         return [commit for work in works for commit in work.commits] + [*self._parked, *self._rounds.open_commits()]
 
     def take_requests_of(self, name: str, incarnation: int) -> list[Contribution]:
@@ -290,111 +316,31 @@ class Flow:
         commits = self.of_worker(name, incarnation)
         for commit in commits:
             commit.item.is_fenced = True
-        asked = self._take_requests(commits)
+        asked = self.take_requests(commits)
         self._parked = [c for c in self._parked if not c.item.is_fenced]
         return asked
 
     def take_requests_in(self, works: Iterable[RoundWork]) -> list[Contribution]:
         """Under `order`: not all slices take these rounds in here; they are not answered as if they did."""
-        return self._take_requests([commit for work in works for commit in work.commits])
+        return self.take_requests([commit for work in works for commit in work.commits])
 
     def begin_anew(self, dropped: Iterable[Held]) -> list[Contribution]:
         """Under `order`: primaries have changed; whoever waits for an answer is to make its commits anew."""
         commits = [*dropped, *self._parked]
-        commits += [commit for work in self._clipping.values() for commit in work.commits]
-        self._clipping.clear()
+        commits += [commit for work in self.clipping.works() for commit in work.commits]
+        self.clipping.clear()
         self._under_way.clear()
         self._parked = []
-        return self._take_requests(commits)
+        return self.take_requests(commits)
 
-    # -- clipping by the norm over all servers ------------------------------------------------------------
-
-    def _measure_norms(self, work: RoundWork) -> None:
-        if not work.slots:
-            self._norms_known(work)
-        for slot in work.slots:
-            self._pool.submit(functools.partial(self._measure_norm, work, slot))
-
-    def _measure_norm(self, work: RoundWork, slot: HostedSlice) -> None:
-        try:
-            share = slot.norm(work)
-        except Exception as error:  # whoever waits must hear of it, whatever it is
-            self._fail(work, error)
-            return
-        if work.norm_done(slot.part.id, share):
-            self._norms_known(work)
-
-    def _norms_known(self, work: RoundWork) -> None:
-        work.share = math.fsum(work.squared_norms[number] for number in sorted(work.squared_norms))
-        if self.num_servers == 1:
-            self._apply_clipped(work, work.share)
-            return
-        with self.order:
-            requests = [(c.clock, item.request) for c in work.commits for item in c.item.sayings()]
-            for commit in work.commits:
-                self._take_requests([commit])  # GiveClip asks anew
-                self._clipping[key_of(commit)] = work
-            self._busy.discard(work)
-            if not self._busy:
-                self.idle.notify_all()
-            for line in self.forget_orphans():  # all may have died since it was whole
-                self.say(line)
-        for clock, request in requests:
-            if request is not None:
-                request.reply(AskClip(clock, work.share, work.roll))
-
-    def asked_for_norm(self, key: Key) -> RoundWork | None:
-        """The round of this commit, if it waits for the norm over all servers."""
-        return self._clipping.get(key)
-
-    def give_clip(self, work: RoundWork, commit: Held, squared_norm: float) -> Callable[[], None]:
-        """Under `order`: the first worker to bring the norm has the round applied; what to do, outside of it."""
-        scaled, work.scaled = work.scaled, True
-        if work.applied:
-            del self._clipping[key_of(commit)]
-            commit.item.clocks = work.clocks
-            return functools.partial(self.reply, commit)
-        if scaled:
-            return lambda: None
-        self._busy.add(work)
-        return functools.partial(self._apply_clipped, work, squared_norm)
-
-    def _apply_clipped(self, work: RoundWork, squared_norm: float) -> None:
-        assert work.clip_norm is not None
-        # As torch.nn.utils.clip_grad_norm_ has it.
-        work.scale = min(1.0, work.clip_norm / (math.sqrt(squared_norm) + 1e-6))
-        if math.isnan(squared_norm):
-            work.scale = math.nan
-        with self.order:
-            for slot in work.slots:
-                slot.queue.append(work)
-        if not work.slots:
-            work.end()
-        self._drain_all(work)
+    def drop(self, works: Collection[RoundWork]) -> list[Contribution]:
+        """Under `order`, in a ring: these rounds count nowhere; whoever is in them is to make them anew."""
+        for slot in self._slices.values():
+            slot.drop(works)
+        self._busy.difference_update(works)
+        return self.take_requests_in(works)
 
     # -- what waits ---------------------------------------------------------------------------------------
 
     def parked(self) -> list[Held]:
         return self._parked
-
-    def clipping(self) -> Iterable[RoundWork]:
-        return set(self._clipping.values())
-
-    def num_unclipped_orphans(self) -> int:
-        """Under `order`: commits of workers that are out, in rounds that wait for their norm."""
-        return sum(commit.item.is_fenced for work in self.clipping() for commit in work.commits)
-
-    def forget_orphans(self) -> list[str]:
-        """Under `order`: who is out brings no norm; rounds that nobody is left to bring it for are given up."""
-        lost = []
-        for work in set(self._clipping.values()):
-            if all(commit.item.is_fenced for commit in work.commits) and not work.scaled:
-                names = ", ".join(f"step {c.clock} of {c.worker}" for c in work.commits)
-                lost.append(f"{names} was committed and not clipped when its workers were lost: it is dropped")
-                for commit in work.commits:
-                    self._clipping.pop(key_of(commit), None)
-                self._through(work)
-            for commit in work.commits:
-                if commit.item.is_fenced:
-                    self._clipping.pop(key_of(commit), None)
-        return lost

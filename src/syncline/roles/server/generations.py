@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from syncline.net.rpc import Latch, Request
 from syncline.roles.server.commits import Commits
 from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.pulls import Pulls
+from syncline.roles.server.voting import Voting
 from syncline.roles.server.work import RoundWork, Work, in_thread
 
 #: A hold without an Install ends by itself: a coordinator that died there stops nobody.
@@ -48,8 +50,10 @@ class Generations:
         log: Callable[[str], None],
         hold_seconds: float = HOLD_SECONDS,
         cut_off: Callable[[str, int], None] = lambda name, incarnation: None,
+        voting: Voting | None = None,
     ) -> None:
         """`cut_off` closes the connections of a worker that is out: what it has pinned ends with them."""
+        self._voting = voting  # in a ring
         self._name, self._commits, self._hosting, self._pulls = name, commits, hosting, pulls
         self._flow, self._departures, self._order = commits.flow, commits.departures, commits.order
         self._installed, self._is_late = generation if not is_late else 0, is_late
@@ -94,7 +98,10 @@ class Generations:
             self._cut_off(*worker)
         self._hosting.fence_servers(message.servers, message.generation)
         self._hosting.release_backups(message.seats)
-        self._wait_idle(hold)
+        if message.moves and self._voting is not None:
+            self._freeze(hold, self._voting)
+        else:
+            self._wait_idle(hold)
         with self._order:
             self._check_current(hold)
             hold.is_answered = True
@@ -129,19 +136,38 @@ class Generations:
                 self._flow.idle.wait(0.5)
         self._hosting.backups.wait_idle(lambda: self._hold is hold and not self._is_closed)
 
+    def _freeze(self, hold: _Hold, voting: Voting) -> None:
+        """In a ring nobody waits for others here: what all hold is settled with the Install. What is being applied is
+        waited for."""
+        with self._order:
+            voting.freeze()
+            while self._hold is hold and self._flow.is_applying and not self._is_closed:
+                self._flow.idle.wait(0.5)
+
     def _prepared(self, message: Prepare) -> Prepared:
         rounds = self._commits.rounds
         # One that has come late and hosts nothing has never been told how things stand.
         knows = not self._is_late or bool(self._hosting.slices)
         standings = [msgspec.structs.replace(s) for s in rounds.standings.values()] if knows else []
-        num_orphans = rounds.num_orphans() + self._flow.num_unclipped_orphans()
+        num_orphans = rounds.num_orphans() + self._flow.clipping.num_orphans()
         clocks = [(*worker, clock) for worker, clock in self._hosting.highest_clocks().items()]
         reach = self._hosting.reach(
             message.seats, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
         )
         self._commits.learn_held()
         rolls = rounds.rolls.entries()
-        return Prepared(standings, num_orphans, clocks, reach, bool(self._hosting.slices), rolls)
+        in_ring = self._voting is not None and message.moves and self._name in self._voting.votes.voters
+        holds = self._holds(clocks) if in_ring else None
+        is_primary = bool(self._hosting.slices) or holds is not None
+        return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds)
+
+    def _holds(self, applied: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+        """In a ring: up to which clock everything of every worker is here."""
+        assert self._voting is not None
+        found = {(name, incarnation): clock for name, incarnation, clock in applied}
+        for name, incarnation, clock in self._voting.reach():
+            found[name, incarnation] = max(clock, found.get((name, incarnation), 0))
+        return [(*worker, clock) for worker, clock in found.items()]
 
     def _end_by_itself(self, hold: _Hold) -> None:
         with self._order:
@@ -149,6 +175,8 @@ class Generations:
                 return
             self._hold = None
             self._commits.holding.let_go()
+        if self._voting is not None:
+            self._voting.thaw()
         self._commits.holding.decide()
 
     # -- install ------------------------------------------------------------------------------------------
@@ -173,6 +201,9 @@ class Generations:
             hold.ended.set()
             if hold.message.moves:
                 refuse = self._move(hold, message, through)
+                if self._voting is not None:
+                    self._hosting.supply(lambda: self._hold is None and not self._is_closed)
+                through.open()
             else:
                 self._change(hold, message, through)
         while not through.wait(_LOOK_SECONDS):  # a fence may wait for a backup that is gone, until the next Prepare
@@ -195,7 +226,7 @@ class Generations:
                 works += self._departures.settle(*entry)
             for worker in fenced:
                 works += self._departures.let_out(*worker)
-            lost = self._flow.forget_orphans()
+            lost = self._flow.clipping.forget_orphans()
             for standing in message.standings:
                 self._commits.rounds.enter(standing)
                 self._commits.entered[standing.name] = message.generation
@@ -218,31 +249,41 @@ class Generations:
         waits for an answer is told so by what this returns."""
         fenced, seats = hold.message.fenced, hold.message.seats
         works: list[RoundWork] = []
+        run: Callable[[], None]
         with self._order:
             self._check_current(hold)
             for roll in message.rolls:
                 self._commits.learn(roll)
             # A step that any server has counts everywhere, as far as its bytes are here. Slices that go elsewhere
             # take nothing more in: their new primaries may have begun, and see by the clocks what they lack.
-            self._flow.hosts_others(self._hosting.leaving(seats))
             self._commits.rounds.decides = False  # others may have dropped what is staged for a round that is open
-            for entry in message.settle:
-                works += self._departures.settle(*entry)
+            if self._voting is None:
+                self._flow.hosts_others(self._hosting.leaving(seats))
+                for entry in message.settle:
+                    works += self._departures.settle(*entry)
+                run = functools.partial(self._flow.run, works)
+            else:
+                clocks = {(name, incarnation): clock for name, incarnation, clock in message.settle}
+                works, run = self._voting.settle(clocks)
             settled = self._flow.take_requests_in(works)
             self._is_half_way = True  # from here on only an Install lets go
-        self._flow.run(works)
-        self._wait_idle(hold)
+        run()
+        self._wait_settled(hold)
         refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made anew")
         with self._order:
             if self._hold is not hold:
                 self._flow.refuse(settled, refresh)
             self._check_current(hold)
+            if self._voting is not None:
+                self._flow.drop(self._voting.drop())
             # First: whoever asks for a slice that has just gone, without `order`, must hear that it has moved.
             self._commits.moved = message.generation
             ways = self._hosting.take_seats(seats, message.members)
             staying = [(name, incarnation) for name, incarnation, _ in message.settle]
             in_rounds = self._commits.rounds.policy.in_rounds
             clocks = self._hosting.clocks(message.standings, staying, in_rounds)
+            if self._voting is not None:  # also where what is in the slices is still on its way here
+                clocks |= {(name, incarnation): clock for name, incarnation, clock in message.settle}
             asked, held = self._commits.begin_anew(message.generation, message.standings, clocks)
             for worker in fenced:
                 self._departures.let_go(worker)
@@ -253,7 +294,6 @@ class Generations:
             self._is_late = False
         for way in ways:
             way.close()
-        through.open()
 
         def refuse() -> None:
             self._flow.refuse([*settled, *asked], refresh)
@@ -266,8 +306,19 @@ class Generations:
 
         return refuse
 
+    def _wait_settled(self, hold: _Hold) -> None:
+        if self._voting is None:
+            self._wait_idle(hold)
+            return
+        with self._order:
+            while self._hold is hold and self._flow.is_applying and not self._is_closed:
+                self._flow.idle.wait(0.5)
+
     def _begin(self, message: Install, through: Latch) -> None:
         """Under `order`: this generation counts."""
+        if self._voting is not None and self._hold is not None and self._hold.message.moves:
+            names = {name for seat in self._hold.message.seats for name in seat.names}
+            self._voting.begin(message.generation, names)
         self._installed, self._hold, self._through = message.generation, None, through
         self._is_half_way = False
         self._flow.num_servers = sum(member.role == "server" for member in message.members)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from syncline.core.gates import Gate, Kind, on_all
 from syncline.core.rounds import Rounds
 from syncline.core.slices import Identity, highest_clocks
+from syncline.core.verdicts import Commit
 from syncline.net.rpc import Request
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.work import Contribution, respond
@@ -41,6 +42,7 @@ class Holding:
         self.loading: set[Identity] = set()  # who gives rules their state, on some servers before others
         self._is_deciding = False
         self._in_hand: Asked | None = None  # its turn has come
+        self.passed: Callable[[], None] = lambda: None  # in a ring: votes may count that did not before
 
     @property
     def is_on(self) -> bool:
@@ -72,6 +74,13 @@ class Holding:
             return False
         gate = self.gate
         return gate is None or gate.lets_pass(asked.kind, asked.worker, asked.clock, is_whole=not self.lacking())
+
+    def may_apply(self, commits: Iterable[Commit[Contribution]]) -> bool:
+        """In a ring: whether a round that all have voted for passes the gate."""
+        gate = self.gate
+        return gate is None or all(
+            gate.lets_pass("commit", (c.worker, c.item.incarnation), c.clock, is_whole=False) for c in commits
+        )
 
     # -- what is in the slices ----------------------------------------------------------------------------
 
@@ -125,6 +134,7 @@ class Holding:
     def decide(self) -> None:
         """What may pass is decided upon, in the order in which it came; what comes meanwhile waits its turn. One
         thread does so for all."""
+        self.passed()
         with self._idle:
             if self._is_deciding:
                 return

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from syncline.core.slices import SliceState
 from syncline.core.verdicts import Commit
 from syncline.net.transport import buffer_of
 from syncline.roles.server.homes import Home
-from syncline.roles.server.replication import Replica, Update
+from syncline.roles.server.replication import Partner, Region, Replica, Update, update_of
 from syncline.roles.server.rules import SliceRules, Source
 from syncline.roles.server.work import Contribution, Progress, Work, late_of, uses_of
 
@@ -50,8 +50,8 @@ class Snapshot:
 class HostedSlice:
     """One slice at its server. All methods that change it hold its lock; nothing is sent under it.
 
-    With a backup (`replica`), an update goes there first: it is *in flight* until it is acknowledged, and applied
-    here after that. One is in flight at a time.
+    With backups (`replicas`), an update goes there first: it is *in flight* until all have acknowledged it, and
+    applied here after that; in a ring, when all have voted for its round. One is in flight at a time.
     """
 
     def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
@@ -65,7 +65,8 @@ class HostedSlice:
         self.spare: list[Bytes] = []  # memory of snapshots that were sent
         self._encoded: tuple[int, Encoded] | None = None  # a version, for those who are sent it
         self.queue: collections.deque[Work] = collections.deque()
-        self.replica: Replica | None = None
+        self.replicas: list[Replica] = []
+        self._own_region: Region | None = None
         self.in_flight: Update | None = None
         self.is_sending = False  # by a thread that looks for the acknowledgement when it has sent
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
@@ -80,12 +81,12 @@ class HostedSlice:
         """Applies what waits, in order, unless a reader has pinned the slice; returns what is done."""
         done: list[Work] = []
         with self.lock:
-            if self.replica is None and self.in_flight is None:
+            if not self.replicas and self.in_flight is None and not any(w.waits_for_votes for w in self.queue):
                 while self.queue and not self.state.pins:
                     done.append(self._apply_alone(self.queue.popleft()))
                 self._tell_of(done)
                 return done
-        return self._drain_with_backup()
+        return self._drain_with_backups()
 
     def _apply_alone(self, work: Work) -> Work:
         try:
@@ -96,36 +97,44 @@ class HostedSlice:
             work.error = work.error or error
         return work
 
-    def _drain_with_backup(self) -> list[Work]:
+    def _drain_with_backups(self) -> list[Work]:
         done: list[Work] = []
         while True:
             with self.lock:
-                began = len(done)
-                update = self._advance(done)
+                began, held = len(done), list[Work]()
+                update = self._advance(done, held)
                 self._tell_of(done[began:])
-                replica = self.replica
-            if update is None or replica is None:
+            for work in held:
+                work.slice_held()
+            if update is None:
                 return done
             self.is_sending = True
             try:
-                replica.send(self, update)
+                for parcel in update.parcels:
+                    parcel.send()
             finally:
                 # Whoever brings the acknowledgement sees this, or this thread sees the acknowledgement.
                 self.is_sending = False
 
-    def _advance(self, done: list[Work]) -> Update | None:
-        """Under the lock: what is acknowledged is applied; the next update, which is to be sent, if there is one."""
+    def _advance(self, done: list[Work], held: list[Work]) -> Update | None:
+        """Under the lock: what is acknowledged is applied; the next update, which is to be sent, if there is one.
+        `held`: in a ring, rounds that all have here, and that wait for votes."""
         while not self.state.pins:
-            update, replica = self.in_flight, self.replica
+            update = self.in_flight
             if update is not None:
                 if not update.is_acknowledged:
+                    return None
+                if update.work.waits_for_votes:
+                    if not update.is_told:
+                        update.is_told = True
+                        held.append(update.work)
                     return None
                 self.in_flight = None
                 self._finish(update)
                 done.append(update.work)
             elif not self.queue:
                 return None
-            elif replica is None:
+            elif not self.replicas and not self.queue[0].waits_for_votes:
                 done.append(self._apply_alone(self.queue.popleft()))
             else:
                 work = self.queue.popleft()
@@ -133,21 +142,26 @@ class HostedSlice:
                     with self.home.at_work():
                         commits = self._admitted(work)
                         gradients = self._gradients_of(work, commits)
-                        made = replica.update(self, work, commits, gradients, self._scale_of(work, commits))
+                        made = update_of(self, work, commits, gradients, self._scale_of(work, commits))
                 except Exception as error:  # as above
                     work.error = work.error or error
                     done.append(work)
                     continue
-                if not replica.is_seeding:
+                if made.parcels or work.waits_for_votes:
                     self.in_flight = made
-                    return made
-                self._finish(made)
-                done.append(work)
+                    if made.parcels:
+                        return made
+                else:
+                    self._finish(made)
+                    done.append(work)
         return None
 
     def _finish(self, update: Update) -> None:
-        """The backup has it: the same numbers, from where they lie for both, are applied here."""
+        """The backups have it: the same numbers, from where they lie for all, are applied here."""
         try:
+            for replica in self.replicas:
+                if replica.is_seeding:
+                    replica.gather(self, update)
             with self.home.at_work():
                 self._take_in(update.work, update.commits, update.gradients(self), update.scale)
                 update.compare(self)
@@ -253,14 +267,50 @@ class HostedSlice:
         with self.home.at_work():
             return self.rules.squared_norm(self.gradients(work.commits, work))
 
-    # -- its backup ---------------------------------------------------------------------------------------
+    # -- its backups --------------------------------------------------------------------------------------
 
-    def stand_alone(self) -> None:
-        """It has no backup any more: what was on its way there is applied here alone. To be drained after this."""
+    def own_region(self) -> Region:
+        """For an update that no backup is to have."""
+        if self._own_region is None:
+            self._own_region = Region(np.zeros(self.part.num_bytes, np.uint8), self.part.dtype)
+        return self._own_region
+
+    def replica_on(self, server: str) -> Replica | None:
+        return next((replica for replica in self.replicas if replica.partner.name == server), None)
+
+    def stand_alone(self, partner: Partner | None = None) -> None:
+        """It has no backup there any more, or nowhere: what was on its way counts without. To be drained."""
         with self.lock:
-            self.replica = None
-            if self.in_flight is not None:
-                self.in_flight.is_acknowledged = True
+            update = self.in_flight
+            for parcel in update.parcels if update is not None else ():
+                parcel.is_acknowledged |= partner in (None, parcel.replica.partner)
+            self.replicas = [r for r in self.replicas if partner is not None and r.partner is not partner]
+
+    def renew_backups(self) -> None:
+        """Under the lock, to be drained after it: all of the slice goes over once more."""
+        for replica in self.replicas:
+            replica.renew(self)
+
+    def is_summing(self, work: Work) -> bool:
+        """In a ring: whether this round's sum is there, and not applied yet."""
+        with self.lock:
+            return self.in_flight is not None and self.in_flight.work is work
+
+    def count_on_nobody(self) -> None:
+        """Whatever is in flight is acknowledged by whoever is left. To be drained after this."""
+        with self.lock:
+            for parcel in self.in_flight.parcels if self.in_flight is not None else ():
+                parcel.is_acknowledged = True
+
+    def drop(self, works: Collection[Work]) -> None:
+        """These rounds count nowhere: they are made anew. Whoever is being seeded with them is not any more."""
+        with self.lock:
+            self.queue = collections.deque(work for work in self.queue if work not in works)
+            update = self.in_flight
+            if update is not None and update.work in works:
+                self.in_flight = None
+                for parcel in update.parcels:
+                    parcel.is_acknowledged = True
 
     # -- readers ------------------------------------------------------------------------------------------
 

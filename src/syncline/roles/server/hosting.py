@@ -20,7 +20,7 @@ from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Partner
-from syncline.roles.server.seeding import alone_replica
+from syncline.roles.server.seeding import alone_replica, supply
 
 Dial = Callable[[Member], Endpoint]
 
@@ -170,6 +170,17 @@ class Hosting:
             )
         return self._partners[key]
 
+    def partners_named(self, names: Collection[str]) -> list[Partner]:
+        """The ways to these servers, but for this one."""
+        others = [self._members[name] for name in sorted(names) if name in self._members and name != self.name]
+        return [self.partner(member) for member in others]
+
+    def supply(self, goes_on: Callable[[], bool]) -> None:
+        """In a ring, within a change: backups that have just been named get what they lack. Nothing is applied
+        meanwhile."""
+        for partner in list(self._partners.values()):
+            supply(partner, list(self.slices.values()), goes_on)
+
     def fence_servers(self, there: Collection[Identity], generation: int) -> None:
         """These are all that there were; what others have sent so far is taken in, and nothing more. Who has come
         since is none of those."""
@@ -189,16 +200,16 @@ class Hosting:
         alone = []
         for seat in seats:
             slot = self.slices.get(seat.slice)
-            replica = slot.replica if slot is not None and seat.primary == self.name else None
-            if slot is None or replica is None:
+            if slot is None or seat.primary != self.name:
                 continue
-            if replica.partner.name == seat.backup:
-                replica.is_named = True
-            elif replica.is_seeding:
-                continue  # that is between this server and its copy, which no seat counts on yet
-            else:  # whatever else was given a copy: no seat counts on it
-                slot.stand_alone()
-                alone.append(slot)
+            for replica in slot.replicas:
+                if replica.partner.name in seat.backups:
+                    replica.is_named = True
+                elif replica.is_seeding:
+                    continue  # that is between this server and its copy, which no seat counts on yet
+                else:  # whatever else was given a copy: no seat counts on it
+                    slot.stand_alone(replica.partner)
+                    alone.append(slot)
         for slot in alone:
             self._pool.submit(functools.partial(self._drain, slot))
 
@@ -210,9 +221,10 @@ class Hosting:
         """A generation begins. Nothing is on its way through slices that change. Ways that lead nowhere any more."""
         self.hear(members, ())
         for seat in seats:
+            before = self._seats.get(seat.slice)
             self._sit(seat)
             if seat.primary == self.name:
-                self._become_primary(seat)
+                self._become_primary(seat, before)
             else:
                 self._become_other(seat)
         there = {(member.name, member.incarnation) for member in members}
@@ -220,7 +232,7 @@ class Hosting:
         self.backups.forget_lenders_but(set(self._members))
         return [self._partners.pop(key) for key in gone]
 
-    def _become_primary(self, seat: Seat) -> None:
+    def _become_primary(self, seat: Seat, before: Seat | None) -> None:
         slot = self.slices.get(seat.slice)
         if slot is None:
             slot = self._arriving.pop(seat.slice, None)
@@ -233,11 +245,14 @@ class Hosting:
                 return
             slot.state.pins = 0
             self.slices[seat.slice] = slot
-        backup = self._members.get(seat.backup)
-        if slot.replica is None and backup is not None:
-            with slot.lock:
-                slot.replica = alone_replica(self.partner(backup), slot)
-                slot.replica.is_named = True
+        for name in seat.backups:
+            backup = self._members.get(name)
+            if backup is not None and slot.replica_on(name) is None:
+                replica = alone_replica(self.partner(backup), slot)
+                replica.is_named = True
+                replica.is_new = name not in before.names if before is not None else True
+                with slot.lock:
+                    slot.replicas = [*slot.replicas, replica]
 
     def _become_other(self, seat: Seat) -> None:
         slot = self.slices.pop(seat.slice, None)
@@ -247,7 +262,7 @@ class Hosting:
             with slot.lock:
                 slot.rules.about_to_change(waits=False)  # its memory may be gone
         self._arriving.pop(seat.slice, None)
-        if seat.backup == self.name:
+        if self.name in seat.backups:
             if slot is not None:
                 self.backups.put_in(slot, seat.primary)
             elif seat.slice in self.backups.backups:
@@ -290,7 +305,8 @@ class Hosting:
                 clock = slot.copied.get(life_of(name, incarnation)) if slot.copied is not None else None
                 if clock is not None:
                     slot.state.clocks.setdefault((name, incarnation), clock)
-        used = [s.state for s in self.slices.values() if s.uploaded and (s.copied is None or s.state.clocks)]
+        slots = list(self.slices.values()) or self.backups.slots()
+        used = [s.state for s in slots if s.uploaded and (s.copied is None or s.state.clocks)]
         found = least_clocks(used) if used else given
         if in_rounds:
             # Who has made steps and is unknown to all slices here came to them late; its last one may be open.

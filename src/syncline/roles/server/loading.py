@@ -180,8 +180,7 @@ class Loading:
                     slot.state.clocks = {life: clock for life, clock in clocks.items() if life in lives}
                     slot.copied = {life_of(*life): clock for life, clock in clocks.items()}
                 slot.uploaded = True
-                if slot.replica is not None:
-                    slot.replica.renew(slot)
+                slot.renew_backups()
         self._taken[slot.part.id] = (slot, message.digest)
         self._drain(slot)
 

@@ -1,4 +1,4 @@
-"""Replication, as the primary of a slice sees it: every update goes to the backup before it counts here."""
+"""Replication, as the primary of a slice sees it: every update goes to the backups before it counts here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,42 +48,73 @@ class Letter(NamedTuple):
 
 
 class Region:
-    """Slice-shaped memory for the update in flight; where it is lent, the backup's process maps it too."""
+    """Slice-shaped memory for the update in flight; where it is lent, a backup's process maps it too."""
 
     def __init__(self, array: Bytes, dtype: str, memory: Memory | None = None) -> None:
         self.array, self.flat = array, tensor_of(array, dtype)
         self._memory = memory  # kept as long as a slice uses it
 
 
+class Parcel:
+    """An update for one backup, until that has acknowledged it."""
+
+    def __init__(self, replica: Replica, slot: HostedSlice, update: Update, letter: Letter) -> None:
+        self.replica, self.slot, self.update, self.letter = replica, slot, update, letter
+        self.seed: Letter | None = None  # goes before it
+        self.num_seeds = 0
+        self.is_acknowledged = self.is_refused = False
+        self.digest = b""
+
+    def send(self) -> None:
+        self.replica.send(self)
+
+
 class Update:
-    """One update on its way to the backup, and then into the slice."""
+    """One update on its way to the backups, and then into the slice."""
 
     def __init__(
         self,
         work: Work,
         commits: Sequence[Commit[Contribution]],
         region: Region,
-        letter: Letter,
-        has: Sequence[int],
+        has: list[int],
         scale: float,
     ) -> None:
         self.scale = scale  # what its gradient counts, there and here
-        self.work, self.commits, self.letter = work, commits, letter
-        self._region, self._has = region, has
-        self.seed: Letter | None = None  # goes before it
-        self.num_seeds = 0
-        self.is_acknowledged = self.is_refused = False
+        self.work, self.commits, self.has = work, commits, has
+        self.region = region
+        self.parcels: list[Parcel] = []
         self.since = time.monotonic()
-        self.digest = b""
-        self.differs: Callable[[], None] = lambda: None
+        self.is_told = False  # in a ring: its round knows that all hold it
+
+    @property
+    def is_acknowledged(self) -> bool:
+        return all(parcel.is_acknowledged for parcel in self.parcels)
 
     def gradients(self, slot: HostedSlice) -> list[torch.Tensor | None]:
-        return slot.rules.as_pieces(self._region.flat, self._has)
+        return slot.rules.as_pieces(self.region.flat, self.has)
 
     def compare(self, slot: HostedSlice) -> None:
-        """Applied here too: both must have come to the same bytes."""
-        if self.digest and digest_of(slot) != self.digest:
-            self.differs()
+        """Applied here too: all must have come to the same bytes."""
+        told = [parcel for parcel in self.parcels if parcel.digest]
+        mine = digest_of(slot) if told else b""
+        for parcel in told:
+            if parcel.digest != mine:
+                parcel.replica.differs(slot)
+
+
+def update_of(
+    slot: HostedSlice,
+    work: Work,
+    commits: Sequence[Commit[Contribution]],
+    gradients: Sequence[torch.Tensor | None],
+    scale: float,
+) -> Update:
+    """Under the slice's lock: the next update, as its backups will get it."""
+    region = slot.replicas[0].region if slot.replicas else slot.own_region()
+    made = Update(work, commits, region, slot.rules.lay_down(gradients, region.flat), scale)
+    made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]
+    return made
 
 
 def digest_of(slot: HostedSlice) -> bytes:
@@ -111,97 +142,106 @@ class Replica:
     """
 
     def __init__(self, partner: Partner, region: Region, lent: tuple[int, int] | None = None) -> None:
-        self.partner, self._region, self.lent = partner, region, lent
+        self.partner, self.region, self.lent = partner, region, lent
         self.outbox: collections.deque[Letter] | None = None
         self.needs_seed = False
         self.is_named = False  # by the seats: the coordinator counts on it
+        self.is_new = False  # in a ring: named, and not supplied yet
 
     @property
     def is_seeding(self) -> bool:
         return self.outbox is not None
 
-    def update(
-        self,
-        slot: HostedSlice,
-        work: Work,
-        commits: Sequence[Commit[Contribution]],
-        gradients: Sequence[torch.Tensor | None],
-        scale: float,
-    ) -> Update:
-        """Under the slice's lock: the next update, as the backup will get it."""
-        has = slot.rules.lay_down(gradients, self._region.flat)
-        version = slot.state.version
-        message = Replicate(
-            slot.part.id,
-            version,
-            [(c.worker, c.item.incarnation, c.clock) for c in commits],
-            list(work.fences),
-            has,
-            list(work.overrides_for(slot.part.segment).items()),
-            scale,
-            bool(has) and (version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind,
-            uses_of(commits) if slot.part.id == 0 else [],
-            late_of(commits) if slot.part.id == 0 else [],
-            work.roll,
-        )
-        views = slot.rules.bytes_of_pieces(self._region.array, has)
-        if self.outbox is not None:
-            # The next update overwrites the region before this one has left.
-            self.outbox.append(Letter(message, [memoryview(bytes(view)) for view in views]))
-        made = Update(work, commits, self._region, Letter(message, () if self.lent else views), has, scale)
-        if self.needs_seed and self.outbox is None:
+    def parcel(self, slot: HostedSlice, update: Update) -> Parcel:
+        """Under the slice's lock: an update, as this backup will get it."""
+        wants_digest = (slot.state.version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind
+        message = self._message(slot, update, wants_digest=wants_digest and bool(update.has))
+        views = slot.rules.bytes_of_pieces(update.region.array, update.has)
+        if self.lent and self.region is not update.region:
+            for mine, view in zip(slot.rules.bytes_of_pieces(self.region.array, update.has), views, strict=True):
+                mine[:] = view
+        made = Parcel(self, slot, update, Letter(message, () if self.lent else views))
+        if self.needs_seed:
             self.needs_seed, made.seed = False, seed_of(slot, self.lent)
-        made.differs = functools.partial(self._differs, slot)
         return made
 
-    def send(self, slot: HostedSlice, update: Update) -> None:
+    def gather(self, slot: HostedSlice, update: Update) -> None:
+        """Under the slice's lock, while the copy is being seeded: this is applied here, and follows the seed. The
+        next update overwrites the region before this one has left."""
+        assert self.outbox is not None
+        views = slot.rules.bytes_of_pieces(update.region.array, update.has)
+        message = self._message(slot, update, wants_digest=False)
+        self.outbox.append(Letter(message, [memoryview(bytes(view)) for view in views]))
+
+    def _message(self, slot: HostedSlice, update: Update, *, wants_digest: bool) -> Replicate:
+        work, commits, is_first = update.work, update.commits, slot.part.id == 0
+        return Replicate(
+            slot.part.id,
+            slot.state.version,
+            [(c.worker, c.item.incarnation, c.clock) for c in commits],
+            list(work.fences),
+            update.has,
+            list(work.overrides_for(slot.part.segment).items()),
+            update.scale,
+            wants_digest and not work.waits_for_votes,
+            uses_of(commits) if is_first else [],
+            late_of(commits) if is_first else [],
+            work.roll,
+            work.ballot if not self.is_seeding else None,
+        )
+
+    def send(self, parcel: Parcel) -> None:
         """Sends an update; whatever goes wrong, it stays in flight until it is acknowledged, or the slice alone."""
         endpoint = self.partner.current()
         if endpoint is None:
-            self.partner.repeat_later(slot, self, update)
+            self.partner.repeat_later(parcel)
             return
         try:
-            if update.seed is not None:
-                update.seed.send(endpoint)
-            call = update.letter.send(endpoint)
+            if parcel.seed is not None:
+                parcel.seed.send(endpoint)
+            call = parcel.letter.send(endpoint)
         except ConnectionLost:
-            self.partner.repeat_later(slot, self, update)
+            self.partner.repeat_later(parcel)
             return
         if faults.armed is not None:
             faults.reach("replicate.sent")
-        call.when_done(functools.partial(self._answered, slot, update, call))
+        call.when_done(functools.partial(self._answered, parcel, call))
 
-    def _answered(self, slot: HostedSlice, update: Update, call: Call) -> None:
+    def _answered(self, parcel: Parcel, call: Call) -> None:
         """In the thread that brings it."""
+        slot = parcel.slot
         try:
             answer = call.wait(0)
             assert isinstance(answer, Replicated)
-            update.digest = answer.digest
+            parcel.digest = answer.digest
         except ConnectionLost:
-            self.partner.repeat_later(slot, self, update)
+            self.partner.repeat_later(parcel)
             return
         except FencedError as error:
             # Another primary is on its way in, or an Install is: the coordinator's word will come.
-            if not update.is_refused:
+            if not parcel.is_refused and parcel.update.work.ballot is None:
                 self.partner.log(f"slice {slot.part.id}: {self.partner.name} refuses updates from here: {error}")
-            update.is_refused = True
-            self.partner.repeat_later(slot, self, update)
+            parcel.is_refused = True
+            self.partner.repeat_later(parcel)
             return
         except RuleError:
             self.needs_seed = True  # it raised there, and will here
         except SynclineError as error:
-            self._seed_and_repeat(slot, update, error)
+            self._seed_and_repeat(parcel, error)
             return
         if faults.armed is not None:
             faults.reach("replicate.acknowledged")
-        update.is_acknowledged = True
-        if not slot.is_sending:
+        parcel.is_acknowledged = True
+        if not slot.is_sending and parcel.update.is_acknowledged:
             self.partner.drain(slot)
 
-    def _seed_and_repeat(self, slot: HostedSlice, update: Update, error: SynclineError) -> None:
+    def _seed_and_repeat(self, parcel: Parcel, error: SynclineError) -> None:
         """The backup is not where it should be: all of the slice goes over once more, then the update again."""
-        update.num_seeds += 1
-        waits = update.num_seeds > _MOST_SEEDS
+        if parcel.is_acknowledged:
+            return  # it was given up meanwhile
+        slot = parcel.slot
+        parcel.num_seeds += 1
+        waits = parcel.num_seeds > _MOST_SEEDS
         what = "the slice waits for the coordinator's word" if waits else "it is seeded anew"
         self.partner.log(
             f"slice {slot.part.id}: its backup on {self.partner.name} refused an update: {error}; {what}"
@@ -209,12 +249,12 @@ class Replica:
         if waits:
             return
         with slot.lock:
-            if slot.in_flight is not update or update.is_acknowledged:
+            if slot.in_flight is not parcel.update or parcel.is_acknowledged:
                 return
-            update.seed = seed_of(slot, self.lent)
-        self.partner.submit(functools.partial(self.send, slot, update))
+            parcel.seed = seed_of(slot, self.lent)
+        self.partner.submit(parcel.send)
 
-    def _differs(self, slot: HostedSlice) -> None:
+    def differs(self, slot: HostedSlice) -> None:
         """Under the slice's lock."""
         self.partner.log(
             f"slice {slot.part.id}: the backup on {self.partner.name} differs from the primary at version "
@@ -226,6 +266,15 @@ class Replica:
         """Under the slice's lock, to be drained after it: all of the slice goes over once more."""
         self.needs_seed = True
         slot.queue.append(FenceWork((), (slot,), finished))
+
+
+class Sendable(Protocol):
+    """What goes to another server, again and again until it is acknowledged there."""
+
+    @property
+    def is_acknowledged(self) -> bool: ...
+
+    def send(self) -> None: ...
 
 
 class Partner:
@@ -247,7 +296,7 @@ class Partner:
         self._lock = threading.Lock()
         self._dialing = threading.Lock()
         self._endpoint: Endpoint | None = None
-        self._waiting: list[tuple[HostedSlice, Replica, Update]] = []
+        self._waiting: list[Sendable] = []
         self._repeating = False
         self._closed = threading.Event()
         self.num_lent = 0
@@ -270,10 +319,10 @@ class Partner:
                 endpoint = self._endpoint = self._dial(self.member)
             return endpoint
 
-    def repeat_later(self, slot: HostedSlice, replica: Replica, update: Update) -> None:
-        """The connection broke: this update goes out again when there is one."""
+    def repeat_later(self, item: Sendable) -> None:
+        """The connection broke: this goes out again when there is one."""
         with self._lock:
-            self._waiting.append((slot, replica, update))
+            self._waiting.append(item)
             if self._repeating or self._closed.is_set():
                 return
             self._repeating = True
@@ -283,7 +332,7 @@ class Partner:
         pause = _AGAIN_SECONDS
         while not self._closed.wait(pause):
             with self._lock:
-                self._waiting = [item for item in self._waiting if not item[2].is_acknowledged]
+                self._waiting = [item for item in self._waiting if not item.is_acknowledged]
                 if not self._waiting:
                     self._repeating = False
                     return
@@ -295,8 +344,8 @@ class Partner:
             pause = _AGAIN_SECONDS
             with self._lock:
                 waiting, self._waiting = self._waiting, []
-            for slot, replica, update in waiting:
-                replica.send(slot, update)
+            for item in waiting:
+                item.send()
 
     def close(self) -> None:
         self._closed.set()

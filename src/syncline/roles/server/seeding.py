@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,17 +16,19 @@ from syncline.core.layout import aligned
 from syncline.core.members import Member
 from syncline.core.message import Done
 from syncline.core.traffic import Lend
-from syncline.errors import ConnectionLost, SynclineError
-from syncline.net.rpc import Endpoint, Request
+from syncline.errors import ConnectionLost, FencedError, SynclineError
+from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory
 from syncline.roles.server.hosted import HostedSlice
-from syncline.roles.server.replication import Partner, Region, Replica, seed_of
+from syncline.roles.server.replication import Partner, Region, Replica, Update, seed_of
 from syncline.roles.server.work import FenceWork
 
 #: Between two looks at what has gathered for a backup that is still taking its seed in.
 _LOOK_SECONDS = 0.001
 #: For a backup to take in what has gathered since its seed; and how often it is looked whether it is still there.
 _TAIL_SECONDS, _LOST_SECONDS = 60.0, 0.05
+#: Until a backup that has not heard yet that it is one is asked again.
+_AGAIN_SECONDS = 0.01
 Drain = Callable[[HostedSlice], None]
 
 
@@ -78,7 +81,7 @@ class Seeding:
     def _replicas(self, endpoint: Endpoint, partner: Partner, slots: Sequence[HostedSlice]) -> list[Replica]:
         """Where the updates of these slices will lie: in one memory that is lent, where the other side can map it."""
         total = sum(aligned(slot.part.num_bytes) for slot in slots)
-        memory = self._lend(endpoint, partner, total) if slots else None
+        memory = lend(endpoint, partner, total) if slots else None
         found, offset = [], 0
         for slot in slots:
             size = slot.part.num_bytes
@@ -90,26 +93,13 @@ class Seeding:
             offset += aligned(size)
         return found
 
-    def _lend(self, endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
-        if not endpoint.shares_memory:
-            return None
-        try:
-            memory = endpoint.create_memory(num_bytes)
-        except OSError:
-            return None  # too little to share: updates go over the socket
-        partner.num_lent += 1
-        endpoint.call(Lend(partner.num_lent, num_bytes), attachment=memory).wait(_TAIL_SECONDS)
-        return memory
-
     def _seed(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> float:
         """The whole slice, then what has happened to it meanwhile; returns the seconds that it stood still."""
-        began = time.perf_counter()
-        with slot.lock:
-            if slot.in_flight is not None:
-                raise SynclineError(f"slice {slot.part.id} has an update in flight that is not through yet")
+        with self._between_updates(slot):
+            began = time.perf_counter()
             letter = seed_of(slot, replica.lent)
             replica.outbox = collections.deque()
-            slot.replica = replica
+            slot.replicas = [*slot.replicas, replica]
         took = time.perf_counter() - began
         seed = letter.send(endpoint)
         if faults.armed is not None:
@@ -120,6 +110,19 @@ class Seeding:
         seed.wait(0)
         self._count_on_it(endpoint, slot, replica)
         return took
+
+    @contextlib.contextmanager
+    def _between_updates(self, slot: HostedSlice) -> Iterator[None]:
+        """Holds the slice's lock while no update of it is in flight."""
+        until = time.monotonic() + _TAIL_SECONDS
+        while True:
+            with slot.lock:
+                if slot.in_flight is None:
+                    yield
+                    return
+            if time.monotonic() > until:
+                raise SynclineError(f"slice {slot.part.id} has an update in flight that is not through yet")
+            time.sleep(_LOOK_SECONDS)
 
     def _send_gathered(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
         """What was applied here since the seed follows it."""
@@ -134,14 +137,15 @@ class Seeding:
     def _count_on_it(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
         """From here on an update needs both. The slice stands still until the copy has all that was before it."""
         there = threading.Event()
-        with slot.lock:
+        with self._between_updates(slot):
             _check_wanted(slot, replica)
             gathered, replica.outbox = replica.outbox or (), None
-            last = replica.update(slot, FenceWork((), (slot,), lambda work: there.set()), (), (), 1.0)
+            last = Update(FenceWork((), (slot,), lambda work: there.set()), (), replica.region, [], 1.0)
+            last.parcels = [replica.parcel(slot, last)]
             slot.in_flight = last
         for each in gathered:
             each.send(endpoint)
-        replica.send(slot, last)
+        last.parcels[0].send()
         until = time.monotonic() + _TAIL_SECONDS
         while not there.wait(_LOST_SECONDS):
             if not endpoint.is_open or time.monotonic() > until:
@@ -150,10 +154,60 @@ class Seeding:
 
     def _take_back(self, slot: HostedSlice, partner: Partner) -> None:
         """It did not come to that: whoever the seats do not name is no backup."""
-        replica = slot.replica
+        replica = slot.replica_on(partner.name)
         if replica is not None and replica.partner is partner and not replica.is_named:
-            slot.stand_alone()
+            slot.stand_alone(partner)
             self._drain(slot)
+
+
+def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[], bool]) -> None:
+    """In a ring, while nothing is applied: all that this backup lacks goes over, and memory for what follows. Who has
+    not heard of the change yet refuses it, and is asked again."""
+    found = [(slot, replica) for slot in slots if (replica := slot.replica_on(partner.name)) and replica.is_named]
+    if not any(replica.is_new or replica.lent is None for _, replica in found):
+        return
+    endpoint = partner.connect()
+    lacking = [(s, r) for s, r in found if r.is_new or (r.lent is None and endpoint.shares_memory)]
+    memory = lend(endpoint, partner, sum(aligned(s.part.num_bytes) for s, _ in lacking)) if lacking else None
+    offset = 0
+    for slot, replica in lacking:
+        if memory is not None:
+            view = memory.array[offset : offset + slot.part.num_bytes]
+            with slot.lock:
+                replica.region, replica.lent = Region(view, slot.part.dtype, memory), (partner.num_lent, offset)
+            offset += aligned(slot.part.num_bytes)
+    while lacking:
+        calls = [(slot, replica, _seed_now(slot, replica, endpoint)) for slot, replica in lacking]
+        lacking = []
+        for slot, replica, call in calls:
+            try:
+                call.wait(_TAIL_SECONDS)
+                replica.is_new = False
+            except FencedError:
+                lacking.append((slot, replica))
+        if lacking and not goes_on():
+            raise ConnectionLost(f"{partner.name} could not be supplied before the next change")
+        if lacking:
+            time.sleep(_AGAIN_SECONDS)
+
+
+def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
+    with slot.lock:
+        letter = seed_of(slot, replica.lent)
+    return letter.send(endpoint)
+
+
+def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
+    """Memory for updates, where the other side can map it."""
+    if not endpoint.shares_memory:
+        return None
+    try:
+        memory = endpoint.create_memory(num_bytes)
+    except OSError:
+        return None  # too little to share: updates go over the socket
+    partner.num_lent += 1
+    endpoint.call(Lend(partner.num_lent, num_bytes), attachment=memory).wait(_TAIL_SECONDS)
+    return memory
 
 
 def alone_replica(partner: Partner, slot: HostedSlice) -> Replica:
@@ -162,13 +216,13 @@ def alone_replica(partner: Partner, slot: HostedSlice) -> Replica:
 
 
 def _check_wanted(slot: HostedSlice, replica: Replica) -> None:
-    if slot.replica is not replica:
+    if replica not in slot.replicas:
         raise ConnectionLost(f"slice {slot.part.id} was given up")
 
 
 def _has(slot: HostedSlice, target: Member) -> bool:
     """Whether this slice's backup is there, and listens."""
-    replica = slot.replica
+    replica = slot.replica_on(target.name)
     if replica is None or replica.is_seeding:
         return False
     member = replica.partner.member

@@ -34,33 +34,30 @@ from syncline.core.rounds import Rounds
 from syncline.core.saving import TakeUp
 from syncline.core.traffic import (
     AskHosted,
-    AskPlace,
     AskState,
     Attach,
     CommitStaged,
     GiveClip,
-    GivenPlace,
     Lend,
     LoadState,
     Map,
     Pin,
-    Prefer,
     Pull,
     Replicate,
-    Rest,
     Restore,
     Seed,
     Stage,
     Unpin,
     Upload,
     Verify,
+    Vote,
 )
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
 from syncline.extensions import load
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.stalls import BROKEN_OFF
 from syncline.net.transport import Buffer, Memory, Peer
-from syncline.roles.server.commits import Commits
+from syncline.roles.server.commits import Commits, commit_handlers
 from syncline.roles.server.counts import stats_of
 from syncline.roles.server.flow import Flow
 from syncline.roles.server.gate import CommitGate
@@ -77,6 +74,7 @@ from syncline.roles.server.staging import Staging
 from syncline.roles.server.states import StateTransfer
 from syncline.roles.server.uses import uses_handlers
 from syncline.roles.server.values import Values
+from syncline.roles.server.voting import Voting, hear_vote, voting_of
 from syncline.roles.server.waits import beat_of
 from syncline.roles.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
@@ -111,6 +109,7 @@ class Server:
         self._lock = threading.Lock()
         self._commits: Commits | None = None
         self._generations: Generations | None = None
+        self._voting: Voting | None = None  # in a ring
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
         self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
         self.name = name
@@ -157,6 +156,7 @@ class Server:
         )
         self._hosting.hear(joined.members, ())
         commits.ranks.hear(joined.members)
+        flow.voting = self._voting = voting_of(commits, self._hosting, self._pool) if config.is_ring else None
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -169,6 +169,7 @@ class Server:
             log=self._log,
             hold_seconds=self._hold_seconds,
             cut_off=self._cut_off,
+            voting=self._voting,
         )
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
@@ -260,10 +261,8 @@ class Server:
 
     def _rare_handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
         return {
-            Rest: self._rest,
             Leave: self._leave,
-            Prefer: self._prefer,
-            AskPlace: lambda request, message: request.reply(GivenPlace(self.commits.slowest())),
+            **commit_handlers(lambda: self.commits),
             AskWhy: self._why,
             **uses_handlers(lambda: self.commits, self._slices, self._hosting.backups),
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
@@ -274,6 +273,7 @@ class Server:
             AskState: self._states.give,
             LoadState: self._load_state,
             Lend: self._hosting.backups.lend,
+            Vote: lambda request, message: hear_vote(self._voting, request, message),
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),
             Install: lambda request, message: self._changes().install(request, message),
@@ -286,9 +286,6 @@ class Server:
             **saving_handlers(self._cut, self._saving),
             TakeUp: lambda request, message: self._loading.take_up(request, message, self.commits),
         }
-
-    def _rest(self, request: Request, message: Rest) -> None:
-        self.commits.rest(request, message)
 
     def _leave(self, request: Request, message: Leave) -> None:
         with self._lock:
@@ -354,10 +351,6 @@ class Server:
             self.commits.about_to_load(request, message)
         else:
             self._states.load(request, message)
-
-    def _prefer(self, request: Request, message: Prefer) -> None:
-        self.commits.flow.prefer(message.slices)
-        request.reply(Done())
 
     def _why(self, request: Request, message: AskWhy) -> None:
         reason, is_awaited = self.commits.why(request.peer.name)

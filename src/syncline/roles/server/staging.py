@@ -62,10 +62,10 @@ class Staging:
         for place in [k for k in self._arenas if k[0] == worker]:
             self._let_go(self._arenas.pop(place))
 
-    def forget_slices(self, gone: Container[int]) -> None:
-        """These slices are not here any more."""
+    def keep_only(self, slices: Container[int]) -> None:
+        """Others are not here any more."""
         for table in (self._tensors, self._buffers):
-            for key in [k for k in table if k[2] in gone]:
+            for key in [k for k in table if k[2] not in slices]:
                 del table[key]
 
     def _let_go(self, arena: Memory) -> None:

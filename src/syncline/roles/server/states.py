@@ -73,7 +73,7 @@ class StateTransfer:
         for slot, entries in zip(slots, grouped.values(), strict=True):
             with slot.lock:
                 slot.rules.load_state(entries)
-                if slot.replica is not None:
+                if slot.replicas:
                     with_backup.append(slot)
         self._when_backed(with_backup, lambda: request.reply(Done()))
 
@@ -85,8 +85,8 @@ class StateTransfer:
         work = FenceWork((), slots, lambda work: then())
         for slot in slots:
             with slot.lock:
-                if slot.replica is not None:
-                    slot.replica.needs_seed = True
+                for replica in slot.replicas:
+                    replica.needs_seed = True
                 slot.queue.append(work)
         for slot in slots:
             self._drain(slot)

@@ -53,8 +53,7 @@ class Values:
             with slot.lock:
                 slot.rules.uploaded()
                 slot.uploaded = True
-                if slot.replica is not None:
-                    slot.replica.renew(slot)
+                slot.renew_backups()
             self._drain(slot)
         request.reply(Done())
 

@@ -34,7 +34,7 @@ def _rounds(commits: Commits, now: float) -> list[Wait]:
         there = [commit for commit in oldest if commit.worker not in missing]
         since = min(commit.item.since for commit in there or oldest)
         found.append(Wait("", (there or oldest)[0].clock, missing, max(0.0, now - since), "round"))
-    for work in commits.flow.clipping():
+    for work in commits.flow.clipping.works():
         asked = [commit for commit in work.commits if not commit.item.is_fenced]
         if asked and not work.applied and not work.scaled:
             since = min(commit.item.since for commit in asked)
@@ -53,8 +53,9 @@ def _lags(commits: Commits, now: float) -> list[Wait]:
 def _backups(slots: Iterable[HostedSlice], now: float) -> list[Wait]:
     longest: dict[str, float] = {}
     for slot in slots:
-        update, replica = slot.in_flight, slot.replica
-        if update is not None and replica is not None and not update.is_acknowledged:
-            name = replica.partner.name
-            longest[name] = max(longest.get(name, 0.0), now - update.since)
+        update = slot.in_flight
+        for parcel in update.parcels if update is not None else ():
+            if not parcel.is_acknowledged:
+                name = parcel.replica.partner.name
+                longest[name] = max(longest.get(name, 0.0), now - parcel.update.since)
     return [Wait("", 0, [name], seconds, "server") for name, seconds in longest.items() if seconds >= MOMENT_SECONDS]

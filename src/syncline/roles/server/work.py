@@ -16,6 +16,7 @@ from syncline.core.rolls import Roll
 from syncline.core.rule import Option
 from syncline.core.slices import Identity
 from syncline.core.verdicts import Commit
+from syncline.core.votes import Ballot
 from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 #: Name, incarnation and clock: one commit, and no other that there will ever be.
 Key = tuple[str, int, int]
+
+
+def key_of(commit: Commit[Contribution]) -> Key:
+    return (commit.worker, commit.item.incarnation, commit.clock)
 
 
 class Progress(Protocol):
@@ -115,6 +120,8 @@ class Work:
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
     roll: Roll | None = None  # with spare workers: of the round that it is, or that its commit was late by
+    ballot: Ballot | None = None  # in a ring: what is voted on
+    waits_for_votes = False
 
     def __init__(self, slots: Sequence[HostedSlice], finished: Callable[[Work], None]) -> None:
         self.slots = slots
@@ -134,6 +141,14 @@ class Work:
             last = self._left == 0
         if last:
             self._finished(self)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether any slice has still to take it in."""
+        return self._left > 0
+
+    def slice_held(self) -> None:
+        """In a ring: all others have what this slice is to get."""
 
     def end(self) -> None:
         """There was no slice to go through."""
@@ -186,8 +201,11 @@ class RoundWork(Work):
         leading: Commit[Contribution],
         policy: Policy,
         finished: Callable[[Work], None],
+        held: Callable[[RoundWork], None] = lambda work: None,
     ) -> None:
+        """`held`: what to do in a ring when all others have what its slices are to get."""
         super().__init__(slots, finished)
+        self._held, self._num_unheld = held, len(slots)
         self.commits, self.policy, self.in_rounds = commits, policy, policy.in_rounds
         self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
         if len(commits) == 1:
@@ -203,6 +221,18 @@ class RoundWork(Work):
         self.failed: RuleError | None = None  # what everyone is answered when it could not be applied
         self.share = 0.0  # of the squared norm, where several servers have one
         self.scaled = False  # whether the norm over all servers is known
+
+    def slice_held(self) -> None:
+        with self._lock:
+            self._num_unheld -= 1
+            last = self._num_unheld == 0
+        if last:
+            self._held(self)
+
+    def also(self, number: int) -> None:
+        """In a ring: so many more slices take it in here, whose primaries are elsewhere."""
+        with self._lock:
+            self._left += number
 
     def answers(self) -> list[Progress]:
         if not self._answers_early or self.error is not None:

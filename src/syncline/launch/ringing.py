@@ -1,0 +1,101 @@
+"""The server in a worker's process, in a ring: it comes with the worker, and stays while the job needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from syncline import config as configuration
+from syncline.core.ring import partner_of
+from syncline.errors import JobFailed, SynclineError, WaitTimeout
+from syncline.launch.jobfile import JobFile
+
+if TYPE_CHECKING:
+    from syncline.launch.serving import End, Serving
+
+#: The script computes in the same process, and the other workers' servers work at the same time.
+MOST_THREADS = 2
+#: For the others' scripts to end too: then nothing has to be handed over.
+TOGETHER_SECONDS = 1.0
+#: Until it asks to leave again: there may be nobody yet who could take what it has.
+AGAIN_SECONDS = 0.5
+
+
+class OwnServer:
+    """A worker's own server; torch is loaded when it begins, with the script's `init()`."""
+
+    def __init__(self, file: JobFile, worker: str, host: str) -> None:
+        """`worker`: its name, or "" for the next free one."""
+        self._file, self._host = file, host
+        self._name = partner_of(worker) if worker else ""
+        self._serving: Serving | None = None
+        self._refused: SynclineError | None = None
+        self._on_refused: Callable[[], None] = lambda: None
+        self._is_over = threading.Event()  # its part in the job
+        self._is_finishing = False  # the script has ended
+
+    # -- coming -------------------------------------------------------------------------------------------
+
+    def begin(self, process: str, on_refused: Callable[[], None]) -> None:
+        """Asks to be a member, beside the worker of the same process. `on_refused`: it cannot be."""
+        from syncline.launch.serving import Serving
+
+        self._on_refused = on_refused
+        num_threads = min(MOST_THREADS, configuration.num_threads())
+        self._serving = Serving(self._file, self._name, self._hear, num_threads=num_threads, process=process)
+        self._serving.join(self._host)
+
+    def check(self) -> None:
+        """Raises what kept it from being a member, if anything has."""
+        if self._refused is not None:
+            raise self._refused
+
+    def wait_until_in(self, seconds: float) -> None:
+        """The worker is in; so is this, or will be in a moment."""
+        assert self._serving is not None
+        for _ in range(int(100 * seconds) + 1):
+            self.check()
+            if self._serving.is_in:
+                return
+            self._is_over.wait(0.01)
+        raise WaitTimeout(f"{self._name or 'the server'} of this process was not in the job within {seconds:g} s")
+
+    # -- going --------------------------------------------------------------------------------------------
+
+    def _hear(self, end: End) -> None:
+        """The job is over, or this is out of it: so is its worker, which says so itself. In any thread."""
+        if end.error is not None:
+            self._refused = end.error
+            if not isinstance(end.error, JobFailed):  # that the worker hears itself, maybe with a better reason
+                self._on_refused()
+        if end.is_bug and not self._is_finishing:
+            sys.stderr.write(f"syncline: {end.line}\n")
+            sys.stdout.flush()
+            os._exit(end.code)  # nothing that this process does counts any more
+        self._is_over.set()
+
+    def finish(self, code: int) -> int:
+        """The script has ended: returns its exit code when the job is over, or others have all that is here.
+
+        A script that failed takes its server along at once.
+        """
+        self._is_finishing = True
+        serving = self._serving
+        if serving is None:
+            return code
+        if code == 0 and not self._is_over.wait(TOGETHER_SECONDS):
+            threading.Thread(target=self._leave, args=(serving,), name="retire", daemon=True).start()
+            self._is_over.wait()
+        serving.close()
+        return code
+
+    def _leave(self, serving: Serving) -> None:
+        while not self._is_over.is_set():
+            try:
+                serving.leave()
+                self._is_over.set()
+            except SynclineError:  # it is the last one: the job ends with it, or another comes
+                self._is_over.wait(AGAIN_SECONDS)

@@ -1,0 +1,242 @@
+"""A server's part in the votes of a ring: rounds that are whole and held wait here until all have voted."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal
+
+from syncline import faults
+from syncline.core.message import Done
+from syncline.core.slices import Identity
+from syncline.core.traffic import Vote
+from syncline.core.votes import Ballot, Votes, ballot_of
+from syncline.errors import ConnectionLost, ProtocolError, SynclineError
+from syncline.net.rpc import Call, Request
+from syncline.roles.server.backups import Backups
+from syncline.roles.server.commits import Commits
+from syncline.roles.server.hosting import Hosting
+from syncline.roles.server.pool import Pool
+from syncline.roles.server.replication import Partner
+from syncline.roles.server.work import RoundWork
+
+#: A round of at most this many bytes is applied by the thread that brings the last vote.
+INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
+
+
+class _Letter:
+    """A vote on its way to one other server."""
+
+    def __init__(self, partner: Partner, ballot: Ballot) -> None:
+        self._partner, self._ballot = partner, ballot
+        self.is_acknowledged = False
+
+    def send(self) -> None:
+        endpoint = self._partner.current()
+        if endpoint is None:
+            self._partner.repeat_later(self)
+            return
+        try:
+            call = endpoint.call(Vote(self._ballot))
+        except ConnectionLost:
+            self._partner.repeat_later(self)
+            return
+        call.when_done(functools.partial(self._answered, call))
+
+    def _answered(self, call: Call) -> None:
+        try:
+            call.wait(0)
+        except ConnectionLost:
+            self._partner.repeat_later(self)
+            return
+        except SynclineError:
+            pass  # one of us is out: the coordinator's word will come
+        self.is_acknowledged = True
+
+
+class Voting:
+    """All under `order`, but what is applied."""
+
+    def __init__(
+        self,
+        name: str,
+        order: threading.RLock,
+        backups: Backups,
+        pool: Pool,
+        *,
+        partners: Callable[[Collection[str]], Iterable[Partner]],
+        run: Callable[[RoundWork], None],
+        waits: Callable[[RoundWork], None],
+        resumes: Callable[[RoundWork], None],
+        may_apply: Callable[[RoundWork], bool],
+    ) -> None:
+        """`waits`: the round is not on its way before all have voted; then it `resumes`, and `run` applies what is
+        the server's own. `may_apply`: no gate is closed to it."""
+        self._name, self._order, self._backups, self._pool = name, order, backups, pool
+        self._partners, self._run, self._waits, self._resumes = partners, run, waits, resumes
+        self._may_apply = may_apply
+        self.votes = Votes()
+        self._works: dict[Ballot, RoundWork] = {}  # whole here, in their order
+        self._unsaid: list[RoundWork] = []  # held by all since it was frozen
+        self._is_frozen = False
+        backups.voting = self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anybody to wait for."""
+        return len(self.votes.voters) > 1
+
+    def begin(self, generation: int, voters: Collection[str]) -> None:
+        """Seats have changed. Nothing is on its way."""
+        with self._order:
+            self.votes.begin(generation, voters)
+            self._is_frozen = False
+            self._unsaid.clear()
+
+    # -- voting -------------------------------------------------------------------------------------------
+
+    def expect(self, work: RoundWork) -> None:
+        """A round is whole here: it waits for all."""
+        if self.is_on:
+            commits = [(c.worker, c.item.incarnation, c.clock) for c in work.commits]
+            work.ballot, work.waits_for_votes = ballot_of(self.votes.generation, commits), True
+            self._works[work.ballot] = work
+
+    def held(self, work: RoundWork) -> None:
+        """All others hold the sums of the slices here."""
+        with self._order:
+            if work.ballot is None or self._works.get(work.ballot) is not work:
+                return  # dropped
+            if self._is_frozen:
+                self._unsaid.append(work)
+                return
+            self._waits(work)
+            self.votes.vote(work.ballot, self._name)
+            letters = [_Letter(partner, work.ballot) for partner in self._partners(self.votes.voters)]
+        if faults.armed is not None:
+            faults.reach("vote.cast")
+        for letter in letters:
+            letter.send()
+        self._look(work.ballot)
+
+    def hear(self, request: Request, message: Vote) -> None:
+        with self._order:
+            self.votes.vote(message.ballot, request.peer.name)
+        request.reply(Done())
+        self._look(message.ballot)
+
+    def holds(self, ballot: Ballot, take: Callable[[], None]) -> Literal["held", "later", "over"]:
+        """A backup has an update of this round: it takes it, unless a change is on its way, or over."""
+        with self._order:
+            if ballot.generation < self.votes.generation:
+                return "over"
+            if self._is_frozen or ballot.generation > self.votes.generation:
+                return "later"
+            take()
+            return "held"
+
+    def look(self) -> None:
+        """What kept rounds from being applied may be over."""
+        with self._order:
+            ballots = list(self._works)
+        for ballot in ballots:
+            self._look(ballot)
+
+    def _look(self, ballot: Ballot) -> None:
+        with self._order:
+            work = self._works.get(ballot)
+            if work is None or self._is_frozen or not self.votes.is_decided(ballot) or not self._may_apply(work):
+                return
+            self._resumes(work)
+            numbers = self._begin(ballot, work)
+        self._apply(work, numbers)
+
+    def _begin(self, ballot: Ballot, work: RoundWork) -> list[int]:
+        """It counts from now on: nothing stops it any more. The slices of others that are to be applied here."""
+        del self._works[ballot]
+        self.votes.forget(ballot)
+        numbers = self._backups.held_for(ballot)
+        work.waits_for_votes = False
+        work.also(len(numbers))
+        return numbers
+
+    def _apply(self, work: RoundWork, numbers: list[int]) -> None:
+        if work.slots:
+            self._run(work)
+        elif not numbers:
+            work.end()
+        small = self._backups.num_bytes(numbers) <= INLINE_BYTES and len(numbers) <= INLINE_SLICES
+        for number in numbers:
+            action = functools.partial(self._backups.apply_held, number, work.slice_done)
+            action() if small else self._pool.submit(action)
+
+    # -- when seats change --------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """A change is prepared: nobody votes, holds or applies from now on."""
+        self._is_frozen = True
+
+    def thaw(self) -> None:
+        """It is not to be."""
+        with self._order:
+            self._is_frozen = False
+            unsaid, self._unsaid = self._unsaid, []
+        for work in unsaid:
+            self.held(work)
+        self._backups.go_on()
+        self.look()
+
+    def reach(self) -> list[tuple[str, int, int]]:
+        """Name, incarnation and clock of the commits in rounds of which everything is here."""
+        works = [work for ballot, work in self._works.items() if self._is_whole(ballot, work)]
+        return [(c.worker, c.item.incarnation, c.clock) for work in works for c in work.commits]
+
+    def _is_whole(self, ballot: Ballot, work: RoundWork) -> bool:
+        if set(self._backups.held_for(ballot)) != self._backups.numbers():
+            return False
+        return all(slot.is_summing(work) for slot in work.slots)
+
+    def settle(self, clocks: Mapping[Identity, int]) -> tuple[list[RoundWork], Callable[[], None]]:
+        """Under `order`: all rounds that there are, and what has those applied, outside of it, that all survivors
+        hold. What is left after that counts nowhere."""
+        works, counted = list(self._works.values()), list[tuple[RoundWork, list[int]]]()
+        for ballot, work in list(self._works.items()):
+            counts = all(c.clock <= clocks.get((c.worker, c.item.incarnation), 0) for c in work.commits)
+            if counts and self._is_whole(ballot, work):
+                for slot in work.slots:
+                    slot.count_on_nobody()
+                self._resumes(work)
+                counted.append((work, self._begin(ballot, work)))
+
+        def apply() -> None:
+            for work, numbers in counted:
+                self._apply(work, numbers)
+
+        return works, apply
+
+    def drop(self) -> list[RoundWork]:
+        """Under `order`: what was not settled counts nowhere."""
+        dropped = list(self._works.values())
+        self._works.clear()
+        self._unsaid.clear()
+        self._backups.drop_held()
+        return dropped
+
+
+def voting_of(commits: Commits, hosting: Hosting, pool: Pool) -> Voting:
+    """As it stands among the other parts of a server."""
+    flow = commits.flow
+    voting = Voting(
+        hosting.name, flow.order, hosting.backups, pool,
+        partners=hosting.partners_named, run=flow.drain_all, waits=flow.waits,
+        resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
+    )  # fmt: skip
+    commits.holding.passed = voting.look
+    return voting
+
+
+def hear_vote(voting: Voting | None, request: Request, message: Vote) -> None:
+    if voting is None or request.peer.role != "server":
+        raise ProtocolError(f"{request.peer} votes; only servers of a ring do")
+    voting.hear(request, message)

@@ -1,0 +1,76 @@
+"""A ring of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+import syncline
+from syncline.testing import local_job
+
+#: Registers, pushes, and ends with the bytes of what came out.
+SCRIPT = """
+    import numpy as np, os, syncline, sys, time
+    job = syncline.init(wait_seconds=120.0, slice_bytes=1024)
+    job.kv.register({"w": np.linspace(-1, 1, 2000).astype(np.float32)}, syncline.Rule("Adam", lr=0.1))
+    for step in range(int(sys.argv[1])):
+        push = np.arange(2000, dtype=np.float32) % 7 + job.rank + step
+        out = job.kv.push_pull({"w": push}).wait()
+        if job.own_step == 3:
+            print("under way", flush=True)
+        time.sleep(float(sys.argv[2]))
+    if job.rank == 0:
+        print("digest", int(out["w"].view(np.uint32).astype(np.uint64).sum()), flush=True)
+    print("ended", flush=True)
+"""
+
+
+def pushed(job: Any) -> int:
+    """The same in this process, with servers."""
+    job.kv.register({"w": np.linspace(-1, 1, 2000).astype(np.float32)}, syncline.Rule("Adam", lr=0.1))
+    for step in range(5):
+        out = job.kv.push_pull({"w": np.arange(2000, dtype=np.float32) % 7 + job.rank + step}).wait()
+    return int(out["w"].view(np.uint32).astype(np.uint64).sum())
+
+
+def test_two_processes_are_a_whole_ring_and_give_what_servers_give(commands: Any) -> None:
+    result = commands.run("run", "-w", "2", "--exchange", "ring", commands.script(SCRIPT), "5", "0")
+    assert result.code == 0, result.output
+    assert "a ring of 2 workers" in result.output and result.output.count("ended") == 2
+    assert not list(commands.folder.glob("runs/*/server-*.log")), "there is no process of a server"
+    assert " is out" not in result.output, "nobody was taken for dead"
+    with local_job(2, slice_bytes=1024) as job:
+        (digest, _) = job.run(pushed)
+    assert f"digest {digest}" in result.output
+
+
+@pytest.mark.proof
+def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any) -> None:
+    job = commands.start("run", "-w", "2", "--exchange", "ring", commands.script(SCRIPT), "120", "0.1")
+    commands.wait_for("under way", "worker-1")
+    os.kill(commands.members()["worker-1"], signal.SIGKILL)
+    result = commands.finish(job)
+    assert result.code == 0, result.output
+    assert "worker-1 was killed by SIGKILL" in result.output and "starts again" in result.output
+    assert result.output.count("server-1 (incarnation") >= 2, "it is out, and has joined again"
+    assert "revoke" not in result.output
+
+
+@pytest.mark.proof
+def test_who_ends_early_hands_over_and_who_is_told_to_leave_does_too(commands: Any) -> None:
+    """One script ends, one is told to, the third goes on to its end; nobody is taken for dead."""
+    script = commands.script(
+        SCRIPT.replace("range(int(sys.argv[1]))", "range(10 if job.name == 'worker-1' else int(sys.argv[1]))")
+    )
+    job = commands.start("run", "-w", "3", "--exchange", "ring", script, "150", "0.1")
+    commands.wait_for("under way", "worker-2")
+    os.kill(commands.members()["worker-2"], signal.SIGTERM)
+    result = commands.finish(job)
+    assert result.code == 0, result.output
+    for name in ("server-1", "server-2"):
+        assert f"{name} has handed over its slices and leaves" in result.output
+    assert " is out" not in result.output and "starts again" not in result.output
