@@ -19,7 +19,7 @@ SECONDS = 60.0
 
 def test_what_a_script_wants_and_the_launch_has_not_is_said() -> None:
     """Its servers run already, in processes of their own. Where the launch has said so, the launch counts."""
-    with pytest.raises(ConfigError, match='exchange="ring".: this job has servers, .* syncline run --exchange ring'):
+    with pytest.raises(ConfigError, match=r'exchange="ring".: this job has servers, .* syncline run --exchange ring'):
         join_as_worker(FILE, "worker-0", "local", {"exchange": "ring"})
 
 
