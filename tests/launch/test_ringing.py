@@ -28,12 +28,14 @@ class Serving:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.is_asked = threading.Event()
         self.free = threading.Event()
         self.num_refusals = 0
         self.is_in = False
 
     def leave(self) -> None:
         self.calls.append("leave")
+        self.is_asked.set()
         if self.num_refusals:
             self.num_refusals -= 1
             raise ConfigError("server-0 is the last server: its slices cannot go anywhere")
@@ -75,7 +77,7 @@ def test_when_the_job_is_over_nothing_is_handed_over(own: Any) -> None:
 
 def test_while_others_train_it_stays_until_they_have_everything(own: Any) -> None:
     thread, found = in_a_thread(own, 0)
-    thread.join(0.1)
+    assert own._serving.is_asked.wait(SECONDS)
     assert not found and own._serving.calls == ["leave"]
     own._serving.free.set()
     thread.join(SECONDS)
@@ -92,7 +94,7 @@ def test_the_last_one_asks_again_until_another_is_there(own: Any) -> None:
 
 def test_the_end_of_the_job_ends_a_leave_that_is_not_answered(own: Any) -> None:
     thread, found = in_a_thread(own, 0)
-    thread.join(0.05)
+    assert own._serving.is_asked.wait(SECONDS)
     own._hear(End(1, "JobFailed: the job has ended: worker-1 was killed"))
     thread.join(SECONDS)
     own._serving.free.set()
