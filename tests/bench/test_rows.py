@@ -66,6 +66,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "replicas-sync": (2, 2),
         "replicas-async": (2, 2),
         "mlp-ddp": (2, 2),
+        "mlp-ring": (2, 2),
         "mlp-async": (2, 2),
         "scaling-2": (2, 2),
         "scaling-4": (4, 4),
@@ -89,6 +90,7 @@ def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
     assert jobs["mlp-async"] == jobs["cuda-async-bf16"] == {**one_shm, "policy": "async", "window": 1}
     assert jobs["cuda-sync"] == {**one_shm, "policy": "sync", "window": 0}
     assert jobs["server-memory"] == jobs["worker-memory"] == jobs["scaling-8"] == one_shm
+    assert jobs["mlp-ring"] == {"transport": "shm"} and played["mlp-ring"][0]._settings["exchange"] == "ring"
     assert jobs["server-memory-tcp"] == settings(played["server-memory-tcp"][1]) == {**one_shm, "transport": "tcp"}
     given = {name: ours._settings.get("server_device") for name, (ours, _, _) in played.items() if name in jobs}
     assert {name: device for name, device in given.items() if device} == {"cuda-server": "cuda"}

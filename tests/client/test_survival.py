@@ -90,7 +90,7 @@ def wait_for_backups(jobs: LocalJob) -> None:
         with coordinator.lock:
             live = set(coordinator.membership.servers())
             seats = list(coordinator.membership.state.seats.values())
-            if all({seat.primary, seat.backup} <= live and seat.primary != seat.backup for seat in seats):
+            if all(set(seat.names) <= live and len(seat.names) == 2 for seat in seats):
                 return
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -139,7 +139,10 @@ def train(job: Any, rule: str, clip: float | None) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1).clone() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize(("rule", "clip"), [*((rule, None) for rule in RULES), ("Adam", 0.05), ("SGD", 0.1)])
+MANY = [pytest.param(rule, None, marks=pytest.mark.proof) for rule in RULES if rule != "Adam"]
+
+
+@pytest.mark.parametrize(("rule", "clip"), [("Adam", None), ("SGD", 0.1), *MANY])
 def test_a_ring_and_servers_come_to_the_same(rule: str, clip: float | None) -> None:
     """Also where the round's mean is clipped, and where a worker has fewer steps."""
     found = {}

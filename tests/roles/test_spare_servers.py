@@ -205,7 +205,7 @@ def test_slice_0_moves_to_a_server_that_has_not_heard_of_anything(make_house: Ma
     assert decide(three, 1, 4.0, uses=[(7, 0, 4)]).wait(WAIT).late
     house.seed("server-0", "server-1")
     seats = [seat for seat in house.seats.values() if seat.primary == "server-0"]
-    house.carry_out(seats=[type(seat)(seat.slice, "server-1", "") for seat in seats], moves=True)
+    house.carry_out(seats=[type(seat)(seat.slice, "server-1") for seat in seats], moves=True)
     assert redo(three, 1, 4.0).wait(WAIT).late
     calls = [redo(one, 1, 1.0), redo(two, 1, 2.0)]
     assert not any(call.wait(WAIT).late for call in calls)

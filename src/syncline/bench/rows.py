@@ -69,6 +69,7 @@ def _training_rows() -> list[Row]:
         embedded("lenet", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.03)),
         embedded("mlp", "mlp-small", small, reach=_at_most(1.15)),
         beside_ddp("mlp-ddp", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.2)),
+        beside_ddp("mlp-ring", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.35), exchange="ring"),
         beside_strangers("mlp-async", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 0.75)),
         *(
             beside_ddp(f"scaling-{n}", "mlp-wide", _WIDE, workers=n, reach=Reach("at least", 1.0), batch_size=32)

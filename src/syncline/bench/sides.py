@@ -66,7 +66,8 @@ class JobSide:
         self.num_processes = workers
         self.pids: dict[str, int] = {}  # by member
         self._task, self._side = task, side
-        self._settings = {"workers": workers, "servers": 1, **settings}
+        servers = {} if settings.get("exchange") == "ring" else {"servers": 1}  # a ring has them in its workers
+        self._settings: dict[str, Any] = {"workers": workers, **servers, **settings}
         self._screen = _QuietScreen()
         self._thread: threading.Thread | None = None
         self._ended: int | SynclineError | None = None

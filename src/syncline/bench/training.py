@@ -10,6 +10,7 @@ from syncline.bench.match import play
 from syncline.bench.row import Effort, Reach, Row, Samples, Scale
 from syncline.bench.sides import JobSide, ProcessSide
 from syncline.bench.task import Task
+from syncline.core.words import counted
 
 #: In a turn with a window, the first steps have nothing to wait for.
 UNCOUNTED = 3
@@ -33,18 +34,29 @@ def embedded(name: str, model: str, what: str, *, reach: Reach) -> Row:
     )
 
 
-def beside_ddp(name: str, model: str, what: str, *, workers: int, reach: Reach, batch_size: int = 0) -> Row:
+def beside_ddp(
+    name: str,
+    model: str,
+    what: str,
+    *,
+    workers: int,
+    reach: Reach,
+    batch_size: int = 0,
+    exchange: str = "servers",
+) -> Row:
     """Training with several workers in rounds, beside DistributedDataParallel; with a batch size, one of a series."""
+
+    how = "in a ring" if exchange == "ring" else "sync"
 
     def measure(effort: Effort) -> Samples:
         task = Task(kind="train", model=model, num_threads=1)
         ddp = ProcessSide("peers", Task(kind="train_ddp", model=model, num_threads=1), processes=workers)
-        return play(JobSide(task, workers=workers, transport="shm"), ddp, effort)
+        return play(JobSide(task, workers=workers, transport="shm", exchange=exchange), ddp, effort)
 
     return Row(
         name=name,
-        what=f"{what}, {workers} {'worker' if workers == 1 else 'workers'} sync, one torch thread each: samples/s",
-        reference=f"DistributedDataParallel on gloo, {workers} {'rank' if workers == 1 else 'ranks'}",
+        what=f"{what}, {counted(workers, 'worker')} {how}, one torch thread each: samples/s",
+        reference=f"DistributedDataParallel on gloo, {counted(workers, 'rank')}",
         reach=reach,
         measure=measure,
         scale=Scale(workers, workers * batch_size) if batch_size else None,

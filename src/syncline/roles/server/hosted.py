@@ -81,12 +81,17 @@ class HostedSlice:
         """Applies what waits, in order, unless a reader has pinned the slice; returns what is done."""
         done: list[Work] = []
         with self.lock:
-            if not self.replicas and self.in_flight is None and not any(w.waits_for_votes for w in self.queue):
-                while self.queue and not self.state.pins:
+            if not self.replicas and self.in_flight is None:
+                while self.queue and not self.state.pins and not self._is_voted_on():
                     done.append(self._apply_alone(self.queue.popleft()))
                 self._tell_of(done)
-                return done
-        return self._drain_with_backups()
+                if not self._is_voted_on():
+                    return done
+        return done + self._drain_with_backups()
+
+    def _is_voted_on(self) -> bool:
+        """In a ring: whether what comes next waits for votes."""
+        return bool(self.queue) and self.queue[0].waits_for_votes
 
     def _apply_alone(self, work: Work) -> Work:
         try:
@@ -134,7 +139,7 @@ class HostedSlice:
                 done.append(update.work)
             elif not self.queue:
                 return None
-            elif not self.replicas and not self.queue[0].waits_for_votes:
+            elif not self.replicas and not self._is_voted_on():
                 done.append(self._apply_alone(self.queue.popleft()))
             else:
                 work = self.queue.popleft()
