@@ -32,21 +32,22 @@ def test_the_end_of_a_save_may_come_before_its_beginning(house):
 
 def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monkeypatch):
     _, job, asker = begin(house)
-    first, unwatch = asker.expect(1), job.boundary.unwatch
+    first, unwatch, is_gone = asker.expect(1), job.boundary.unwatch, threading.Event()
     until(lambda: job.boundary._watchers)
 
     def late(watcher: Any) -> None:
         until(lambda: job._hearing.saves._number == 2)
         time.sleep(0.2)
         unwatch(watcher)
+        is_gone.set()
 
     monkeypatch.setattr(job.boundary, "unwatch", late)
     asker.end(1)
     with pytest.raises(StoreError, match="save 1 is over"):
         first.wait(SECONDS)
     second = asker.expect(2)
-    until(lambda: job._hearing.saves._number == 2)
-    time.sleep(0.3)
+    assert is_gone.wait(SECONDS)
+    until(lambda: job.boundary._watchers)
     step(job)
     step(job)
     assert isinstance(second.wait(SECONDS), Noted)

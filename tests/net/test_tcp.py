@@ -115,7 +115,7 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
         VersionError, match="the other side speaks protocol 1, this one 7; use one version of syncline"
     ):
         there.connect()
-    assert "was refused: VersionError: the other side speaks protocol 1, this one 6" in there.log()
+    assert "was refused: VersionError: the other side speaks protocol 1, this one 7" in there.log()
     monkeypatch.undo()
     check_works(there)
 
