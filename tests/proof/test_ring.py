@@ -49,6 +49,7 @@ def test_survivors_go_on_when_a_rank_is_killed(tmp_path: pathlib.Path) -> None:
         )
         try:
             killed = [_kill(tmp_path, process) for _ in range(KILLS)]
+            time.sleep(4.0)  # the others go on after the last one too
             (tmp_path / "over").touch()
             assert process.wait(JOB_PATIENCE) == 0, (tmp_path / "output").read_text()[-3000:]
         finally:

@@ -13,7 +13,9 @@ from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
 
 from syncline import Rule
+from syncline.errors import ConnectionLost
 from syncline.roles.server.backups import Backups
+from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.voting import Voting
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
@@ -366,3 +368,30 @@ def test_what_a_rule_remembers_is_everywhere_too() -> None:
             two = {(e.piece, e.key): t for e, t in second[number].rules.state()}
             assert one.keys() == two.keys() and one
             assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_who_waits_hears_of_a_change_that_could_not_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes is lost while it is supplied: what was dropped for it is made anew all the same."""
+    original, failed = Hosting.supply, list[str]()
+
+    def fails(self: Any, goes_on: Any) -> None:
+        if len(self._members) > 4 and len(failed) < 2:
+            failed.append(self.name)
+            raise ConnectionLost("it is gone again")
+        original(self, goes_on)
+
+    monkeypatch.setattr(Hosting, "supply", fails)
+    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
+        acknowledged: dict[str, int] = {}
+
+        def work(job: Any) -> None:
+            push_cells(job, 60 if job.name != "worker-2" else 5, acknowledged)
+            job.barrier("all")
+
+        threads = start(jobs, work, set())
+        eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
+        threads += start([jobs.add_worker("worker-2")], work, set())
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert failed and acknowledged == {"worker-0": 60, "worker-1": 60, "worker-2": 5}
+        check_all_equal(jobs)

@@ -201,8 +201,12 @@ class Generations:
             hold.ended.set()
             if hold.message.moves:
                 refuse = self._move(hold, message, through)
-                if self._voting is not None:
-                    self._hosting.supply(lambda: self._hold is None and not self._is_closed)
+                try:
+                    if self._voting is not None:
+                        self._hosting.supply(lambda: self._hold is None and not self._is_closed)
+                except BaseException:
+                    refuse()  # nobody else would: what is open here is dropped already
+                    raise
                 through.open()
             else:
                 self._change(hold, message, through)
