@@ -199,6 +199,11 @@ def test_nobody_applies_a_round_before_all_have_voted(monkeypatch: pytest.Monkey
         eventually(held_everywhere)
         versions = {slot.state.version for slots in copies(jobs).values() for slot in slots.values()}
         assert versions == {1} and numbers and not acknowledged
+
+        def named() -> set[str]:
+            return {name for wait in jobs._process._servers["server-0"].beat().waits for name in wait.for_whom}
+
+        eventually(lambda: named() == {"server-1"})  # whose vote it is
         is_kept.clear()
         kept[0]()
         for thread in threads:
@@ -338,6 +343,20 @@ def test_one_that_died_comes_back(slice_bytes: int) -> None:
         assert list(np.asarray(found["here"])[[0, 2]].sum(axis=1)) == [60, 60]
         assert np.asarray(found["here"])[1, 20:].sum() == 10
         eventually(lambda: "server-1" in jobs._process._servers["server-0"]._voting.votes.voters)
+        check_all_equal(jobs)
+
+
+def test_two_that_die_at_once_cost_no_step() -> None:
+    with local_job(workers=4, exchange="ring", slice_bytes=64) as jobs:
+        acknowledged: dict[str, int] = {}
+        gone: set[str] = set()
+        threads = start(jobs, lambda job: push_cells(job, 40, acknowledged), gone)
+        eventually(lambda: acknowledged.get("worker-1", 0) >= 5)
+        kill(jobs, 0, gone)
+        kill(jobs, 1, gone)
+        for thread in threads[2:]:
+            thread.join(PATIENCE)
+        assert check_ledger(jobs[2], acknowledged)[2:] == [40, 40]
         check_all_equal(jobs)
 
 

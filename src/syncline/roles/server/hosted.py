@@ -308,7 +308,7 @@ class HostedSlice:
                 parcel.is_acknowledged = True
 
     def drop(self, works: Collection[Work]) -> None:
-        """These rounds count nowhere: they are made anew. Whoever is being seeded with them is not any more."""
+        """In a ring: these rounds count nowhere, and are made anew."""
         with self.lock:
             self.queue = collections.deque(work for work in self.queue if work not in works)
             update = self.in_flight

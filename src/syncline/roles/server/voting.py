@@ -120,6 +120,12 @@ class Voting:
             letter.send()
         self._look(work.ballot)
 
+    def missing(self, now: float) -> list[tuple[int, list[str], float]]:
+        """Of rounds that it has voted for: a step, whose votes there are not yet, and for how long."""
+        cast = [work for ballot, work in self._works.items() if self._name not in self.votes.missing(ballot)]
+        found = [(w.commits[0], self.votes.missing(w.ballot)) for w in cast if w.ballot is not None]
+        return [(commit.clock, names, now - commit.item.since) for commit, names in found if names]
+
     def hear(self, request: Request, message: Vote) -> None:
         with self._order:
             self.votes.vote(message.ballot, request.peer.name)
