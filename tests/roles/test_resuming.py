@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.roles.played import SECONDS, jobs, until
 from tests.roles.saves import begun, folder, manifest
@@ -22,6 +23,7 @@ from syncline.core.saving import (
 )
 from syncline.core.slices import Copy, life_of
 from syncline.errors import LayoutError
+from syncline.testing import local_job
 
 __all__ = ["folder", "jobs"]
 
@@ -168,3 +170,20 @@ def test_a_damaged_checkpoint_brings_nothing_back(jobs: Any, folder: pathlib.Pat
     job.kill("server-1")
     until(lambda: any("came back from the copy of worker-0" in line for line in job.log), "from the copy")
     assert any("cannot bring back what was lost" in line for line in job.log)
+
+
+def test_as_many_versions_of_other_slices_are_other_ones(tmp_path: pathlib.Path) -> None:
+    """Two slices that have had three updates each, then one that has had six: it is saved."""
+
+    def work(job: Any) -> str:
+        job.kv.register({"x": np.zeros(32, np.float32)}, Rule("Add"), reduce="sum")
+        for _ in range(3):
+            job.kv.push({"x": np.ones(32, np.float32)}).wait()
+        return str(job.save())
+
+    saved = []
+    for servers, slice_bytes in ((2, 64), (1, 1 << 20)):
+        settings = {"checkpoint": str(tmp_path), "save_every": "1h", "slice_bytes": slice_bytes}
+        with local_job(workers=1, servers=servers, **settings) as jobs:
+            saved += jobs.run(work)
+    assert saved == ["000001-step-3", "000002-step-6"]

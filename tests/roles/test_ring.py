@@ -402,15 +402,25 @@ def test_who_waits_hears_of_a_change_that_could_not_be_finished(monkeypatch: pyt
     monkeypatch.setattr(Hosting, "supply", fails)
     with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
         acknowledged: dict[str, int] = {}
+        go = threading.Event()
 
         def work(job: Any) -> None:
-            push_cells(job, 60 if job.name != "worker-2" else 5, acknowledged)
+            push_cells(job, 5, acknowledged)
+            if job.name == "worker-1":
+                go.wait(PATIENCE)  # the others' next step is open meanwhile
+            cell = np.zeros((4, 64), np.float32)
+            cell[int(job.name[-1]), 5] = 1.0
+            job.kv.push({"here": cell, "there": cell}).wait()
+            acknowledged[job.name] = 6
             job.barrier("all")
 
         threads = start(jobs, work, set())
-        eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
+        eventually(lambda: acknowledged == {"worker-0": 5, "worker-1": 5})
+        eventually(lambda: any(s.commits.rounds.open_commit("worker-0", 6) for s in jobs._process._servers.values()))
         threads += start([jobs.add_worker("worker-2")], work, set())
+        eventually(lambda: len(failed) == 2)
+        go.set()
         for thread in threads:
             thread.join(PATIENCE)
-        assert failed and acknowledged == {"worker-0": 60, "worker-1": 60, "worker-2": 5}
+        assert acknowledged == {"worker-0": 6, "worker-1": 6, "worker-2": 6}
         check_all_equal(jobs)
