@@ -13,9 +13,7 @@ from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
 
 from syncline import Rule
-from syncline.errors import ConnectionLost
 from syncline.roles.server.backups import Backups
-from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.voting import Voting
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
@@ -387,40 +385,3 @@ def test_what_a_rule_remembers_is_everywhere_too() -> None:
             two = {(e.piece, e.key): t for e, t in second[number].rules.state()}
             assert one.keys() == two.keys() and one
             assert all(torch.equal(one[key], two[key]) for key in one)
-
-
-def test_who_waits_hears_of_a_change_that_could_not_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes is lost while it is supplied: what was dropped for it is made anew all the same."""
-    original, failed = Hosting.supply, list[str]()
-
-    def fails(self: Any, goes_on: Any) -> None:
-        if len(self._members) > 4 and len(failed) < 2:
-            failed.append(self.name)
-            raise ConnectionLost("it is gone again")
-        original(self, goes_on)
-
-    monkeypatch.setattr(Hosting, "supply", fails)
-    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
-        acknowledged: dict[str, int] = {}
-        go = threading.Event()
-
-        def work(job: Any) -> None:
-            push_cells(job, 5, acknowledged)
-            if job.name == "worker-1":
-                go.wait(PATIENCE)  # the others' next step is open meanwhile
-            cell = np.zeros((4, 64), np.float32)
-            cell[int(job.name[-1]), 5] = 1.0
-            job.kv.push({"here": cell, "there": cell}).wait()
-            acknowledged[job.name] = 6
-            job.barrier("all")
-
-        threads = start(jobs, work, set())
-        eventually(lambda: acknowledged == {"worker-0": 5, "worker-1": 5})
-        eventually(lambda: any(s.commits.rounds.open_commit("worker-0", 6) for s in jobs._process._servers.values()))
-        threads += start([jobs.add_worker("worker-2")], work, set())
-        eventually(lambda: len(failed) == 2)
-        go.set()
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert acknowledged == {"worker-0": 6, "worker-1": 6, "worker-2": 6}
-        check_all_equal(jobs)
