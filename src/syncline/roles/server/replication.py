@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.roles.server.rules import tensor_of
 from syncline.roles.server.work import Contribution, FenceWork, Work, late_of, uses_of
+from syncline.store.tensors import new_digest
 
 if TYPE_CHECKING:
     from syncline.roles.server.hosted import HostedSlice
@@ -118,7 +118,7 @@ def update_of(
 
 
 def digest_of(slot: HostedSlice) -> bytes:
-    return hashlib.blake2b(buffer_of(slot.memory), digest_size=16).digest()
+    return new_digest(buffer_of(slot.memory)).digest()
 
 
 def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> Letter:
