@@ -37,7 +37,7 @@ class Sending:
         policy, codecs = policy_of(config), codecs_of(config, load)
         self._placement, self._copies, self._stamp = placement, copies, stamp
         self._stands_still, self._has_spare, self._in_rounds = policy.stands_still, policy.spare > 0, policy.in_rounds
-        self._has_window = config.window > 0
+        self._has_window, self._is_ring = config.window > 0, config.exchange == "ring"
         self.encoder = encoder_of(codecs, placement.layout, checks_finite=config.check_finite)
         self._decoder = coder_of(codecs.pull, codecs)
         if self.encoder is not None:
@@ -111,10 +111,11 @@ class Sending:
         names = self._placement.names
         if ticket.encoded:
             self._lie_decoded(ticket)
-        ticket.lanes = lanes = [self._lane(server, ticket, len(names) == 1) for server in names]
+        at_once = len(names) == 1 or self._is_ring
+        ticket.lanes = lanes = [self._lane(server, ticket, at_once) for server in names]
         earlier = before.flow if before is not None else None
         decider = self._decider(lanes) if self._has_spare else None
-        ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm, decider)
+        ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm, decider, at_once)
         if self.encoder is not None and not ticket.generation:
             ticket.encoded = self.encoder.commit(self._counted(ticket.push))
         ticket.generation = self._stamp.generation
@@ -145,7 +146,7 @@ class Sending:
         if self.encoder is not None:
             self.encoder.forget()
 
-    def _lane(self, server: str, ticket: ServersTicket, alone: bool) -> ServerLane:
+    def _lane(self, server: str, ticket: ServersTicket, at_once: bool) -> ServerLane:
         parts, shared_bytes = self._parts_to_send(server, ticket.push, ticket.slot)
         if not ticket.generation:  # else it is made anew, out of the same memory
             self._shared_bytes += shared_bytes
@@ -158,7 +159,7 @@ class Sending:
         else:
             encoded = [self._encode(part, ticket.slot, ticket.push.pushed) for part in parts]
         carried = self._load(parts, encoded, ticket.slot)
-        message = _stage_message(ticket, parts, landing, carried, commit=alone, num_segments=number)
+        message = _stage_message(ticket, parts, landing, carried, commit=at_once, num_segments=number)
         self._socket_bytes += sum(map(len, carried.buffers))
         endpoint = self._placement.endpoints[server]
         return ServerLane(server, endpoint, message, carried.buffers, landing, self._early.get(server, ()))

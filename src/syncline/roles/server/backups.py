@@ -123,7 +123,8 @@ class Backups:
             self._start(backup, message, part)
 
     def _start(self, backup: Backup, message: Seed | Replicate, part: Slice) -> None:
-        if isinstance(message, Replicate) and part.num_bytes <= INLINE_BYTES:
+        is_held = isinstance(message, Replicate) and message.ballot is not None and not backup.queue[0].payload
+        if is_held or (isinstance(message, Replicate) and part.num_bytes <= INLINE_BYTES):
             self._work_off(backup)
         else:
             self._pool.submit(functools.partial(self._work_off, backup))

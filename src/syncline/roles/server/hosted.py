@@ -19,7 +19,7 @@ from syncline.core.slices import SliceState
 from syncline.core.verdicts import Commit
 from syncline.net.transport import buffer_of
 from syncline.roles.server.homes import Home
-from syncline.roles.server.replication import Partner, Region, Replica, Update, update_of
+from syncline.roles.server.replication import Partner, Region, Replica, Update, region_of, update_of
 from syncline.roles.server.rules import SliceRules, Source
 from syncline.roles.server.work import Contribution, Progress, Work, late_of, uses_of
 
@@ -146,7 +146,8 @@ class HostedSlice:
                 try:
                     with self.home.at_work():
                         commits = self._admitted(work)
-                        gradients = self._gradients_of(work, commits)
+                        region = region_of(self)
+                        gradients = self._gradients_of(work, commits, region.flat)
                         made = update_of(self, work, commits, gradients, self._scale_of(work, commits))
                 except Exception as error:  # as above
                     work.error = work.error or error
@@ -196,9 +197,11 @@ class HostedSlice:
             return commit.clock > self.state.clocks.get(worker, 0)
         return self.state.admit(worker, commit.clock) == "new"
 
-    def _gradients_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> list[torch.Tensor | None]:
+    def _gradients_of(
+        self, work: Work, commits: Sequence[Commit[Contribution]], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
         has_any = commits and not work.skip and not work.is_beyond(self.state.version)
-        return self.gradients(commits, work) if has_any else []
+        return self.gradients(commits, work, into) if has_any else []
 
     def _scale_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> float:
         """Found out once: its worker may pull while the backup applies the same."""
@@ -240,8 +243,11 @@ class HostedSlice:
         self.staleness_count += 1
         self.staleness_max = max(self.staleness_max, staleness)
 
-    def gradients(self, commits: Sequence[Commit[Contribution]], work: Work) -> list[torch.Tensor | None]:
-        """The round's gradient for each piece of this slice. Outside of rounds weights do not count."""
+    def gradients(
+        self, commits: Sequence[Commit[Contribution]], work: Work, into: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
+        """The round's gradient for each piece of this slice. Outside of rounds weights do not count. `into`: where
+        it is to be in the end."""
         sources: list[Source] = []
         for commit in commits:
             has = self._has(commit.item.pushed)
@@ -251,7 +257,7 @@ class HostedSlice:
                 sources.append((array, commit.item.weight, has))
         if not sources:
             return [None] * len(self.rules.pieces)
-        return self.rules.reduced(sources, work.weight)
+        return self.rules.reduced(sources, work.weight, into)
 
     def _has(self, pushed: Ranges) -> Sequence[bool]:
         """Which pieces of this slice are pushed; the same as last time, mostly."""

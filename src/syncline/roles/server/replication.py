@@ -103,6 +103,11 @@ class Update:
                 parcel.replica.differs(slot)
 
 
+def region_of(slot: HostedSlice) -> Region:
+    """Where its next update lies for all."""
+    return slot.replicas[0].region if slot.replicas else slot.own_region()
+
+
 def update_of(
     slot: HostedSlice,
     work: Work,
@@ -111,7 +116,7 @@ def update_of(
     scale: float,
 ) -> Update:
     """Under the slice's lock: the next update, as its backups will get it."""
-    region = slot.replicas[0].region if slot.replicas else slot.own_region()
+    region = region_of(slot)
     made = Update(work, commits, region, slot.rules.lay_down(gradients, region.flat), scale)
     made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]
     return made
