@@ -13,6 +13,8 @@ from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
 
 from syncline import Rule
+from syncline.errors import ConnectionLost
+from syncline.roles.server import hosting
 from syncline.roles.server.backups import Backups
 from syncline.roles.server.voting import Voting
 from syncline.testing import local_job
@@ -341,6 +343,48 @@ def test_one_that_died_comes_back(slice_bytes: int) -> None:
         assert list(np.asarray(found["here"])[[0, 2]].sum(axis=1)) == [60, 60]
         assert np.asarray(found["here"])[1, 20:].sum() == 10
         eventually(lambda: "server-1" in jobs._process._servers["server-0"]._voting.votes.voters)
+        check_all_equal(jobs)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
+    """A joiner is named as a backup of all, and lacks what this primary was to give it: it is none of that. Nor does
+    it matter when the joiner itself is gone again."""
+    begun, is_over = threading.Event(), threading.Event()
+    original = hosting.supply
+
+    def supplies(partner: Any, slots: Any, goes_on: Callable[[], bool]) -> None:
+        if partner.name == "server-2" and any(slot.part.id == 0 for slot in slots) and not is_over.is_set():
+            begun.set()
+            is_over.wait(PATIENCE)
+            raise ConnectionLost("it is dead")
+        original(partner, slots, goes_on)
+
+    monkeypatch.setattr(hosting, "supply", supplies)
+    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
+        acknowledged: dict[str, int] = {}
+        gone: set[str] = set()
+        first = "server-0" if victim == 0 else ""
+
+        def work(job: Any) -> None:
+            push_cells(job, 40 if job.name != "worker-2" else 10, acknowledged)
+            job.barrier("all")
+
+        threads = start(jobs, work, gone)
+        eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
+        assert not first or 0 in jobs._process._servers[first]._slices
+        late = jobs.add_worker("worker-2")
+        eventually(begun.is_set)
+        kill(jobs, victim, gone)
+        is_over.set()
+        if victim == 0:
+            threads += start([late], work, gone)
+        left = [1, 2] if victim == 0 else [0, 1]
+        for rank in left:
+            threads[rank].join(PATIENCE)
+            assert not threads[rank].is_alive(), f"worker-{rank} stands still"
+        counts = check_ledger(jobs[1], acknowledged)
+        assert [counts[rank] for rank in left] == ([40, 10] if victim == 0 else [40, 40])
         check_all_equal(jobs)
 
 

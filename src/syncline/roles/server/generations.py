@@ -157,7 +157,8 @@ class Generations:
         self._commits.learn_held()
         rolls = rounds.rolls.entries()
         in_ring = self._voting is not None and message.moves and self._name in self._voting.votes.voters
-        holds = self._holds(clocks) if in_ring else None
+        # One that was not given everything yet has voted for nothing: the others' word counts.
+        holds = self._holds(clocks) if in_ring and self._hosting.has_all() else None
         is_primary = bool(self._hosting.slices) or holds is not None
         return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds)
 
