@@ -12,6 +12,7 @@ from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
 from syncline.core.membership import Barriers, JobState, Membership
+from syncline.core.ring import partner_of
 from syncline.core.seats import Plan, Seat
 from syncline.errors import ConfigError
 
@@ -97,6 +98,12 @@ class Coordinator(Saving):
         self.pump()
 
     def evict(self, name: str, reason: str) -> None:
+        self._evict(name, reason)
+        if self.job.scenario.is_ring and self.is_alive:
+            self._evict(partner_of(name), "is in the same process")
+        self.pump()
+
+    def _evict(self, name: str, reason: str) -> None:
         member = self.state.members.get(name)
         self.liveness.forget(name)
         if member is None:
@@ -118,7 +125,6 @@ class Coordinator(Saving):
             self.worker_is_out((name, member.incarnation))
         if member.role == "server" or self.restoring is not None:
             self.attempt = self.restoring = None
-        self.pump()
 
     def lost(self, session: Session) -> None:
         for name, link in list(self.links.items()):
@@ -175,6 +181,10 @@ class Coordinator(Saving):
         for number in range(self.job.scenario.slices):
             backup = servers[(number + 1) % len(servers)] if self.job.scenario.replicas > 1 else ""
             primary = servers[number % len(servers)]
+            if self.job.scenario.is_ring:
+                others = tuple(name for name in servers if name != primary)
+                self.state.seats[number] = Seat(number, primary, others)
+                continue
             self.state.seats[number] = Seat(number, primary, (backup,) if backup not in ("", primary) else ())
         self.state.is_changing = True  # in this house the first generation is installed like any other
         if not self.keep():
@@ -287,7 +297,9 @@ class Coordinator(Saving):
             change.staying = {}
         attempt = self.attempt = {"change": change, "installed": set(), "install": None, "plan": wanted, "times": 0}
         self.is_dirty = False
-        if self.state.lost:
+        if self.state.lost and self.job.scenario.is_ring:
+            self._nobody_has(self.state.lost)
+        elif self.state.lost:
             self._restore(attempt)
         else:
             self._prepare(attempt)
@@ -394,5 +406,8 @@ class Coordinator(Saving):
 
     def _tell(self, name: str) -> None:
         seats = {number: seat.primary for number, seat in self.state.seats.items()}
+        if self.job.scenario.is_ring:  # workers commit at all servers, also at those that are nobody's primary
+            names = {name for seat in self.state.seats.values() for name in seat.names}
+            seats |= {-1 - k: name for k, name in enumerate(sorted(names.difference(seats.values())))}
         if self.released == self.state.generation:
             self.say(name, "roster", (self.released, self.membership.ordered(), seats))

@@ -213,6 +213,11 @@ class Hosting:
         for slot in alone:
             self._pool.submit(functools.partial(self._drain, slot))
 
+    def has_all(self) -> bool:
+        """Whether every slice is here that the seats say is."""
+        mine = [number for number, seat in self._seats.items() if self.name in seat.names]
+        return all(number in self.slices or self.backups.slot_of(number) is not None for number in mine)
+
     def leaving(self, seats: Iterable[Seat]) -> list[int]:
         """The slices of which this server is the primary, and will not be."""
         return [seat.slice for seat in seats if seat.slice in self.slices and seat.primary != self.name]

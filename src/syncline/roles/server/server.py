@@ -106,7 +106,7 @@ class Server:
         self._pool, self._log, self._over, self._retire = pool, log, over, retire
         self._hold_seconds = hold_seconds
         self._home = home or Home()
-        self._lock = threading.Lock()
+        self._lock, self._host_lock = threading.Lock(), threading.Lock()
         self._commits: Commits | None = None
         self._generations: Generations | None = None
         self._voting: Voting | None = None  # in a ring
@@ -321,15 +321,16 @@ class Server:
     # -- hosting ------------------------------------------------------------------------------------------
 
     def _host(self, request: Request, message: Host) -> None:
-        made = self._hosting.make_room(message)
-        with self.commits.order:
-            # Between two commits: the new slices begin where every worker stands now. Who has never committed here,
-            # or not since there was nothing to commit to, is taken as it comes.
-            known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
-            if self._hosting.host(message.segment, made):
-                for slot in made.values():
-                    slot.state.clocks.update(known)
-                self.commits.flow.hosts_others()
+        with self._host_lock:  # asked again over another connection, it finds what was made for the first time
+            made = self._hosting.make_room(message)
+            with self.commits.order:
+                # Between two commits: the new slices begin where every worker stands now. Who has never committed
+                # here, or not since there was nothing to commit to, is taken as it comes.
+                known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
+                if self._hosting.host(message.segment, made):
+                    for slot in made.values():
+                        slot.state.clocks.update(known)
+                    self.commits.flow.hosts_others()
         request.reply(Done())
 
     def _attach(self, request: Request, message: Attach) -> None:
