@@ -1,4 +1,4 @@
-"""A server's twin in a ring: it has every slice, holds what others have summed up, and applies what all have voted for."""
+"""A server's twin in a ring: it has every slice, holds what others sum up, and applies what all have voted for."""
 
 from __future__ import annotations
 
