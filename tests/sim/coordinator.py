@@ -58,6 +58,7 @@ class Coordinator(Saving):
         self.attempt: dict[str, Any] | None = None
         self.restoring: dict[str, Any] | None = None
         self.seeding: dict[str, Any] | None = None
+        self.seated = set[str]()
         self.departed = self.term > 1  # somebody may have left with the freshest copy
         self.num_keys = 0
         self.is_dirty = state.formed  # in this house every generation is installed, also one in which nobody moves
@@ -386,6 +387,7 @@ class Coordinator(Saving):
             self._wait(0.05)
             return
         self.attempt, self.released = None, change.generation
+        self.seated = {name for seat in change.seats for name in seat.names}
         entries = dict(self.deciding.entering)
         places = self.deciding.finish(change)
         if self.job.is_new:

@@ -129,8 +129,8 @@ class Job:
 
     def has_finished(self) -> None:
         if self.scenario.is_ring:
-            for name in self.finished:
-                self._retire(partner_of(name))
+            for name in sorted(self.finished):
+                self.world.at(self.world.now + 1.0, lambda name=name: self._retire(partner_of(name)))
         if self.finished >= set(self.scenario.scripts):
             coordinator = self.world.current["coordinator"]
             if isinstance(coordinator, Coordinator) and coordinator.released:

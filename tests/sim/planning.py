@@ -32,6 +32,7 @@ class Planning(Process):
     attempt: dict[str, Any] | None
     is_dirty: bool
     departed: bool
+    seated: set[str]  # in a ring: who has every slice, by the last change that was finished
 
     def pump(self) -> None: ...
 
@@ -119,10 +120,10 @@ class Planning(Process):
     # -- in a ring ----------------------------------------------------------------------------------------
 
     def _nobody_has(self, lost: list[int]) -> None:
-        """The job is over; unless somebody had it all the same, and was not about to let go of it."""
-        for member in [m for m in self.state.members.values() if m.name not in self.deciding.retiring]:
-            server: Any = self.world.processes[member.address.unix] if member.address is not None else None
-            if member.role == "server" and server.is_alive and set(lost) <= set(server.hosted):
+        """The job is over; unless somebody had it who was known to have it, and not about to let go of it."""
+        for member in [m for m in self.state.members.values() if m.name in self.seated and m.address is not None]:
+            server: Any = self.world.processes[member.address.unix]
+            if "retire" not in server.asks and server.is_alive and set(lost) <= set(server.hosted):
                 self.job.ledger.fail(f"slices {lost} are given up, and {server.life} has them")
         self.job.lost_all()
 

@@ -129,7 +129,8 @@ class RingServer(Server):
     def on_replicate(self, session: Session, frame: Frame) -> None:
         number, version, fresh, epoch, ballot = frame.body
         hosted = self.hosted.get(number)
-        is_out = (frame.name, frame.incarnation) in self.out or self.seats[number].primary != frame.name
+        seat = self.seats.get(number)
+        is_out = (frame.name, frame.incarnation) in self.out or seat is None or seat.primary != frame.name
         is_later = self.is_frozen or ballot.generation > self.votes.generation
         if hosted is None or hosted.epoch != epoch:
             self.reply(session, "not_replicated", (number,))
