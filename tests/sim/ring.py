@@ -344,7 +344,7 @@ def check_copies(fail: Any, state: Any, processes: dict[str, Any]) -> None:
                 fail(f"slice {number} is {at} on {server.life} and {found[number][1]} on {found[number][0]}")
     contents = {number: frozenset(processes_ledger(state, processes, number)) for number in state.seats}
     if len(set(contents.values())) > 1:
-        fail(f"a step is on some slices and not on others: {({n: len(c) for n, c in contents.items()})}")
+        fail(f"a step is on some slices and not on others: { ({n: len(c) for n, c in contents.items()}) }")
 
 
 def processes_ledger(state: Any, processes: dict[str, Any], number: int) -> Iterable[Any]:

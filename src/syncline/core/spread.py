@@ -1,8 +1,8 @@
 """Spread: slices of a ring whose pushes go to every server, each of which sums them up for itself.
 
 The other way is by the slice's primary: it gets all pushes, and gives their sum to the others. Between hosts a slice
-goes the way that takes fewer bytes: of a push `p` and a sum `s`, among n servers, n(n-1)p by the one and (n-1)(p+s) by
-the other. Everyone comes to the same from the seats, so nobody has to be told.
+goes the way that takes fewer bytes: of a push `p` and a sum `s`, among n servers, n(n-1)p by the one and (n-1)(p+s)
+by the other. Everyone comes to the same from the seats, so nobody has to be told.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class Spread:
             return frozenset()
         return frozenset(part.id for segment, part in parts if self._is_spread(segment, part, seats, hosts))
 
-    def _is_spread(
-        self, segment: Segment, part: Slice, seats: Mapping[int, Seat], hosts: Mapping[str, str]
-    ) -> bool:
+    def _is_spread(self, segment: Segment, part: Slice, seats: Mapping[int, Seat], hosts: Mapping[str, str]) -> bool:
         seat = seats.get(part.id)
         if seat is None or not seat.primary or not seat.backups:
             return False

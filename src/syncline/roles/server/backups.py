@@ -21,6 +21,7 @@ from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.roles.server.backup import Backup, is_held, own_region, slot_of
 from syncline.roles.server.blocks import Blocks
+from syncline.roles.server.encoded_sums import SumDecoder
 from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.lenders import Lenders
@@ -28,7 +29,6 @@ from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Region, digest_of
 from syncline.roles.server.rules import tensor_of
 from syncline.roles.server.states import check_entry
-from syncline.roles.server.sums import SumDecoder
 from syncline.roles.server.work import Work
 
 if TYPE_CHECKING:
