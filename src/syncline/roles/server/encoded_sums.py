@@ -1,4 +1,4 @@
-"""Sums that a primary of a ring gives to the others, encoded (`--pull-codec`); who makes one uses what they decode."""
+"""Sums that a ring's primary gives to others, encoded (`--pull-codec`); who makes one uses what they decode."""
 
 from __future__ import annotations
 
