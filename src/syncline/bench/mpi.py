@@ -28,8 +28,7 @@ class MpiSide(ProcessSide):
 
     def __init__(self, task: Task, *, ranks: int) -> None:
         super().__init__("mpi", task, processes=ranks)
-        beside_us = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-        found = shutil.which("mpiexec", path=beside_us)
+        found = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
         if found is None or importlib.util.find_spec("mpi4py") is None:
             raise NotMeasured(NEEDS)
         self._mpiexec = found
