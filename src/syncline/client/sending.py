@@ -183,7 +183,7 @@ class Sending:
         return found
 
     def _landing(self, server: str, sink: Sink, slot: int) -> Landing:
-        reader, hosted = self._placement.readers[server], self._placement.hosted[server]
+        reader, hosted = self._placement.readers[server], self._placement.read[server]
         wanted = sink.wanted.get(server)
         if wanted is None or wanted.hosted is not hosted:
             wanted = self._want(server, hosted, sink, reader.maps)

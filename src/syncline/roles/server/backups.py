@@ -28,6 +28,7 @@ from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Region, digest_of
 from syncline.roles.server.rules import tensor_of
 from syncline.roles.server.states import check_entry
+from syncline.roles.server.work import Work
 
 if TYPE_CHECKING:
     from syncline.roles.server.voting import Voting
@@ -173,11 +174,12 @@ class Backups:
         ]
         with slot.lock, self._home.at_work():
             slot.rules.about_to_change()
+            slot.state.writing = True
             buffer_of(slot.memory)[:] = values
             slot.rules.uploaded()
             slot.rules.load_state(loaded)
             slot.state.take_over(message.version, message.clocks, message.fences, message.uses, message.late)
-            slot.uploaded = True
+            slot.uploaded, slot.state.writing = True, False
         backup.slot, backup.primary = slot, request.peer.name
         if message.lent is not None:
             backup.region = self._region(request.peer, message, slot.part)
@@ -236,6 +238,7 @@ class Backups:
     def _apply(self, slot: HostedSlice, message: Replicate, region: Region | None) -> None:
         state = slot.state
         if region is not None:
+            state.writing = True
             with self._home.at_work():
                 gradients = slot.rules.as_pieces(region.flat, message.has)
                 try:
@@ -244,6 +247,7 @@ class Backups:
                     raise RuleError(f"the backup could not apply it: {type(error).__name__}: {error}") from None
                 finally:
                     state.applied([], True)
+                    state.writing = False
         state.applied([((name, incarnation), clock) for name, incarnation, clock in message.clocks], False)
         state.used(message.uses, message.late)
         for fence in message.fences:
@@ -296,14 +300,17 @@ class Backups:
     def num_bytes(self, numbers: Collection[int]) -> int:
         return sum(self._find(number)[1].num_bytes for number in numbers)
 
-    def apply_held(self, number: int, done: Callable[[], None]) -> None:
+    def apply_held(self, number: int, work: Work) -> None:
         """All have voted for what this slice holds."""
         backup = self.backups[number]
         assert backup.held is not None and backup.slot is not None
-        with backup.slot.lock, contextlib.suppress(RuleError):  # it raises at its primary too, who says so
-            self._apply(backup.slot, *backup.held)
+        with backup.slot.lock:
+            with contextlib.suppress(RuleError):  # it raises at its primary too, who says so
+                self._apply(backup.slot, *backup.held)
+            for answer in work.answers():  # the worker of this process reads it here
+                answer.applied(backup.slot, locked=True)
         self._let_go(backup)
-        done()
+        work.slice_done()
 
     def _let_go(self, backup: Backup) -> None:
         with self._lock:

@@ -242,7 +242,7 @@ class Flow:
             if answer is None:
                 self._pulls.committed(request, commit.clock, commit.item, roll)
                 continue
-            for slot in list(self._slices.values()):
+            for slot in self._pulls.readable():
                 answer.applied(slot)  # those that it has not heard of yet
             answer.hear(commit.item, roll)
             answer.finish()

@@ -176,6 +176,7 @@ class Server:
         self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
         codecs = codecs_of(config, load)
         commits.decoding.coder, self._pulls.coder = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
+        self._pulls.backups = self._hosting.backups if config.is_ring else None
         self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
@@ -268,7 +269,7 @@ class Server:
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
             Restore: lambda request, message: self._values.restore(request, message, self.commits),
             Attach: self._attach,
-            AskHosted: lambda request, message: self._hosting.blocks.tell(request, message, sorted(self._slices)),
+            AskHosted: lambda request, message: self._hosting.blocks.tell(request, message, self._pulls.numbers()),
             Map: lambda request, message: self._hosting.blocks.give(request, message, self.name),
             AskState: self._states.give,
             LoadState: self._load_state,

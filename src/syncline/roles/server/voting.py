@@ -174,7 +174,7 @@ class Voting:
             work.end()
         small = self._backups.num_bytes(numbers) <= INLINE_BYTES and len(numbers) <= INLINE_SLICES
         for number in numbers:
-            action = functools.partial(self._backups.apply_held, number, work.slice_done)
+            action = functools.partial(self._backups.apply_held, number, work)
             action() if small else self._pool.submit(action)
 
     # -- when seats change --------------------------------------------------------------------------------
