@@ -162,6 +162,10 @@ class Placement:
                 found[name][part.id] = part
         return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
 
+    def takes(self, server: str, part: Slice) -> bool:
+        """Whether this server gets what is pushed of a slice."""
+        return part.id in self.spread or self.primaries.get(part.id) == server
+
     def source(self, number: int) -> str:
         """The server that this slice is read from."""
         seat = self._seats.get(number)

@@ -6,24 +6,24 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
-from syncline.core.message import Done
 from syncline.core.rolls import Roll
-from syncline.core.traffic import Lend, Replicate, Replicated, Seed
+from syncline.core.traffic import Replicate, Replicated, Seed
 from syncline.core.votes import Ballot
 from syncline.errors import FencedError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
-from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.roles.server.backup import Backup, is_held, own_region, slot_of
 from syncline.roles.server.blocks import Blocks
 from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.lenders import Lenders
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Region, digest_of
 from syncline.roles.server.rules import tensor_of
@@ -57,25 +57,12 @@ class Backups:
         # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
         # has ended by itself goes on, and what it takes in has to be here.
         self._promoted: dict[int, Backup] = {}
-        self._lent: dict[str, tuple[int, Memory, int]] = {}  # by primary: number, memory, block of ours for it
+        self.lenders = Lenders(blocks)
         self._num_thaws = 0
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
 
     # -- what comes from primaries ------------------------------------------------------------------------
-
-    def lend(self, request: Request, message: Lend) -> None:
-        """The primary's memory, and as much of ours for the slices that are to come."""
-        memory = request.attachment
-        if memory is None or memory.array.nbytes < message.num_bytes:
-            raise ProtocolError(f"{request.peer} lends memory that did not come")
-        block = self._blocks.make(message.num_bytes)
-        with self._lock:
-            before = self._lent.get(request.peer.name)
-            self._lent[request.peer.name] = (message.number, memory, block)
-        if before is not None:
-            self._blocks.let_go(before[2])
-        request.reply(Done())
 
     def landing(self, peer: Peer, message: Seed | Replicate) -> Sequence[Buffer]:
         """Bytes from whoever is not the primary are taken in all the same, and go nowhere."""
@@ -138,6 +125,9 @@ class Backups:
                     self._idle.notify_all()
                     return
                 request, num_thaws = backup.queue.popleft(), self._num_thaws
+            if not isinstance(request, Request):
+                request()
+                continue
             try:
                 message = request.message
                 if backup.is_out:
@@ -182,34 +172,19 @@ class Backups:
             slot.uploaded, slot.state.writing = True, False
         backup.slot, backup.primary = slot, request.peer.name
         if message.lent is not None:
-            backup.region = self._region(request.peer, message, slot.part)
+            backup.region = self.lenders.region(request.peer, message, slot.part)
         request.reply(Replicated(message.version))
 
     def _make_slot(self, peer: Peer, message: Seed) -> HostedSlice:
         segment, part = self._find(message.slice)
         if message.lent is not None:
-            _, _, block = self._lent_by(peer, message.lent)
+            block = self.lenders.find(peer, message.lent).block
             view = self._blocks.take(block, part, message.offset)
         else:
             block = self._blocks.make(part.num_bytes)
             view = self._blocks.take(block, part, 0)
             self._blocks.let_go(block)  # the slice alone keeps it
         return HostedSlice(segment, part, view, self._home)
-
-    def _lent_by(self, peer: Peer, number: int) -> tuple[int, Memory, int]:
-        with self._lock:
-            known = self._lent.get(peer.name)
-        if known is None or known[0] != number:
-            raise ProtocolError(f"{peer} names memory {number}, which it has not lent")
-        return known
-
-    def _region(self, peer: Peer, message: Seed, part: Slice) -> Region:
-        assert message.lent is not None
-        _, memory, _ = self._lent_by(peer, message.lent)
-        view = memory.array[message.offset : message.offset + part.num_bytes]
-        if view.nbytes != part.num_bytes or message.offset < 0:
-            raise ProtocolError(f"{peer} names a place outside of what it has lent")
-        return Region(view, part.dtype, memory)
 
     def _take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
         slot = slot_of(backup, message)
@@ -267,6 +242,19 @@ class Backups:
         return own
 
     # -- in a ring: held until all have voted --------------------------------------------------------------
+
+    def queue_up(self, number: int, action: Callable[[], None]) -> None:
+        """This server's own sum for this slice is made, behind whatever has come for it."""
+        with self._lock:
+            backup = self.backups.get(number)
+            if backup is None:
+                return  # seats have changed
+            starts = not (backup.is_busy or backup.held)
+            backup.queue.append(action)
+            backup.is_busy |= starts
+        if starts:
+            small = self._find(number)[1].num_bytes <= INLINE_BYTES
+            self._work_off(backup) if small else self._pool.submit(functools.partial(self._work_off, backup))
 
     def _hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: Voting) -> bool:
         """Whether it is taken in; else it waits until a change is over."""
@@ -335,8 +323,9 @@ class Backups:
         with self._lock:
             for backup in self.backups.values():
                 backup.held = None
-                refused += [request for request in backup.queue if isinstance(request.message, Replicate)]
-                backup.queue = collections.deque(r for r in backup.queue if not isinstance(r.message, Replicate))
+                requests = [request for request in backup.queue if isinstance(request, Request)]
+                refused += [request for request in requests if isinstance(request.message, Replicate)]
+                backup.queue = collections.deque(r for r in requests if not isinstance(r.message, Replicate))
         for request in refused:
             request.refuse(FencedError("seats have changed since that round"))
 
@@ -383,12 +372,6 @@ class Backups:
         with self._lock:
             backup = self.backups[slot.part.id] = Backup(slot, primary)
             backup.is_named = True
-
-    def forget_lenders_but(self, there: Container[str]) -> None:
-        with self._lock:
-            gone = [self._lent.pop(name) for name in list(self._lent) if name not in there]
-        for _, _, block in gone:
-            self._blocks.let_go(block)
 
     def slot_of(self, number: int) -> HostedSlice | None:
         backup = self.backups.get(number)

@@ -42,7 +42,7 @@ class Decoding:
         return found
 
     def _target(self, peer: Peer, message: Stage, number: int) -> Buffer | None:
-        slot = self._slices.get(number)
+        slot = self._slices.get(number) or self._staging.copies.get(number)
         if slot is None or not self._is_taken(peer):
             return None
         return self._staging.buffer((peer.name, peer.incarnation), message.slot, slot.part)

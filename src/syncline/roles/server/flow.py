@@ -136,7 +136,11 @@ class Flow:
 
     def go_through(self, work: Work) -> None:
         """Into the slices here; in a ring, first only to where all hold it."""
-        if work.slots:
+        if work.copies:
+            assert self.voting is not None and isinstance(work, RoundWork)
+            self.voting.spreading.sum_up(work)
+            self.drain_all(work)
+        elif work.slots:
             self.drain_all(work)
         elif work.waits_for_votes:
             self._held(work)

@@ -69,6 +69,7 @@ class HostedSlice:
         self._own_region: Region | None = None
         self.in_flight: Update | None = None
         self.is_sending = False  # by a thread that looks for the acknowledgement when it has sent
+        self.is_spread = False  # in a ring: backups sum up rounds for themselves
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
         self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
         self.num_updates, self.apply_seconds = 0, 0.0
@@ -301,6 +302,12 @@ class HostedSlice:
         """Under the lock, to be drained after it: all of the slice goes over once more."""
         for replica in self.replicas:
             replica.renew(self)
+
+    def summed(self, work: Work, region: Region) -> Update:
+        """In a ring, under the lock of a copy: a round's sum, made here."""
+        commits = self._admitted(work)
+        has = self.rules.lay_down(self._gradients_of(work, commits), region.flat)
+        return Update(work, commits, region, has, self._scale_of(work, commits))
 
     def is_summing(self, work: Work) -> bool:
         """In a ring: whether this round's sum is there, and not applied yet."""

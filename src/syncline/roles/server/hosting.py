@@ -9,6 +9,7 @@ from syncline.core.control import Host
 from syncline.core.layout import Segment, Slice, aligned
 from syncline.core.members import Member
 from syncline.core.seats import Seat
+from syncline.core.spread import Spread
 from syncline.core.slices import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
 from syncline.core.standings import Standing
 from syncline.errors import FencedError, ProtocolError, SynclineError
@@ -38,7 +39,7 @@ class Hosting:
         drain: Callable[[HostedSlice], None],
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self._home, self._dial, self._drain, self._log = pool, home, dial, drain, log
+        self._pool, self.home, self._dial, self._drain, self._log = pool, home, dial, drain, log
         self.name = ""
         self.segments: dict[int, Segment] = {}
         self._parts: dict[int, tuple[Segment, Slice]] = {}
@@ -85,7 +86,7 @@ class Hosting:
             try:
                 for part in wanted:
                     view = self.blocks.take(block, part, offset)
-                    made[part.id] = HostedSlice(segment, part, view, self._home)
+                    made[part.id] = HostedSlice(segment, part, view, self.home)
                     offset += aligned(part.num_bytes)
             except SynclineError:
                 self.blocks.drop(part.id for part in wanted)
@@ -170,6 +171,11 @@ class Hosting:
             )
         return self._partners[key]
 
+    def spread_by(self, spread: Spread) -> frozenset[int]:
+        """In a ring: the slices that are spread by the seats as they are."""
+        hosts = {member.name: member.host for member in self._members.values()}
+        return spread.of(self._parts.values(), self._seats, hosts)
+
     def partners_named(self, names: Collection[str]) -> list[Partner]:
         """The ways to these servers, but for this one."""
         others = [self._members[name] for name in sorted(names) if name in self._members and name != self.name]
@@ -234,7 +240,7 @@ class Hosting:
                 self._become_other(seat)
         there = {(member.name, member.incarnation) for member in members}
         gone = [key for key in self._partners if key not in there]
-        self.backups.forget_lenders_but(set(self._members))
+        self.backups.lenders.forget_but(set(self._members))
         return [self._partners.pop(key) for key in gone]
 
     def _become_primary(self, seat: Seat, before: Seat | None) -> None:

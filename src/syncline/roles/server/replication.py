@@ -18,6 +18,7 @@ from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.traffic import Replicate, Replicated, Seed
 from syncline.core.verdicts import Commit
+from syncline.core.votes import Ballot
 from syncline.errors import ConnectionLost, FencedError, RuleError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
@@ -118,8 +119,28 @@ def update_of(
     """Under the slice's lock: the next update, as its backups will get it."""
     region = region_of(slot)
     made = Update(work, commits, region, slot.rules.lay_down(gradients, region.flat), scale)
-    made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]
+    if not (slot.is_spread and work.waits_for_votes):
+        made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]
     return made
+
+
+def message_of(slot: HostedSlice, update: Update, ballot: Ballot | None, *, wants_digest: bool = False) -> Replicate:
+    """Under the slice's lock: an update, as it is said to a backup."""
+    work, commits, is_first = update.work, update.commits, slot.part.id == 0
+    return Replicate(
+        slot.part.id,
+        slot.state.version,
+        [(c.worker, c.item.incarnation, c.clock) for c in commits],
+        list(work.fences),
+        update.has,
+        list(work.overrides_for(slot.part.segment).items()),
+        update.scale,
+        wants_digest and not work.waits_for_votes,
+        uses_of(commits) if is_first else [],
+        late_of(commits) if is_first else [],
+        work.roll,
+        ballot,
+    )
 
 
 def digest_of(slot: HostedSlice) -> bytes:
@@ -160,7 +181,7 @@ class Replica:
     def parcel(self, slot: HostedSlice, update: Update) -> Parcel:
         """Under the slice's lock: an update, as this backup will get it."""
         wants_digest = (slot.state.version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind
-        message = self._message(slot, update, wants_digest=wants_digest and bool(update.has))
+        message = message_of(slot, update, update.work.ballot, wants_digest=wants_digest and bool(update.has))
         views = slot.rules.bytes_of_pieces(update.region.array, update.has)
         if self.lent and self.region is not update.region:
             for mine, view in zip(slot.rules.bytes_of_pieces(self.region.array, update.has), views, strict=True):
@@ -175,25 +196,8 @@ class Replica:
         next update overwrites the region before this one has left."""
         assert self.outbox is not None
         views = slot.rules.bytes_of_pieces(update.region.array, update.has)
-        message = self._message(slot, update, wants_digest=False)
+        message = message_of(slot, update, None)
         self.outbox.append(Letter(message, [memoryview(bytes(view)) for view in views]))
-
-    def _message(self, slot: HostedSlice, update: Update, *, wants_digest: bool) -> Replicate:
-        work, commits, is_first = update.work, update.commits, slot.part.id == 0
-        return Replicate(
-            slot.part.id,
-            slot.state.version,
-            [(c.worker, c.item.incarnation, c.clock) for c in commits],
-            list(work.fences),
-            update.has,
-            list(work.overrides_for(slot.part.segment).items()),
-            update.scale,
-            wants_digest and not work.waits_for_votes,
-            uses_of(commits) if is_first else [],
-            late_of(commits) if is_first else [],
-            work.roll,
-            work.ballot if not self.is_seeding else None,
-        )
 
     def send(self, parcel: Parcel) -> None:
         """Sends an update; whatever goes wrong, it stays in flight until it is acknowledged, or the slice alone."""

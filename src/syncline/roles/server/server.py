@@ -32,6 +32,7 @@ from syncline.core.message import Done, Message
 from syncline.core.policy import policy_of
 from syncline.core.rounds import Rounds
 from syncline.core.saving import TakeUp
+from syncline.core.spread import Spread
 from syncline.core.traffic import (
     AskHosted,
     AskState,
@@ -156,7 +157,9 @@ class Server:
         )
         self._hosting.hear(joined.members, ())
         commits.ranks.hear(joined.members)
-        flow.voting = self._voting = voting_of(commits, self._hosting, self._pool) if config.is_ring else None
+        codecs = codecs_of(config, load)
+        if config.is_ring:
+            flow.voting = self._voting = voting_of(commits, self._hosting, self._pool, Spread(config, codecs))
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -174,7 +177,6 @@ class Server:
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
         self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
-        codecs = codecs_of(config, load)
         commits.decoding.coder, self._pulls.coder = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
         self._pulls.backups = self._hosting.backups if config.is_ring else None
         self._commits, flow.say = commits, self._log
@@ -273,7 +275,7 @@ class Server:
             Map: lambda request, message: self._hosting.blocks.give(request, message, self.name),
             AskState: self._states.give,
             LoadState: self._load_state,
-            Lend: self._hosting.backups.lend,
+            Lend: self._hosting.backups.lenders.lend,
             Vote: lambda request, message: hear_vote(self._voting, request, message),
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),

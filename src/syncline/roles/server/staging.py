@@ -10,6 +10,7 @@ import torch
 from syncline.core.layout import Slice
 from syncline.core.slices import Identity
 from syncline.net.transport import Buffer, Memory, buffer_of
+from syncline.roles.server.copies import Copies
 from syncline.roles.server.rules import Bytes, tensor_of
 
 
@@ -18,6 +19,7 @@ class Staging:
 
     def __init__(self, release: Callable[[Bytes], None] = lambda array: None) -> None:
         self._release = release
+        self.copies = Copies()
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
         self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
@@ -63,9 +65,9 @@ class Staging:
             self._let_go(self._arenas.pop(place))
 
     def keep_only(self, slices: Container[int]) -> None:
-        """Others are not here any more."""
+        """Others are not here any more; but for those of which there are copies."""
         for table in (self._tensors, self._buffers):
-            for key in [k for k in table if k[2] not in slices]:
+            for key in [k for k in table if k[2] not in slices and k[2] not in self.copies.numbers]:
                 del table[key]
 
     def _let_go(self, arena: Memory) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 from syncline import faults
 from syncline.core.message import Done
 from syncline.core.slices import Identity
+from syncline.core.spread import Spread
 from syncline.core.traffic import Vote
 from syncline.core.votes import Ballot, Votes, ballot_of
 from syncline.errors import ConnectionLost, ProtocolError, SynclineError
@@ -19,6 +20,7 @@ from syncline.roles.server.commits import Commits
 from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Partner
+from syncline.roles.server.spreading import Spreading
 from syncline.roles.server.work import RoundWork
 
 #: A round of at most this many bytes is applied by the thread that brings the last vote.
@@ -70,12 +72,13 @@ class Voting:
         waits: Callable[[RoundWork], None],
         resumes: Callable[[RoundWork], None],
         may_apply: Callable[[RoundWork], bool],
+        spreading: Spreading,
     ) -> None:
         """`waits`: the round is not on its way before all have voted; then it `resumes`, and `run` applies what is
         the server's own. `may_apply`: no gate is closed to it."""
         self._name, self._order, self._backups, self._pool = name, order, backups, pool
         self._partners, self._run, self._waits, self._resumes = partners, run, waits, resumes
-        self._may_apply = may_apply
+        self._may_apply, self.spreading = may_apply, spreading
         self.votes = Votes()
         self._works: dict[Ballot, RoundWork] = {}  # whole here, in their order
         self._unsaid: list[RoundWork] = []  # held by all since it was frozen
@@ -91,6 +94,7 @@ class Voting:
         """Seats have changed. Nothing is on its way."""
         with self._order:
             self.votes.begin(generation, voters)
+            self.spreading.begin()
             self._is_frozen = False
             self._unsaid.clear()
 
@@ -102,6 +106,16 @@ class Voting:
             commits = [(c.worker, c.item.incarnation, c.clock) for c in work.commits]
             work.ballot, work.waits_for_votes = ballot_of(self.votes.generation, commits), True
             self._works[work.ballot] = work
+            self.spreading.expect(work)
+
+    def keeps(self, work: RoundWork, take: Callable[[], None]) -> bool:
+        """This server has made a sum of its own for this round: it is taken, unless the round was dropped. A change
+        that is on its way counts on what was held before, and may drop it."""
+        with self._order:
+            is_wanted = work.ballot is not None and self._works.get(work.ballot) is work
+            if is_wanted:
+                take()
+            return is_wanted
 
     def held(self, work: RoundWork) -> None:
         """All others hold the sums of the slices here."""
@@ -230,14 +244,17 @@ class Voting:
         return dropped
 
 
-def voting_of(commits: Commits, hosting: Hosting, pool: Pool) -> Voting:
+def voting_of(commits: Commits, hosting: Hosting, pool: Pool, spread: Spread) -> Voting:
     """As it stands among the other parts of a server."""
-    flow = commits.flow
+    flow, spreading = commits.flow, Spreading(spread, commits.staging.copies, hosting.backups, hosting.home)
     voting = Voting(
         hosting.name, flow.order, hosting.backups, pool,
         partners=hosting.partners_named, run=flow.drain_all, waits=flow.waits,
         resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
+        spreading=spreading,
     )  # fmt: skip
+    spreading.find, spreading.holds = hosting.spread_by, voting.keeps
+    spreading.primaries = lambda: list(hosting.slices.values())
     commits.holding.passed = voting.look
     return voting
 

@@ -122,6 +122,7 @@ class Work:
     roll: Roll | None = None  # with spare workers: of the round that it is, or that its commit was late by
     ballot: Ballot | None = None  # in a ring: what is voted on
     waits_for_votes = False
+    copies: Sequence[HostedSlice] = ()  # in a ring: of others' slices, for which it is summed up here
 
     def __init__(self, slots: Sequence[HostedSlice], finished: Callable[[Work], None]) -> None:
         self.slots = slots
@@ -228,6 +229,11 @@ class RoundWork(Work):
             last = self._num_unheld == 0
         if last:
             self._held(self)
+
+    def is_for_copies(self, copies: Sequence[HostedSlice]) -> None:
+        """In a ring: sums are made for these too before this server votes."""
+        self.copies = copies
+        self._num_unheld += len(copies)
 
     def also(self, number: int) -> None:
         """In a ring: so many more slices take it in here, whose primaries are elsewhere."""
