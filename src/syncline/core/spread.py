@@ -21,7 +21,7 @@ class Spread:
 
     def __init__(self, config: JobConfig, codecs: Codecs) -> None:
         self._is_ring, self._is_tcp = config.is_ring, config.transport == "tcp"
-        self._push, self._sum = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
+        self._push, self.sums = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
 
     def of(
         self, parts: Iterable[tuple[Segment, Slice]], seats: Mapping[int, Seat], hosts: Mapping[str, str]
@@ -40,7 +40,7 @@ class Spread:
         if not self._is_tcp and len({hosts.get(name) for name in seat.names}) == 1:
             return False  # they read each other's memory
         most = len(seat.backups) * _num_bytes(self._push, segment, part)
-        return most <= _num_bytes(self._sum, segment, part)
+        return most <= _num_bytes(self.sums, segment, part)
 
 
 def _num_bytes(coder: SliceCoder | None, segment: Segment, part: Slice) -> int:

@@ -16,7 +16,7 @@ from syncline.core.layout import Segment, Slice
 from syncline.core.rolls import Roll
 from syncline.core.traffic import Replicate, Replicated, Seed
 from syncline.core.votes import Ballot
-from syncline.errors import FencedError, ProtocolError, RuleError, SynclineError
+from syncline.errors import FencedError, FrameError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.roles.server.backup import Backup, is_held, own_region, slot_of
@@ -28,6 +28,7 @@ from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Region, digest_of
 from syncline.roles.server.rules import tensor_of
 from syncline.roles.server.states import check_entry
+from syncline.roles.server.sums import SumDecoder
 from syncline.roles.server.work import Work
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Backups:
         # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
         # has ended by itself goes on, and what it takes in has to be here.
         self._promoted: dict[int, Backup] = {}
-        self.lenders = Lenders(blocks)
+        self.lenders, self.sums = Lenders(blocks), SumDecoder(find)
         self._num_thaws = 0
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -73,6 +74,8 @@ class Backups:
             sizes = [part.num_bytes, *(entry.num_bytes for entry in message.entries)]
             return [buffer_of(np.empty(size, np.uint8)) for size in sizes]
         sizes = self._piece_sizes(message)
+        if message.codec:
+            return self.sums.room(message)
         with self._lock:
             backup = self.backups.get(message.slice)
             is_free = backup is not None and not backup.is_busy and backup.held is None
@@ -145,6 +148,8 @@ class Backups:
                         self._idle.notify_all()
                         if not backup.is_busy:
                             return
+            except FrameError as error:
+                request.endpoint.close(f"refused what {request.peer} sent: {error}")
             except SynclineError as error:
                 request.refuse(error)
             except Exception as error:  # whoever waits must hear of it, whatever it is
@@ -230,6 +235,10 @@ class Backups:
         slot.num_updates += bool(message.has)
 
     def _gradient(self, backup: Backup, slot: HostedSlice, request: Request, message: Replicate) -> Region:
+        if message.codec:
+            own = own_region(backup, slot)
+            self.sums.decode(message, request.payload, own.array)
+            return own
         if not request.payload:
             if backup.region is None:
                 raise ProtocolError(f"an update of slice {message.slice} without its bytes")

@@ -70,6 +70,7 @@ class HostedSlice:
         self.in_flight: Update | None = None
         self.is_sending = False  # by a thread that looks for the acknowledgement when it has sent
         self.is_spread = False  # in a ring: backups sum up rounds for themselves
+        self.sum_coder: SliceCoder | None = None  # in a ring: by which others are sent sums
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
         self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
         self.num_updates, self.apply_seconds = 0, 0.0

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from syncline import faults
+from syncline.core.codecs.pieces import Encoded
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.traffic import Replicate, Replicated, Seed
@@ -23,6 +25,7 @@ from syncline.errors import ConnectionLost, FencedError, RuleError, SynclineErro
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.roles.server.rules import tensor_of
+from syncline.roles.server.sums import encode_sum
 from syncline.roles.server.work import Contribution, FenceWork, Work, late_of, uses_of
 from syncline.store.tensors import new_digest
 
@@ -87,6 +90,7 @@ class Update:
         self.parcels: list[Parcel] = []
         self.since = time.monotonic()
         self.is_told = False  # in a ring: its round knows that all hold it
+        self.encoded: tuple[str, Encoded] | None = None  # in a ring: by which codec, for those who are sent it
 
     @property
     def is_acknowledged(self) -> bool:
@@ -120,8 +124,16 @@ def update_of(
     region = region_of(slot)
     made = Update(work, commits, region, slot.rules.lay_down(gradients, region.flat), scale)
     if not (slot.is_spread and work.waits_for_votes):
+        _encode(slot, made)
         made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]
     return made
+
+
+def _encode(slot: HostedSlice, update: Update) -> None:
+    coder, is_sent = slot.sum_coder, any(replica.lent is None for replica in slot.replicas)
+    if coder is not None and is_sent and update.has and update.work.waits_for_votes:
+        encoded = encode_sum(coder, slot.segment, slot.part, update.has, update.region.array)
+        update.encoded = (coder.codec.name, encoded)
 
 
 def message_of(slot: HostedSlice, update: Update, ballot: Ballot | None, *, wants_digest: bool = False) -> Replicate:
@@ -182,10 +194,14 @@ class Replica:
         """Under the slice's lock: an update, as this backup will get it."""
         wants_digest = (slot.state.version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind
         message = message_of(slot, update, update.work.ballot, wants_digest=wants_digest and bool(update.has))
-        views = slot.rules.bytes_of_pieces(update.region.array, update.has)
+        views: Sequence[Buffer] = slot.rules.bytes_of_pieces(update.region.array, update.has)
         if self.lent and self.region is not update.region:
             for mine, view in zip(slot.rules.bytes_of_pieces(self.region.array, update.has), views, strict=True):
                 mine[:] = view
+        if update.encoded is not None and not self.lent:
+            codec, encoded = update.encoded
+            message = msgspec.structs.replace(message, codec=codec, sizes=encoded.sizes)
+            views = [buffer_of(array) for array in encoded.buffers]
         made = Parcel(self, slot, update, Letter(message, () if self.lent else views))
         if self.needs_seed:
             self.needs_seed, made.seed = False, seed_of(slot, self.lent)

@@ -177,7 +177,8 @@ class Server:
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
         self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
-        commits.decoding.coder, self._pulls.coder = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
+        commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
+        self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
         self._pulls.backups = self._hosting.backups if config.is_ring else None
         self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn

@@ -36,7 +36,7 @@ class Spreading:
         """Seats have changed, under `order`."""
         self._copies.numbers = self.find(self._spread)
         for slot in self.primaries():
-            slot.is_spread = slot.part.id in self._copies.numbers
+            slot.is_spread, slot.sum_coder = slot.part.id in self._copies.numbers, self._spread.sums
 
     def expect(self, work: RoundWork) -> None:
         """Under `order`: a round is whole here."""
