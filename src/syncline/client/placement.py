@@ -193,7 +193,7 @@ class Placement:
 
     def _tell_of_codecs(self) -> None:
         shared = [endpoint.shares_memory for endpoint in self.endpoints.values()]
-        is_true = bool(shared) and (all(shared) if self._config.is_ring else any(shared))
+        is_true = (len(shared) > 1 and all(shared)) if self._config.is_ring else any(shared)
         if self._has_told or not is_true:
             return
         said = [("--codec", self._config.codec), ("--pull-codec", self._config.pull_codec)]
