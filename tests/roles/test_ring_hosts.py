@@ -108,9 +108,7 @@ def test_a_ring_with_a_codec_and_servers_with_it_come_to_the_same(workers: int, 
     """With two all is encoded in both; of four, what a worker gives its own server is not."""
     found = {}
     for exchange in ("servers", "ring"):
-        with local_job(
-            workers=workers, exchange=exchange, slice_bytes=512, transport="tcp", codec=codec
-        ) as jobs:
+        with local_job(workers=workers, exchange=exchange, slice_bytes=512, transport="tcp", codec=codec) as jobs:
             found[exchange] = jobs.run(lambda job: train(job, "SGD", 0.5))
             if exchange == "ring":
                 check_all_equal(jobs)
@@ -180,9 +178,7 @@ def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.Mo
         go.set()
         servers = jobs._process._servers
         wanted = {"server-0", "server-1", "server-2"} if at == "nobody has voted" else {"server-1"}
-        eventually(
-            lambda: all(b.held for name in wanted for b in servers[name]._hosting.backups.backups.values())
-        )
+        eventually(lambda: all(b.held for name in wanted for b in servers[name]._hosting.backups.backups.values()))
         kill(jobs, 2, gone)
         stops.clear()
         for thread in threads[:2]:

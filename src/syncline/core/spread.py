@@ -31,9 +31,7 @@ class Spread:
             return frozenset()
         return frozenset(part.id for segment, part in parts if self._is_spread(segment, part, seats, hosts))
 
-    def _is_spread(
-        self, segment: Segment, part: Slice, seats: Mapping[int, Seat], hosts: Mapping[str, str]
-    ) -> bool:
+    def _is_spread(self, segment: Segment, part: Slice, seats: Mapping[int, Seat], hosts: Mapping[str, str]) -> bool:
         seat = seats.get(part.id)
         if seat is None or not seat.primary or not seat.backups:
             return False

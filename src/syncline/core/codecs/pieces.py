@@ -111,9 +111,7 @@ class SliceCoder:
     def _most(self, unit: Unit) -> int:
         return self.codec.bound(unit.num_bytes // 4) if unit.is_encoded else unit.num_bytes
 
-    def encode(
-        self, segment: Segment, part: Slice, data: Bytes, parameters: Container[int] | None = None
-    ) -> Encoded:
+    def encode(self, segment: Segment, part: Slice, data: Bytes, parameters: Container[int] | None = None) -> Encoded:
         """All of a slice; or the units that have any of these parameters."""
         found = Encoded([], [])
         for unit in self.units(segment, part):
