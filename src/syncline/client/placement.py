@@ -49,7 +49,7 @@ class Placement:
         self.primaries: dict[int, str] = {}  # by slice
         self._seats: dict[int, Seat] = {}
         self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
-        #: By server, in the order of their ids: of which it is the primary; whose pushes it gets; which are read there.
+        #: By server, by their ids: of which it is the primary; whose pushes it gets; that are read there.
         self.hosted: dict[str, list[Slice]] = {}
         self.taken: dict[str, list[Slice]] = {}
         self.read: dict[str, list[Slice]] = {}

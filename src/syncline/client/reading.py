@@ -1,8 +1,8 @@
 """Reading one server's parameters: from its shared memory, never torn, or over the socket.
 
 In shared memory a copy is optimistic: it counts if the server says afterwards that nothing was written meanwhile.
-After two such copies of a slice have been overtaken, the slice is pinned for the third; in a ring, where a worker reads
-its own server's copies, that sends it.
+After two such copies of a slice have been overtaken, the slice is pinned for the third; in a ring, where a worker
+reads its own server's copies, that sends it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Spread: slices of a ring whose pushes go to every server, each of which sums them up for itself.
 
 The other way is by the slice's primary: it gets all pushes, and gives their sum to the others. Between hosts a slice
-goes the way that takes fewer bytes: of a push `p` and a sum `s`, among n servers, n(n-1)p by the one and (n-1)(p+s) by
-the other. Everyone comes to the same from the seats, so nobody has to be told.
+goes the way that takes fewer bytes: of a push `p` and a sum `s`, among n servers, n(n-1)p by the one and (n-1)(p+s)
+by the other. Everyone comes to the same from the seats, so nobody has to be told.
 """
 
 from __future__ import annotations

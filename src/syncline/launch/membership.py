@@ -181,8 +181,8 @@ def waiter_reads(joined: Joined) -> bool:
 
 
 def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: bool = False) -> SocketConnection:
-    """A connection to a server: shared memory where a file descriptor can be handed over, else TCP. `is_own`: it is in
-    this process, which shares memory with itself whatever is said of others."""
+    """A connection to a server: shared memory where a file descriptor can be handed over, else TCP. `is_own`: it is
+    in this process, which shares memory with itself whatever is said of others."""
     address = member.address
     assert address is not None
     if (config.transport != "tcp" or is_own) and address.unix:

@@ -9,8 +9,8 @@ from syncline.core.control import Host
 from syncline.core.layout import Segment, Slice, aligned
 from syncline.core.members import Member
 from syncline.core.seats import Seat
-from syncline.core.spread import Spread
 from syncline.core.slices import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
+from syncline.core.spread import Spread
 from syncline.core.standings import Standing
 from syncline.errors import FencedError, ProtocolError, SynclineError
 from syncline.net.rpc import Endpoint

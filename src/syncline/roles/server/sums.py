@@ -1,4 +1,4 @@
-"""Sums that a primary of a ring gives to the others, encoded (`--pull-codec`): who makes one uses what others decode."""
+"""Sums that a primary of a ring gives to others, encoded (`--pull-codec`): who makes one uses what others decode."""
 
 from __future__ import annotations
 
