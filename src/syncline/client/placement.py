@@ -49,7 +49,7 @@ class Placement:
         self.primaries: dict[int, str] = {}  # by slice
         self._seats: dict[int, Seat] = {}
         self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
-        #: By server, in the order of ids: of which it is the primary; whose pushes it gets; which are read there.
+        #: By server, by their ids: of which it is the primary; whose pushes it gets; that are read there.
         self.hosted: dict[str, list[Slice]] = {}
         self.taken: dict[str, list[Slice]] = {}
         self.read: dict[str, list[Slice]] = {}
@@ -193,7 +193,7 @@ class Placement:
 
     def _tell_of_codecs(self) -> None:
         shared = [endpoint.shares_memory for endpoint in self.endpoints.values()]
-        is_true = bool(shared) and (all(shared) if self._config.is_ring else any(shared))
+        is_true = (len(shared) > 1 and all(shared)) if self._config.is_ring else any(shared)
         if self._has_told or not is_true:
             return
         said = [("--codec", self._config.codec), ("--pull-codec", self._config.pull_codec)]

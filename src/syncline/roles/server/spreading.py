@@ -10,16 +10,18 @@ from collections.abc import Callable
 
 from syncline import faults
 from syncline.core.spread import Spread
-from syncline.roles.server.backup import own_region
+from syncline.core.traffic import Replicate
+from syncline.roles.server.backup import Backup, own_region
 from syncline.roles.server.backups import Backups
 from syncline.roles.server.copies import Copies
 from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
-from syncline.roles.server.replication import message_of
+from syncline.roles.server.replication import Region, message_of
 from syncline.roles.server.work import RoundWork
 
 #: Has something held for a round, unless that was dropped meanwhile; whether it was.
 Holds = Callable[[RoundWork, Callable[[], None]], bool]
+Held = tuple[Replicate, Region | None]
 
 
 class Spreading:
@@ -31,6 +33,7 @@ class Spreading:
         self.find: Callable[[Spread], frozenset[int]] = lambda spread: frozenset()
         self.primaries: Callable[[], list[HostedSlice]] = list
         self.holds: Holds = lambda work, take: False
+        self.fail: Callable[[RoundWork, Exception], None] = lambda work, error: None
 
     def begin(self) -> None:
         """Seats have changed, under `order`."""
@@ -50,10 +53,12 @@ class Spreading:
         backup = self._backups.backups.get(number)
         if backup is None or backup.slot is None:
             return  # seats have changed: the round is dropped
-        slot = backup.slot
-        with slot.lock, self._home.at_work():
-            update = slot.summed(work, own_region(backup, slot))
-            held = (message_of(slot, update, work.ballot), update.region if update.has else None)
+        try:
+            held = self._summed(work, backup, backup.slot)
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            if self.holds(work, lambda: None):  # else it was dropped meanwhile, and what its workers staged is gone
+                self.fail(work, error)
+            return
 
         def take() -> None:
             backup.held = held
@@ -62,3 +67,8 @@ class Spreading:
             if faults.armed is not None:
                 faults.reach("replicate.held")
             work.slice_held()
+
+    def _summed(self, work: RoundWork, backup: Backup, slot: HostedSlice) -> Held:
+        with slot.lock, self._home.at_work():
+            update = slot.summed(work, own_region(backup, slot))
+            return message_of(slot, update, work.ballot), update.region if update.has else None

@@ -253,7 +253,7 @@ def voting_of(commits: Commits, hosting: Hosting, pool: Pool, spread: Spread) ->
         resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
         spreading=spreading,
     )  # fmt: skip
-    spreading.find, spreading.holds = hosting.spread_by, voting.keeps
+    spreading.find, spreading.holds, spreading.fail = hosting.spread_by, voting.keeps, flow.fail
     spreading.primaries = lambda: list(hosting.slices.values())
     commits.holding.passed = voting.look
     return voting
