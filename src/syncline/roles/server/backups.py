@@ -29,7 +29,6 @@ from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Region, digest_of
 from syncline.roles.server.rules import tensor_of
 from syncline.roles.server.states import check_entry
-from syncline.roles.server.sums import SumDecoder
 from syncline.roles.server.work import Work
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.roles.server.encoded_sums import encode_sum
 from syncline.roles.server.rules import tensor_of
-from syncline.roles.server.sums import encode_sum
 from syncline.roles.server.work import Contribution, FenceWork, Work, late_of, uses_of
 from syncline.store.tensors import new_digest
 
