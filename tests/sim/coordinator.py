@@ -16,6 +16,7 @@ from syncline.core.ring import partner_of
 from syncline.core.seats import Plan, Seat
 from syncline.errors import ConfigError
 
+from .ring import settled_otherwise
 from .saving import Saving
 from .world import Frame, Session, StoreFull, Superseded
 
@@ -292,6 +293,8 @@ class Coordinator(Saving):
         if not skips and not self.keep():
             self._wait(0.05)
             return
+        if "joiner_counts" in bugs:
+            self.state.seats_before = {}
         if "old_era" in bugs:
             change.stretch = 0
         if "forget_standings" in bugs:
@@ -315,6 +318,7 @@ class Coordinator(Saving):
 
     def _ask_all(self, attempt: dict[str, Any]) -> None:
         """Asked once more where the answers come so far apart that the first hold may be over."""
+        self.job.change_is_under_way()
         attempt.update(asked=self.world.now, heard=set(), times=attempt["times"] + 1)
         for server in attempt["change"].servers:
             self.say(server, "prepare", attempt["change"].prepare())
@@ -355,12 +359,15 @@ class Coordinator(Saving):
             first: Prepared = change._answers[next(iter(change.servers))]
             turn = max([(change.stretch, 0), *(s.turn() for s in first.standings)])
             change.turn = lambda: turn  # type: ignore[method-assign]
+        if self.job.bugs & {"settle_by_most", "settle_by_any"}:
+            change.settle = lambda: settled_otherwise(change, self.job.bugs)  # type: ignore[method-assign]
         install, losses = self.deciding.install(change)
         for loss in losses:
             self.job.ledger.report_double(loss.workers, loss.text)
         if "settle_fenced_only" in self.job.bugs:
             install = msgspec.structs.replace(install, settle=[s for s in install.settle if s[0] in change.fenced])
         attempt["install"] = install
+        self.job.change_is_under_way()
         for server in change.servers:
             self.say(server, "install", attempt["install"])
 

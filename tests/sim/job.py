@@ -27,6 +27,8 @@ from .world import Process, Violation, World
 
 #: After the last fault every waiter is released, and the job done, within this.
 DONE_SECONDS = 40.0
+#: In a ring: in so many changes a process dies, until then.
+STRIKE, LAST_STRIKE = 0.08, 1.5
 
 
 class Job:
@@ -57,7 +59,7 @@ class Job:
         self.is_new, self.is_lost = True, False
         self.first_generation = 0  # in which slices are hosted for the first time; one that slept may come to it late
         self._epoch = 0
-        self._quiet_from = 0.0
+        self._quiet_from, self._num_changes = LAST_STRIKE if scenario.is_ring else 0.0, 0
 
     def next_epoch(self) -> int:
         self._epoch += 1
@@ -130,7 +132,8 @@ class Job:
     def has_finished(self) -> None:
         if self.scenario.is_ring:
             for name in sorted(self.finished):
-                self.world.at(self.world.now + 1.0, lambda name=name: self._retire(partner_of(name)))
+                pause = self.world.draw("retires", name)
+                self.world.at(self.world.now + pause, lambda name=name: self._retire(partner_of(name)))
         if self.finished >= set(self.scenario.scripts):
             coordinator = self.world.current["coordinator"]
             if isinstance(coordinator, Coordinator) and coordinator.released:
@@ -214,6 +217,17 @@ class Job:
             world.walls[one.name, other.name] = until
             if fault.flag:
                 world.walls[other.name, one.name] = until
+
+    def change_is_under_way(self) -> None:
+        """In a ring much depends on who dies just now; not too many, or nobody is left who has a copy."""
+        world, scenario = self.world, self.scenario
+        ranks = [p for n, p in sorted(world.current.items()) if p.role == "server" and p.is_alive]
+        if not scenario.is_ring or not scenario.faults or len(ranks) < 3 or world.now > LAST_STRIKE:
+            return
+        self._num_changes += 1
+        if world.draw("strike", self._num_changes) < STRIKE:
+            one = ranks[int(world.draw("struck", self._num_changes) * len(ranks))]
+            world.at(world.now + 0.012 * world.draw("strikes", self._num_changes), lambda: world.crash(one))
 
     # -- looking ------------------------------------------------------------------------------------------
 

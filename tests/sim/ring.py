@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from syncline.core.changes import Change
 from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.seats import Seat
 from syncline.core.slices import highest_clocks, least_clocks
@@ -353,3 +354,15 @@ def processes_ledger(state: Any, processes: dict[str, Any], number: int) -> Iter
         return ()
     hosted = processes[member.address.unix].hosted.get(number)
     return hosted.ledger if hosted is not None else ()
+
+
+def settled_otherwise(change: Change, bugs: Iterable[str]) -> list[tuple[str, int, int]]:
+    """A planted bug: a round counts that most hold, or any, and not all."""
+    answers = [{(n, i): c for n, i, c in a.holds} for a in change._answers.values() if a.holds is not None]
+    if not answers:
+        return Change.settle(change)
+    place = len(answers) // 2 if "settle_by_most" in bugs else 0
+    return [
+        (*who, sorted((answer.get(who, 0) for answer in answers), reverse=True)[place])
+        for who in {**change.staying, **change.fenced}.items()
+    ]
