@@ -111,10 +111,10 @@ class Backups:
         if has_it:
             request.reply(Replicated(message.version))  # said again: the answer was lost
         elif starts:
-            self._start(backup, message, part)
+            self._start(backup, request, message, part)
 
-    def _start(self, backup: Backup, message: Seed | Replicate, part: Slice) -> None:
-        is_held = isinstance(message, Replicate) and message.ballot is not None and not backup.queue[0].payload
+    def _start(self, backup: Backup, request: Request, message: Seed | Replicate, part: Slice) -> None:
+        is_held = isinstance(message, Replicate) and message.ballot is not None and not request.payload
         if is_held or (isinstance(message, Replicate) and part.num_bytes <= INLINE_BYTES):
             self._work_off(backup)
         else:
