@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -165,7 +166,7 @@ def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.Mo
     """All that was pushed is in the parameters or in the residuals, each of it once. Held by all survivors, the round
     counts, with what the dead one brought; where one has not summed it up, it is made anew by those who are there."""
     stops = threading.Event()
-    vote, keep = Voting.held, Voting.keeps
+    vote, keep, late = Voting.held, Voting.keeps, list[Callable[[], bool]]()
 
     def held(self: Any, work: Any) -> None:
         if not (stops.is_set() and at == "nobody has voted"):
@@ -173,6 +174,7 @@ def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.Mo
 
     def keeps(self: Any, work: Any, take: Any) -> bool:
         if stops.is_set() and at == "one has not summed up" and self._name == "server-0":
+            late.append(lambda: keep(self, work, take))
             return False
         return keep(self, work, take)
 
@@ -209,6 +211,9 @@ def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.Mo
         assert np.any(kept[0])
         assert np.array_equal(found["left"] + kept[0] + kept[1], pushes[0].sum(0) + pushes[1].sum(0))
         assert np.array_equal(found["dead"], dead) == (at != "nobody has voted")
+        assert not any(sum_up() for sum_up in late), "a sum that comes too late is for nothing"
+        assert not any(b.held for server in servers.values() for b in server._hosting.backups.backups.values())
+        assert bool(late) == (at != "nobody has voted")
         check_all_equal(jobs)
 
 
