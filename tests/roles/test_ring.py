@@ -448,7 +448,13 @@ def test_who_is_nobodys_primary_says_where_those_begin_who_enter() -> None:
     """It hears of all commits too, and may have closed a round that is open still elsewhere: whoever were put into
     that one would wait for it for ever."""
     with local_job(workers=2, exchange="ring", slice_bytes=1 << 20) as jobs:
-        jobs.run(lambda job: (push_cells(job, 3, {}), job.barrier("all")))
+
+        def work(job: Any) -> None:
+            job.kv.register({"x": np.zeros(4, np.float32)}, Rule("Add"), reduce="sum")
+            for _ in range(3):
+                job.kv.push({"x": np.ones(4, np.float32)}).wait()
+
+        jobs.run(work)
         servers = jobs._process._servers.values()
         assert sorted(len(server._slices) for server in servers) == [0, 1]
         for server in servers:
