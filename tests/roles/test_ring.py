@@ -13,7 +13,7 @@ from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
 
 from syncline import Rule
-from syncline.core.control import Retire
+from syncline.core.control import Prepare, Retire
 from syncline.errors import ConnectionLost
 from syncline.roles.server import hosting
 from syncline.roles.server.backups import Backups
@@ -442,6 +442,24 @@ def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyP
             assert np.array_equal(slot.memory, staying["server-2"][number].memory), f"slice {number}"
             assert slot.state.version == staying["server-2"][number].state.version == 4
         assert "refused an update" not in capsys.readouterr().err, "copies were apart"
+
+
+def test_who_is_nobodys_primary_says_where_those_begin_who_enter() -> None:
+    """It hears of all commits too, and may have closed a round that is open still elsewhere: whoever were put into
+    that one would wait for it for ever."""
+    with local_job(workers=2, exchange="ring", slice_bytes=1 << 20) as jobs:
+
+        def work(job: Any) -> None:
+            job.kv.register({"x": np.zeros(4, np.float32)}, Rule("Add"), reduce="sum")
+            for _ in range(3):
+                job.kv.push({"x": np.ones(4, np.float32)}).wait()
+
+        jobs.run(work)
+        servers = jobs._process._servers.values()
+        assert sorted(len(server._slices) for server in servers) == [0, 1]
+        for server in servers:
+            answer = server._generations._prepared(Prepare(99, [], [], False, []))
+            assert answer.is_primary and {s.clock for s in answer.standings} == {3} and answer.holds is None
 
 
 def test_two_that_die_at_once_cost_no_step() -> None:

@@ -77,6 +77,10 @@ BUGS: dict[str, tuple[str, int]] = {
     "holds_unheld": ("a server says that it holds a round of which it lacks sums", 3_000_007),
     "keep_held": ("what was held is kept although seats have changed", 3_000_001),
     "old_ballots": ("sums are held that were made before seats changed", 3_000_007),
+    "silent_voter": (
+        "who is nobody's primary is not asked where those begin who enter: its rounds come out differently",
+        3_000_314,
+    ),
     "joiner_counts": ("who was not given everything yet counts as having it", 3_000_005),
     "leased_is_kept": ("who takes up a cut leaves to others, who are gone, what was leased to them", 2_000_009),
 }

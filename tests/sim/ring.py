@@ -120,10 +120,10 @@ class RingServer(Server):
             is_held = number in self.holding and self.holding[number][0] == ballot
             if number not in mine and not is_held and "vote_unheld" not in self.job.bugs:
                 self.job.ledger.fail(f"{self.life} applies {ballot}, of which it does not hold slice {number}")
-            if is_held or number in mine:
-                self._apply(number, hosted, self._fresh(hosted, work), is_primary=number in mine)
             if is_held:
-                del self.holding[number]
+                self._apply(number, hosted, self.holding.pop(number)[1], is_primary=False)
+            elif number in mine:
+                self._apply(number, hosted, self._fresh(hosted, work), is_primary=True)
 
     # -- what others say ----------------------------------------------------------------------------------
 
@@ -189,7 +189,11 @@ class RingServer(Server):
         answer = super()._standing_of_all(change)
         if "freeze_late" in self.job.bugs:
             self.is_frozen = change.moves
-        if not change.moves or self.name not in self.votes.voters:
+        if self.name not in self.votes.voters:
+            return answer
+        if "silent_voter" not in self.job.bugs:
+            answer = msgspec.structs.replace(answer, is_primary=True)
+        if not change.moves:
             return answer
         if not self._has_all() and "joiner_speaks" not in self.job.bugs:
             return answer

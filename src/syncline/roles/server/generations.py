@@ -159,10 +159,10 @@ class Generations:
         )
         self._commits.learn_held()
         rolls = rounds.rolls.entries()
-        in_ring = self._voting is not None and message.moves and self._name in self._voting.votes.voters
+        is_voter = self._voting is not None and self._name in self._voting.votes.voters
         # One that was not given everything yet has voted for nothing: the others' word counts.
-        holds = self._holds(clocks) if in_ring and self._hosting.has_all() else None
-        is_primary = bool(self._hosting.slices) or holds is not None
+        holds = self._holds(clocks) if is_voter and message.moves and self._hosting.has_all() else None
+        is_primary = bool(self._hosting.slices) or is_voter  # it hears of all commits, and opens rounds
         return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds)
 
     def _holds(self, applied: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
