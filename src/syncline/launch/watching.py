@@ -19,6 +19,7 @@ from syncline.net.transport import Peer
 WATCH_SECONDS = 0.25
 #: For one connection, or one answer, while the launcher watches.
 ANSWER_SECONDS = 2.0
+_END_SECONDS = 0.5
 #: For a command that asks a job something: one that is not there is said soon.
 ASK_SECONDS = 3.0
 AGAIN_SECONDS = 0.05
@@ -119,7 +120,7 @@ class Watching:
         if endpoint is not None:
             endpoint.close()
         if self._thread.is_alive():
-            self._thread.join(ANSWER_SECONDS + 1.0)
+            self._thread.join(_END_SECONDS)  # it may be waiting for a coordinator that is gone: it ends with us
 
     # -- its thread ---------------------------------------------------------------------------------------
 
