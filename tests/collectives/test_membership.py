@@ -59,7 +59,8 @@ def test_what_one_that_is_out_may_still_write_into_is_not_used_again(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was stopped in the middle of a call, and evicted; when it goes on it has the others' memory in hand."""
-    stopped, reached, goes_on, leave = *(threading.Event() for _ in range(3)), Meetings.leave_memory
+    stopped, reached, goes_on = threading.Event(), threading.Event(), threading.Event()
+    leave = Meetings.leave_memory
 
     def stops(self: Meetings, meeting: Meeting) -> None:
         if self._name == "worker-1" and stopped.is_set():

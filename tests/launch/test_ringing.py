@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_worker_begins_when_its_server_is_a_member(own: Any) -> None:
 def test_a_bug_of_its_server_ends_the_process_at_once(own: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Nothing that the worker computes counts any more; but a script that has ended is not undone by it."""
     codes: list[int] = []
-    monkeypatch.setattr(ringing.os, "_exit", codes.append)
+    monkeypatch.setattr(os, "_exit", codes.append)
     own._hear(End(1, "server-0 has a bug: KeyError: 3", is_bug=True))
     assert codes == [1] and "server-0 has a bug: KeyError: 3" in capsys.readouterr().err
     own._is_over.clear()
