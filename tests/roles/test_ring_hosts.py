@@ -11,7 +11,8 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
-from tests.roles.test_ring import Net, check_all_equal, check_ledger, copies, kill, push_cells, start, train
+from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_cells, start
+from tests.roles.test_ring import Net, train
 
 from syncline import Rule
 from syncline.core.traffic import CommitStaged, Replicate, Stage

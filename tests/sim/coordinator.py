@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from syncline.core.changes import Change
-from syncline.core.control import Entered, Passed, Prepared
+from syncline.core.control import Entered, Prepared
 from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
@@ -16,8 +16,8 @@ from syncline.core.ring import partner_of
 from syncline.core.seats import Plan, Seat
 from syncline.errors import ConfigError
 
+from .barriers import AtBarriers
 from .ring import settled_otherwise
-from .saving import Saving
 from .world import Frame, Session, StoreFull, Superseded
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.05
 APART, MOST_TIMES = 2 / 3, 5
 
 
-class Coordinator(Saving):
+class Coordinator(AtBarriers):
     """One term of the job's coordinator."""
 
     role = "coordinator"
@@ -238,30 +238,6 @@ class Coordinator(Saving):
         if frame.name not in self.state.fencing and frame.name in self.state.left and not self.is_dirty:
             self.say(frame.name, "left", (frame.incarnation,))
         self.pump()
-
-    def on_barrier(self, session: Session, frame: Frame) -> None:
-        turn, stretch = frame.body
-        if not self._is_member(frame):
-            return
-        if not self.barriers.arrive("epoch", turn, frame.name, stretch):
-            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, self.state.stretch)))
-            return
-        self.at_barrier[frame.name] = (turn, session)
-        self._release_barriers()
-
-    def _release_barriers(self) -> None:
-        if self.world.now < self.world.disk.full_until:  # nobody is told of what could not be kept
-            self.after(0.05, self._release_barriers)
-            return
-        whole = self.barriers.ready([*self.state.entered, *self.state.fencing] or self.membership.workers())
-        stretches = self.barriers.pass_all(whole)
-        self.barriers.forget(whole)
-        for (_, turn), self.state.stretch in zip(whole, stretches, strict=True):
-            self.keep()
-            for name, (known, _) in list(self.at_barrier.items()):
-                if known == turn:
-                    del self.at_barrier[name]
-                    self.say(name, "passed", (turn, Passed(self.state.stretch)))
 
     # -- what is to be done -------------------------------------------------------------------------------
 
