@@ -29,9 +29,15 @@ class Placement:
     """Endpoints to those servers that are primaries of anything; used by one thread, but for `hear`."""
 
     def __init__(
-        self, config: JobConfig, dial: Callable[[Member], Endpoint], num_slots: int, say: Callable[[str], None]
+        self,
+        config: JobConfig,
+        dial: Callable[[Member], Endpoint],
+        num_slots: int,
+        say: Callable[[str], None],
+        own_server: str = "",
     ) -> None:
-        self._config, self._dial, self._say = config, dial, say
+        """`own_server`: with a circle, the only one that gets this worker's gradients: all of them."""
+        self._config, self._dial, self._say, self._own_server = config, dial, say, own_server
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
@@ -50,7 +56,22 @@ class Placement:
         self._wire = WireStats()
 
     def hosting(self, segment: int) -> list[str]:
+        """The servers that get anything of this segment."""
+        if self._own_server:
+            return [self._own_server] if self._own_server in self.endpoints else []
         return self._segments.get(segment, [])
+
+    def staged_at(self, number: int) -> str:
+        """The server that gets this slice."""
+        return self._own_server or self.primaries[number]
+
+    def staged(self, server: str) -> list[Slice]:
+        """The slices that this server gets."""
+        if not self._own_server:
+            return self.hosted[server]
+        if self._own_server not in self.endpoints:
+            raise Refresh(f"{self._own_server}, in this process, has no slices yet")
+        return list(self.layout.slices()) if server == self._own_server else []
 
     # -- what changes it ----------------------------------------------------------------------------------
 

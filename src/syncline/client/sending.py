@@ -55,10 +55,10 @@ class Sending:
 
     def stage(self, draft: ServersTicket, slices: Sequence[Slice]) -> None:
         """Sends slices early where a socket carries them; shared memory is read at the commit anyway."""
-        primaries, arenas = self._placement.primaries, self._placement.arenas
+        staged_at, arenas = self._placement.staged_at, self._placement.arenas
         for server, endpoint in self._placement.endpoints.items():
             parts = [
-                p for p in slices if primaries[p.id] == server and not arenas.is_shared(server, p.segment, draft.slot)
+                p for p in slices if staged_at(p.id) == server and not arenas.is_shared(server, p.segment, draft.slot)
             ]
             if not parts:
                 continue
@@ -171,7 +171,7 @@ class Sending:
         if found is None:
             layout, arenas = self._placement.layout, self._placement.arenas
             touched = layout.slices_with(push.pushed)
-            hosted = [part for part in self._placement.hosted[server] if part.id in touched]
+            hosted = [part for part in self._placement.staged(server) if part.id in touched]
             for segment in {part.segment for part in hosted}:
                 arenas.array(layout.segments[segment], slot)
             if len(self._unshared) >= _MOST_PLANS:

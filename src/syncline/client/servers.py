@@ -31,6 +31,7 @@ from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.policy import policy_of
+from syncline.core.ring import partner_of
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy, life_of
 from syncline.core.traffic import Prefer, StateEntry
@@ -66,7 +67,8 @@ class ServersExchange:
         self.clock = 0
         self.num_landed = 0  # commits that are acknowledged, and have landed
         self.num_late = 0  # of them: those that came when their round was closed
-        self._placement = Placement(config, dial, self._num_slots, say)
+        own_server = partner_of(name) if config.has_circle else ""
+        self._placement = Placement(config, dial, self._num_slots, say, own_server)
         self.layout: Layout = self._placement.layout
         self._endpoints, self._wait_seconds = self._placement.endpoints, config.wait_seconds
         # The one before the last as well: of the last, not all may have come yet.

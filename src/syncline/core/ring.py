@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from syncline.config import JobConfig
+from syncline.core.codecs.named import NONE
 from syncline.core.policy import parse_policy
 from syncline.core.seats import Seat, protection
 from syncline.core.words import counted
@@ -44,7 +45,13 @@ def check_said(said: Mapping[str, Any]) -> None:
 def check_ring(config: JobConfig) -> None:
     """Raises ConfigError for what a ring cannot do, with what to say instead."""
     if not config.is_ring:
+        if config.sums != "ours":
+            raise ConfigError(
+                f"--sums {config.sums} is for rings: servers add up gradients themselves; say --exchange ring, or "
+                "leave --sums out"
+            )
         return
+    _check_circle(config)
     policy = parse_policy(config.policy)
     if not policy.in_rounds or policy.spare:
         raise ConfigError(
@@ -59,7 +66,41 @@ def check_ring(config: JobConfig) -> None:
     if config.server_device != "cpu":
         raise ConfigError(
             f"--exchange ring and --server-device {config.server_device} exclude each other: so far a ring's servers "
-            "have their slices in host memory; leave --server-device out, or say --exchange servers"
+            "have their slices in host memory, or with --sums nccl on their worker's GPU; leave --server-device out, "
+            "or say --exchange servers"
+        )
+
+
+def _check_circle(config: JobConfig) -> None:
+    for option, name in (("--codec", config.codec), ("--pull-codec", config.pull_codec)):
+        if config.has_circle and name not in NONE:
+            raise ConfigError(
+                f"--sums {config.sums} and {option} {name} exclude each other: {config.sums} carries gradients as "
+                f"they are; leave {option} out, or say --sums ours"
+            )
+    if config.sums == "nccl" and config.device != "auto" and not config.device.startswith("cuda"):
+        raise ConfigError(
+            f"--sums nccl and --device {config.device} exclude each other: nccl is for GPUs; say --sums gloo"
+        )
+
+
+def check_circle_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
+    """Raises ConfigError where gloo or nccl would speak between hosts, and nobody has said that it may. `hosts`: of
+    each server."""
+    found = sorted(set(hosts))
+    if config.has_circle and len(found) > 1 and not config.trust_network:
+        raise ConfigError(
+            f"--sums {config.sums} between hosts ({', '.join(found)}): {config.sums} speaks in the clear, and to "
+            "anyone who connects. In a network that you trust say --trust-network; else --sums ours, which is encrypted"
+        )
+
+
+def check_circle_gpus(config: JobConfig, num_workers: int, num_gpus: int, where: str = "this machine") -> None:
+    """Raises ConfigError where workers of one host would have no GPU of their own."""
+    if config.sums == "nccl" and num_gpus < num_workers:
+        raise ConfigError(
+            f"--sums nccl needs a GPU for every worker; {where} has {counted(num_gpus, 'GPU')} for "
+            f"{counted(num_workers, 'worker')}: say --sums gloo, or leave --sums out"
         )
 
 

@@ -66,6 +66,8 @@ class Generations:
 
     def close(self) -> None:
         self._is_closed = True
+        if self._voting is not None:
+            self._voting.close()
         hold = self._hold
         if hold is not None:
             hold.ended.set()  # nobody waits for its end

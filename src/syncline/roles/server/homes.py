@@ -45,6 +45,9 @@ class Home:
     def publish(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
         """Workers read the host memory: it holds the new numbers when this returns."""
 
+    def settle(self) -> None:
+        """What this thread has begun is done when this returns."""
+
     def close(self) -> None:
         """Lets go of the memory that was adopted."""
 
@@ -80,6 +83,9 @@ class DeviceHome(Home):
 
     def publish(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
         host.copy_(numbers, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def settle(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:

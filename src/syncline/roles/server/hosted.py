@@ -14,7 +14,7 @@ import torch
 
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded, SliceCoder
-from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
+from syncline.core.layout import Piece, Ranges, Segment, Slice, covers, in_ranges
 from syncline.core.slices import SliceState
 from syncline.core.verdicts import Commit
 from syncline.net.transport import buffer_of
@@ -74,6 +74,10 @@ class HostedSlice:
         self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
         self.damping_sum = 0.0
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        return self.rules.pieces
 
     # -- what waits is applied ----------------------------------------------------------------------------
 
@@ -196,6 +200,11 @@ class HostedSlice:
             return commit.clock > self.state.clocks.get(worker, 0)
         return self.state.admit(worker, commit.clock) == "new"
 
+    def admitted(self, work: Work) -> tuple[list[Commit[Contribution]], float]:
+        """Under the lock: the commits of a round that are not in this slice yet, and what their gradient counts."""
+        commits = self._admitted(work)
+        return commits, self._scale_of(work, commits)
+
     def _gradients_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> list[torch.Tensor | None]:
         has_any = commits and not work.skip and not work.is_beyond(self.state.version)
         return self.gradients(commits, work) if has_any else []
@@ -242,9 +251,11 @@ class HostedSlice:
 
     def gradients(self, commits: Sequence[Commit[Contribution]], work: Work) -> list[torch.Tensor | None]:
         """The round's gradient for each piece of this slice. Outside of rounds weights do not count."""
+        if work.sums is not None:
+            return work.sums.gradients(self)
         sources: list[Source] = []
         for commit in commits:
-            has = self._has(commit.item.pushed)
+            has = self.has(commit.item.pushed)
             if any(has) and (commit.item.weight > 0 or not work.in_rounds):
                 array = commit.item.arrays(self.part)
                 assert array is not None, "pushed, and not staged"
@@ -253,7 +264,7 @@ class HostedSlice:
             return [None] * len(self.rules.pieces)
         return self.rules.reduced(sources, work.weight)
 
-    def _has(self, pushed: Ranges) -> Sequence[bool]:
+    def has(self, pushed: Ranges) -> Sequence[bool]:
         """Which pieces of this slice are pushed; the same as last time, mostly."""
         known = self._last_has
         if known[0] != pushed:
@@ -265,7 +276,7 @@ class HostedSlice:
         return known[1]
 
     def touched_by(self, pushed: Ranges) -> bool:
-        return any(self._has(pushed))
+        return any(self.has(pushed))
 
     def norm(self, work: Work) -> float:
         """This slice's share of the squared norm of a round."""

@@ -38,7 +38,7 @@ class Hosting:
         drain: Callable[[HostedSlice], None],
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self._home, self._dial, self._drain, self._log = pool, home, dial, drain, log
+        self._pool, self.home, self._dial, self._drain, self._log = pool, home, dial, drain, log
         self.name = ""
         self.segments: dict[int, Segment] = {}
         self._parts: dict[int, tuple[Segment, Slice]] = {}
@@ -85,7 +85,7 @@ class Hosting:
             try:
                 for part in wanted:
                     view = self.blocks.take(block, part, offset)
-                    made[part.id] = HostedSlice(segment, part, view, self._home)
+                    made[part.id] = HostedSlice(segment, part, view, self.home)
                     offset += aligned(part.num_bytes)
             except SynclineError:
                 self.blocks.drop(part.id for part in wanted)
@@ -169,6 +169,9 @@ class Hosting:
                 log=self._log,
             )
         return self._partners[key]
+
+    def members_named(self, names: Collection[str]) -> list[Member]:
+        return [self._members[name] for name in names if name in self._members]
 
     def partners_named(self, names: Collection[str]) -> list[Partner]:
         """The ways to these servers, but for this one."""

@@ -110,7 +110,11 @@ def update_of(
     gradients: Sequence[torch.Tensor | None],
     scale: float,
 ) -> Update:
-    """Under the slice's lock: the next update, as its backups will get it."""
+    """Under the slice's lock: the next update, as its backups will get it; from a circle, they have it themselves."""
+    summed = work.sums.region(slot) if work.sums is not None else None
+    if work.is_summed:
+        has = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        return Update(work, commits, summed or slot.own_region(), has, scale)
     region = slot.replicas[0].region if slot.replicas else slot.own_region()
     made = Update(work, commits, region, slot.rules.lay_down(gradients, region.flat), scale)
     made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]

@@ -38,6 +38,7 @@ from syncline.core.traffic import (
     Attach,
     CommitStaged,
     GiveClip,
+    Introduce,
     Lend,
     LoadState,
     Map,
@@ -74,7 +75,7 @@ from syncline.roles.server.staging import Staging
 from syncline.roles.server.states import StateTransfer
 from syncline.roles.server.uses import uses_handlers
 from syncline.roles.server.values import Values
-from syncline.roles.server.voting import Voting, hear_vote, voting_of
+from syncline.roles.server.voting import Voting, hear_introduction, hear_vote, voting_of
 from syncline.roles.server.waits import beat_of
 from syncline.roles.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
@@ -156,7 +157,7 @@ class Server:
         )
         self._hosting.hear(joined.members, ())
         commits.ranks.hear(joined.members)
-        flow.voting = self._voting = voting_of(commits, self._hosting, self._pool) if config.is_ring else None
+        flow.voting = self._voting = voting_of(config, commits, self._hosting, self._pool)
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -274,6 +275,7 @@ class Server:
             LoadState: self._load_state,
             Lend: self._hosting.backups.lend,
             Vote: lambda request, message: hear_vote(self._voting, request, message),
+            Introduce: lambda request, message: hear_introduction(self._voting, request, message),
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),
             Install: lambda request, message: self._changes().install(request, message),
