@@ -22,12 +22,15 @@ from syncline.roles.server.work import RoundWork
 
 #: For the change that follows when somebody is gone; without one, the round fails.
 PATIENCE_SECONDS = 30.0
+_LOOK_SECONDS = 0.005
+#: For all that have introduced themselves to be connected with each other.
+CONNECT_SECONDS = 5.0
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
-    """Speaks and listens at this address only."""
+    """Speaks and listens at this address only. Whoever is introduced is about to connect."""
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = datetime.timedelta(seconds=timeout_seconds)
+    options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
@@ -52,11 +55,16 @@ class Circle:
         sums: Sums,
         home: Home,
         *,
+        timeout_seconds: float,
+        is_whole: Callable[[], bool],
         summed: Callable[[RoundWork, RoundSums], None],
         failed: Callable[[RoundWork, Exception], None],
     ) -> None:
-        """`form` makes the process group, when all others do; `failed`: nobody has followed what went wrong."""
-        self.names = names
+        """`form` makes the process group, when all others do; `is_whole`: all slices that are to be here are;
+        `failed`: no change has followed what went wrong."""
+        self.names, self._is_whole = names, is_whole
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._is_supplied = threading.Event()
         self._form, self._sums, self._home, self._summed, self._failed = form, sums, home, summed, failed
         self._group: Any = None
         self._works: queue.SimpleQueue[RoundWork | None] = queue.SimpleQueue()
@@ -69,6 +77,17 @@ class Circle:
             self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
             self._thread.start()
         self._works.put(work)
+
+    def supplied(self) -> None:
+        """The others have had from here what they lacked: from now on slices may change."""
+        self._is_supplied.set()
+
+    def _begin(self) -> None:
+        """Before the first sum: nobody's copy is on its way any more, from here or to here."""
+        while not self._closed.is_set() and not (self._is_supplied.is_set() and self._is_whole()):
+            self._closed.wait(_LOOK_SECONDS)
+        if not self._closed.is_set():
+            self._group = self._form()
 
     def close(self) -> None:
         """Its generation is over: whatever is on its way goes nowhere. Nobody waits for that."""
@@ -99,7 +118,9 @@ class Circle:
         while (work := self._works.get()) is not None and not self._closed.is_set():
             try:
                 if self._group is None:
-                    self._group = self._form()
+                    self._begin()
+                if self._closed.is_set():
+                    break
                 with self._home.at_work():
                     found = self._sums.make(work, self._reduce)
                     self._home.settle()
@@ -113,6 +134,6 @@ class Circle:
 
     def _reduce(self, tensor: torch.Tensor) -> Pending:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._timeout
         pending: Pending = self._group.allreduce([tensor], options)
         return pending

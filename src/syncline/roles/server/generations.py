@@ -206,6 +206,7 @@ class Generations:
                 try:
                     if self._voting is not None:
                         self._hosting.supply(lambda: self._hold is None and not self._is_closed)
+                        self._voting.supplied()
                 except BaseException:
                     refuse()  # nobody else would: what is open here is dropped already
                     raise

@@ -178,6 +178,12 @@ class Hosting:
         others = [self._members[name] for name in sorted(names) if name in self._members and name != self.name]
         return [self.partner(member) for member in others]
 
+    @property
+    def is_whole(self) -> bool:
+        """In a ring: whether all copies are here that are to be."""
+        here = self.slices.keys() | self.backups.numbers()
+        return all(seat.slice in here for seat in list(self._seats.values()) if self.name in seat.names)
+
     def supply(self, goes_on: Callable[[], bool]) -> None:
         """In a ring, within a change: backups that have just been named get what they lack. Nothing is applied
         meanwhile."""

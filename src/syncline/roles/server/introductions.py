@@ -71,10 +71,10 @@ class Introductions(torch.distributed.Store):
             return self._heard.of(self._generation)[key]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:  # type: ignore[override]
-        seconds = timeout.total_seconds() if timeout is not None else self._seconds
+        """As long as the generation lasts, whatever torch says: others come when their round is whole."""
         with self._heard.change:
-            if not self._heard.change.wait_for(lambda: self._has(keys), seconds):
-                raise RuntimeError(f"nothing was heard of {', '.join(keys)} within {seconds:g} s")
+            if not self._heard.change.wait_for(lambda: self._has(keys), self._seconds):
+                raise RuntimeError(f"nothing was heard of {', '.join(keys)} within {self._seconds:g} s")
 
     def check(self, keys: list[str]) -> bool:
         with self._heard.change:

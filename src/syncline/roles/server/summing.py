@@ -57,8 +57,14 @@ class Summing:
         sums = Sums(self._slots, partner_of(self._hosting.name))
         self._circle = Circle(
             ordered, functools.partial(self._form, generation, ordered), sums, self._hosting.home,
+            timeout_seconds=self._config.wait_seconds, is_whole=lambda: self._hosting.is_whole,
             summed=self._summed, failed=self._failed,
         )  # fmt: skip
+
+    def supplied(self) -> None:
+        circle = self._circle
+        if circle is not None:
+            circle.supplied()
 
     def _slots(self) -> list[HostedSlice]:
         return [*self._hosting.slices.values(), *self._hosting.backups.slots()]

@@ -73,6 +73,11 @@ class Voting:
             if self.summing is not None and self.is_on:
                 self.summing.begin(generation, voters)
 
+    def supplied(self) -> None:
+        """The others have what they lacked of the slices here."""
+        if self.summing is not None:
+            self.summing.supplied()
+
     # -- voting -------------------------------------------------------------------------------------------
 
     def expect(self, work: RoundWork) -> None:
