@@ -91,7 +91,7 @@ def check_circle_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
     if config.has_circle and len(found) > 1 and not config.trust_network:
         raise ConfigError(
             f"--sums {config.sums} between hosts ({', '.join(found)}): {config.sums} speaks in the clear, and to "
-            "anyone who connects. In a network that you trust say --trust-network; else --sums ours: that is encrypted"
+            "anyone who connects. In a network that you trust say --trust-network; else --sums ours, which encrypts"
         )
 
 

@@ -53,6 +53,8 @@ class Summing:
         self._end()
         self._unheld.clear()
         self.heard.begin(generation)
+        if len(names) < 2:
+            return
         ordered = sorted(names, key=by_name)
         sums = Sums(self._slots, partner_of(self._hosting.name))
         self._circle = Circle(

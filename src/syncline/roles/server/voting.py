@@ -70,7 +70,7 @@ class Voting:
             self.votes.begin(generation, voters)
             self.is_frozen = False
             self._unsaid.clear()
-            if self.summing is not None and self.is_on:
+            if self.summing is not None:
                 self.summing.begin(generation, voters)
 
     def supplied(self) -> None:
