@@ -18,6 +18,7 @@ from syncline.core.message import Message
 from syncline.core.seats import Seat
 from syncline.core.standings import by_name
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
+from syncline.net.hatch import Hatch
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.stats import WireStats
 
@@ -38,6 +39,7 @@ class Placement:
     ) -> None:
         """`own_server`: with a circle, the only one that gets this worker's gradients: all of them."""
         self._config, self._dial, self._say, self._own_server = config, dial, say, own_server
+        self.hatch: Hatch | None = None  #: to the server of this process, on a GPU
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
@@ -71,7 +73,9 @@ class Placement:
             return self.hosted[server]
         if self._own_server not in self.endpoints:
             raise Refresh(f"{self._own_server}, in this process, has no slices yet")
-        return list(self.layout.slices()) if server == self._own_server else []
+        handed = self.hatch.segments if self.hatch is not None else ()
+        parts = self.layout.slices() if server == self._own_server else ()
+        return [part for part in parts if part.segment not in handed]
 
     # -- what changes it ----------------------------------------------------------------------------------
 

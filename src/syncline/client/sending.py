@@ -185,10 +185,13 @@ class Sending:
         reader, hosted = self._placement.readers[server], self._placement.hosted[server]
         wanted = sink.wanted.get(server)
         if wanted is None or wanted.hosted is not hosted:
-            wanted = self._want(server, hosted, sink, reader.maps)
+            wanted = self._want(server, hosted, sink, lambda part: sink.fetches(part) or reader.maps(part))
         slot_of_window = slot if self._has_window else None
         incoming = Incoming(self._decoder, self._placement.layout) if self._decoder is not None else None
-        return Landing(reader, wanted, sink, settled=self._stands_still, slot=slot_of_window, incoming=incoming)
+        return Landing(
+            reader, wanted, sink, settled=self._stands_still, slot=slot_of_window, incoming=incoming,
+            hatch=self._placement.hatch,
+        )  # fmt: skip
 
     def _want(self, server: str, hosted: Sequence[Slice], sink: Sink, maps: Callable[[Slice], bool]) -> Wanted:
         before = sink.wanted.get(server)

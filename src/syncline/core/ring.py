@@ -12,6 +12,8 @@ from syncline.core.seats import Seat, protection
 from syncline.core.words import counted
 from syncline.errors import ConfigError
 
+#: On a GPU nothing is spread over cores, and every slice has its price: what is usual there.
+NCCL_SLICE_BYTES, _USUAL_BYTES = 64 << 20, JobConfig().slice_bytes
 #: What follows from the number of workers in a ring, and is not said.
 _FOLLOWS = {"servers": "-s", "replicas": "--replicas", "ack": "--ack"}
 
@@ -24,9 +26,10 @@ def partner_of(name: str) -> str:
 
 def ring_settings(config: JobConfig) -> dict[str, Any]:
     """What follows in a ring from its number of workers: as many servers, each with every slice."""
+    large = {"slice_bytes": NCCL_SLICE_BYTES} if config.sums == "nccl" and config.slice_bytes == _USUAL_BYTES else {}
     if max(config.workers, config.most_workers) < 2:
-        return {"servers": 1, "replicas": 1, "ack": "memory"}
-    return {"servers": config.workers, "replicas": max(2, config.workers), "ack": "replicated"}
+        return {"servers": 1, "replicas": 1, "ack": "memory", **large}
+    return {"servers": config.workers, "replicas": max(2, config.workers), "ack": "replicated", **large}
 
 
 def check_said(said: Mapping[str, Any]) -> None:

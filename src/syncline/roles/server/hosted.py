@@ -56,7 +56,7 @@ class HostedSlice:
 
     def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
         self.part, self.segment = part, segment
-        self.memory, self.home = memory, home
+        self._memory, self.home = memory, home
         self.rules = SliceRules(segment, part, memory, home)
         self.state = SliceState()
         self.lock = threading.Lock()
@@ -74,6 +74,20 @@ class HostedSlice:
         self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
         self.damping_sum = 0.0
+
+    @property
+    def memory(self) -> Bytes:
+        """Its bytes, as workers map them."""
+        self.home.refresh(self.rules.flat, self.rules.host)
+        return self._memory
+
+    def shown(self) -> int:
+        """Its version: whoever maps its memory finds that there, or a newer one."""
+        if self.home.is_lazy:
+            with self.lock:
+                self.home.refresh(self.rules.flat, self.rules.host)
+                return self.state.version
+        return self.state.version
 
     @property
     def pieces(self) -> Sequence[Piece]:
@@ -350,6 +364,7 @@ class HostedSlice:
 
     def pin(self) -> int:
         with self.lock:
+            self.home.refresh(self.rules.flat, self.rules.host)
             self.state.pins += 1
             return self.state.version
 

@@ -42,8 +42,8 @@ class SliceRules:
     def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
         self.segment, self.part = segment, part
         self.pieces = segment.pieces(part)
-        self._home, self._host = home, tensor_of(memory, part.dtype)
-        self.flat = home.numbers(self._host)
+        self._home, self.host = home, tensor_of(memory, part.dtype)
+        self.flat = home.numbers(self.host, part)
         self._item_bytes = self.flat.element_size()
         self._reduce, self._is_integer = segment.reduce, part.dtype in INTEGERS
         self._specs = [segment.rule_of(segment.parameters[piece.parameter]) for piece in self.pieces]
@@ -106,7 +106,7 @@ class SliceRules:
         """The same read back, by either side: the gradient of each piece, where rules can use it."""
         found: list[torch.Tensor | None] = [None] * len(self.pieces)
         if has:
-            at_home = self.flat is self._host
+            at_home = self.flat is self.host
             pieces = self._staged_pieces(flat) if at_home else self._split(self._home.bring(flat))
             for index in has:
                 found[index] = pieces[index]
@@ -169,7 +169,7 @@ class SliceRules:
 
     def _is_used_as_it_lies(self, _: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
         """Whether a single contribution is the round's gradient, without a copy of it."""
-        return self.flat is self._host and (weight == total or self._reduce == "sum") and all(has)
+        return self.flat is self.host and (weight == total or self._reduce == "sum") and all(has)
 
     def _combine(
         self, sources: list[tuple[torch.Tensor, float]], total: float, start: int = 0, mean: bool = False
@@ -238,7 +238,7 @@ class SliceRules:
         if scale == 1.0 and self._only_group is not None and len(given) == len(self._parameters):
             pairs = list(zip(self._parameters, given, strict=True))
             self._step(self._only_group, pairs, overrides.get(self._only_group, {}))
-            self._home.publish(self.flat, self._host)
+            self._home.publish(self.flat, self.host)
             return
         stepping: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter, gradient, spec, group in zip(
@@ -256,11 +256,11 @@ class SliceRules:
                 stepping.setdefault(group, []).append((parameter, gradient * scale if scale != 1.0 else gradient))
         for group, pairs in stepping.items():
             self._step(group, pairs, overrides.get(group, {}))
-        self._home.publish(self.flat, self._host)
+        self._home.publish(self.flat, self.host)
 
     def uploaded(self) -> None:
         """The first values are here."""
-        self._home.load(self.flat, self._host)
+        self._home.load(self.flat, self.host)
 
     def _step(
         self, group: int, pairs: list[tuple[torch.Tensor, torch.Tensor]], override: Mapping[str, Option]
@@ -292,6 +292,7 @@ class SliceRules:
 
     def live_state(self) -> Iterator[tuple[StateEntry, torch.Tensor]]:
         """The same where it lies."""
+        self._home.settle()
         for index, parameter in enumerate(self._parameters):
             optimizer = self._optimizers.get(self._groups[index])
             for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():

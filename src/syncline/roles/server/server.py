@@ -117,7 +117,7 @@ class Server:
         self._slices = self._hosting.slices
         self._pulls = Pulls(self._slices, pool, self._senders)
         self._pulls.moved = self._moved
-        self._staging = Staging(self._home.release)
+        self._staging = Staging(self._home.release, self._home.hatch)
         self._states = StateTransfer(
             self._slices, find=lambda number: self._hosting.find(number)[1], drain=self._drain
         )

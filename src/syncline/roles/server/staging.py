@@ -9,6 +9,7 @@ import torch
 
 from syncline.core.layout import Slice
 from syncline.core.slices import Identity
+from syncline.net.hatch import Hatch
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.roles.server.rules import Bytes, tensor_of
 
@@ -16,8 +17,9 @@ from syncline.roles.server.rules import Bytes, tensor_of
 class Staging:
     """The staged bytes of all workers, by worker, slot and slice. A worker that came back is another one."""
 
-    def __init__(self, release: Callable[[Bytes], None] = lambda array: None) -> None:
-        self._release = release
+    def __init__(self, release: Callable[[Bytes], None] = lambda array: None, hatch: Hatch | None = None) -> None:
+        """`hatch`: to the worker of this process."""
+        self._release, self._hatch = release, hatch
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
         self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
@@ -32,7 +34,8 @@ class Staging:
             self._let_go(before)
 
     def is_shared(self, worker: Identity, slot: int, part: Slice) -> bool:
-        return (worker, part.segment, slot) in self._arenas
+        is_handed = self._hatch is not None and part.segment in self._hatch.segments
+        return is_handed or (worker, part.segment, slot) in self._arenas
 
     def buffer(self, worker: Identity, slot: int, part: Slice) -> Buffer:
         """Where a socket puts a slice's bytes; made once, used again for every clock of this slot."""
@@ -43,6 +46,12 @@ class Staging:
 
     def tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
         """The staged bytes of one slice, as numbers, where they lie."""
+        handed = self._hatch.gradients(part.segment) if self._hatch is not None else None
+        if handed is not None:
+            if handed.event is not None:
+                handed.event.wait()  # the caller's stream does
+            data: torch.Tensor = handed.data[part.offset : part.offset + part.num_bytes]
+            return data.view(getattr(torch, part.dtype))
         key = (worker, slot, part.id)
         known = self._tensors.get(key)
         if known is None:
