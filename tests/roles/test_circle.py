@@ -219,7 +219,9 @@ def test_what_goes_wrong_without_a_death_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(circle.GROUPS, "gloo", broken)
     monkeypatch.setattr(circle, "PATIENCE_SECONDS", 0.2)
     with (
-        pytest.raises(RuleError, match=r"gloo could not add up gradients among server-0, server-1: .*no route to host"),
+        pytest.raises(
+            RuleError, match=r"gloo could not add up gradients among server-0, server-1: .*no route to host"
+        ),
         local_job(workers=2, slice_bytes=64, **GLOO) as jobs,
     ):
         jobs.run(lambda job: push_cells(job, 3, {}))

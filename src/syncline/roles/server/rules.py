@@ -167,9 +167,10 @@ class SliceRules:
             found.append(None if combined is None else combined.view_as(self._parameters[index]))
         return found
 
-    def _is_used_as_it_lies(self, _: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
+    def _is_used_as_it_lies(self, staged: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
         """Whether a single contribution is the round's gradient, without a copy of it."""
-        return self.flat is self.host and (weight == total or self._reduce == "sum") and all(has)
+        is_here = staged.device == self.flat.device
+        return is_here and (weight == total or self._reduce == "sum") and all(has)
 
     def _combine(
         self, sources: list[tuple[torch.Tensor, float]], total: float, start: int = 0, mean: bool = False

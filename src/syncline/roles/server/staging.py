@@ -23,6 +23,7 @@ class Staging:
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
         self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
+        self._handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slice: what it is of, and itself
 
     def attach(self, worker: Identity, segment: int, slot: int, arena: Memory) -> None:
         """In the place of the one before it: a worker that has reached us anew brings its arena again."""
@@ -50,8 +51,7 @@ class Staging:
         if handed is not None:
             if handed.event is not None:
                 handed.event.wait()  # the caller's stream does
-            data: torch.Tensor = handed.data[part.offset : part.offset + part.num_bytes]
-            return data.view(getattr(torch, part.dtype))
+            return self._handed_slice(handed.data, part)
         key = (worker, slot, part.id)
         known = self._tensors.get(key)
         if known is None:
@@ -62,6 +62,14 @@ class Staging:
                 array = self._buffers[key]
             known = self._tensors[key] = tensor_of(array, part.dtype)
         return known
+
+    def _handed_slice(self, data: torch.Tensor, part: Slice) -> torch.Tensor:
+        """It lies where it lies, mostly: the same tensor again."""
+        known = self._handed.get(part.id)
+        if known is None or known[0] is not data:
+            view = data[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
+            known = self._handed[part.id] = (data, view)
+        return known[1]
 
     def forget_worker(self, worker: Identity) -> None:
         """Nothing of this worker is needed any more."""
