@@ -84,7 +84,8 @@ def odd_pushes(job: Any) -> dict[str, Any]:
     does, weights that differ, and a worker that weighs nothing."""
     ones = {
         "half": torch.ones(33, dtype=torch.bfloat16), "long": torch.ones(7, dtype=torch.int64),
-        "set": torch.zeros(5), "alone": torch.zeros(9), "nobody": torch.full((3,), 7.0), "flag": torch.zeros(4).bool(),
+        "set": torch.zeros(5), "flag": torch.zeros(4).bool(), "alone": torch.zeros(9),
+        "nobody": torch.full((3,), 7.0),
     }  # fmt: skip
     rules = {name: Rule("Assign" if name in ("set", "flag") else "Add") for name in ones}
     job.kv.register(ones, rules)

@@ -13,7 +13,7 @@ from syncline.core.words import counted
 from syncline.errors import ConfigError
 
 #: On a GPU nothing is spread over cores, and every slice has its price: what is usual there.
-NCCL_SLICE_BYTES, _USUAL_BYTES = 256 << 20, JobConfig().slice_bytes
+NCCL_SLICE_BYTES, _USUAL_BYTES = 1 << 30, JobConfig().slice_bytes
 #: What follows from the number of workers in a ring, and is not said.
 _FOLLOWS = {"servers": "-s", "replicas": "--replicas", "ack": "--ack"}
 

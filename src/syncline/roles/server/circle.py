@@ -11,7 +11,7 @@ import datetime
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,13 +45,20 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout_seconds: float, 
 GROUPS: dict[str, Callable[[dist.Store, int, int, float, str], Any]] = {"gloo": gloo_group, "nccl": nccl_group}
 
 
+class Formed(NamedTuple):
+    """A process group, and its store: torch asks that later too, and does not keep what is Python's of it."""
+
+    group: Any
+    store: dist.Store
+
+
 class Circle:
     """Makes the sums of rounds, one after the other."""
 
     def __init__(
         self,
         names: Sequence[str],
-        form: Callable[[], Any],
+        form: Callable[[], Formed],
         sums: Sums,
         home: Home,
         *,
@@ -66,7 +73,7 @@ class Circle:
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._is_supplied = threading.Event()
         self._form, self._sums, self._home, self._summed, self._failed = form, sums, home, summed, failed
-        self._group: Any = None
+        self._formed: Formed | None = None
         self._works: queue.SimpleQueue[RoundWork | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -87,7 +94,7 @@ class Circle:
         while not self._closed.is_set() and not (self._is_supplied.is_set() and self._is_whole()):
             self._closed.wait(_LOOK_SECONDS)
         if not self._closed.is_set():
-            self._group = self._form()
+            self._formed = self._form()
 
     def close(self) -> None:
         """Its generation is over: whatever is on its way goes nowhere. Nobody waits for that."""
@@ -109,15 +116,15 @@ class Circle:
                 thread.join(seconds)
 
     def _abort(self) -> None:
-        group = self._group
-        if group is not None:
+        formed = self._formed
+        if formed is not None:
             with contextlib.suppress(Exception):
-                group.abort()
+                formed.group.abort()
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None and not self._closed.is_set():
             try:
-                if self._group is None:
+                if self._formed is None:
                     self._begin()
                 if self._closed.is_set():
                     break
@@ -130,10 +137,11 @@ class Circle:
                 break
             if not self._closed.is_set():
                 self._summed(work, found)
-        self._group = None
+        self._formed = None
 
     def _reduce(self, tensor: torch.Tensor) -> Pending:
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._timeout
-        pending: Pending = self._group.allreduce([tensor], options)
+        assert self._formed is not None
+        pending: Pending = self._formed.group.allreduce([tensor], options)
         return pending

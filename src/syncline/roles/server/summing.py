@@ -9,7 +9,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Collection
-from typing import Any
 
 from syncline.config import JobConfig
 from syncline.core.members import Member
@@ -20,7 +19,7 @@ from syncline.core.traffic import Introduce, Replicate
 from syncline.errors import SynclineError
 from syncline.net.rpc import Request
 from syncline.roles.server.backups import Backups
-from syncline.roles.server.circle import GROUPS, Circle
+from syncline.roles.server.circle import GROUPS, Circle, Formed
 from syncline.roles.server.flow import Flow
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.hosting import Hosting
@@ -71,7 +70,7 @@ class Summing:
     def _slots(self) -> list[HostedSlice]:
         return [*self._hosting.slices.values(), *self._hosting.backups.slots()]
 
-    def _form(self, generation: int, names: list[str]) -> Any:
+    def _form(self, generation: int, names: list[str]) -> Formed:
         members = self._hosting.members_named(names)
         check_circle_hosts(self._config, [member.host for member in members])
         others = self._hosting.partners_named(names)
@@ -86,7 +85,7 @@ class Summing:
         seconds = self._config.wait_seconds
         store = Introductions(generation, self.heard, tell, seconds)
         rank, address = names.index(self._hosting.name), self._address(members)
-        return GROUPS[self._config.sums](store, rank, len(names), seconds, address)
+        return Formed(GROUPS[self._config.sums](store, rank, len(names), seconds, address), store)
 
     def _address(self, members: Collection[Member]) -> str:
         """On one host nobody outside of it can connect."""
