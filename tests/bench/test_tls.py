@@ -184,7 +184,7 @@ def test_namespaces_are_deleted_when_the_bench_is_killed(wire: namespaces.Wire):
 def test_namespaces_that_cannot_be_deleted_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(namespaces, "_DELETE", "read -r _; exec sleep 60")
     monkeypatch.setattr(namespaces, "_DELETE_SECONDS", 0.2)
-    waiting = namespaces._deleted_at_the_end(["some", "more"])
+    waiting = namespaces.deleted_at_the_end(["some", "more"])
     with pytest.raises(WaitTimeout, match=r"taken 0.2 s for some, more"), waiting:
         pass
 
@@ -194,7 +194,7 @@ def test_where_they_cannot_be_made_the_row_is_not_measured(
     made_so_far: int, monkeypatch: pytest.MonkeyPatch, fast: Effort
 ):
     """Whatever `ip` refuses, and however much it had made before."""
-    before, calls, real = existing(), [], namespaces._ip
+    before, calls, real = existing(), [], namespaces.ip
 
     def refuse(*words: str) -> None:
         calls.append(words)
@@ -203,7 +203,7 @@ def test_where_they_cannot_be_made_the_row_is_not_measured(
         if os.geteuid() == 0 and shutil.which("ip"):
             real(*words)
 
-    monkeypatch.setattr(namespaces, "_ip", refuse)
+    monkeypatch.setattr(namespaces, "ip", refuse)
     with pytest.raises(NotMeasured, match=r"^needs root and iproute2$"):
         moving.tls("t", 64, reach=Reach("at most", 1.3)).measure(fast)
     assert existing() <= before
@@ -220,7 +220,7 @@ def test_a_turn_of_the_spanned_job_goes_over_the_wire(wire: namespaces.Wire, fas
     """The worker that works is on the other side of it: all its bytes, there and back."""
     num_bytes = 4 << 20
 
-    def carried() -> float:
+    def carried(_: int) -> float:
         command = ["ip", "-n", wire.worker, "-s", "-j", "link", "show", "type", "veth"]
         counted = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)[0]["stats64"]
         return float(min(counted["rx"]["bytes"], counted["tx"]["bytes"]))

@@ -33,9 +33,15 @@ def test_the_clock_runs_from_settled_to_settled(tmp_path: Path):
 
 
 def test_gauges_are_read_instead_of_the_clock(fast: Effort):
-    """Each side's own, once per turn; a side without one has its seconds."""
-    seen = iter(range(100, 200))
+    """Each side's own, once per turn, and told how many operations that had; a side without one has its seconds."""
+    seen, told = iter(range(99, 200)), list[int]()
     one, two = (ProcessSide("floors", Task(kind="round trip", num_bytes=64), side=s) for s in ("ours", "reference"))
-    samples = play(one, two, fast, gauges={"ours": lambda: float(next(seen))})
-    assert samples.ours == [100.0, 101.0, 102.0, 103.0, 104.0]
+
+    def gauge(num_operations: int) -> float:
+        told.append(num_operations)
+        return float(next(seen))
+
+    samples = play(one, two, fast, gauges={"ours": gauge})
+    assert samples.ours == [100.0, 101.0, 102.0, 103.0, 104.0]  # the first look is not counted
+    assert len(set(told[1:])) == 1 and told[1] > 1
     assert all(0 < seconds < 100 for seconds in samples.reference)

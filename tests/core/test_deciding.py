@@ -226,3 +226,71 @@ def test_what_was_registered_while_a_plan_was_under_way_is_lost_with_its_server_
     del deciding.state.seats[0]
     lose(deciding, "server-1")
     assert set(deciding.state.lost) == {1, 7}
+
+
+def ring(*seats: Seat, num: int) -> Deciding:
+    """`num` processes of a ring, and these seats."""
+    settings = {"exchange": "ring", "workers": num, "servers": num, "replicas": num, "most_workers": num}
+    membership = Membership(JobState(config=JobConfig(**settings)))
+    for k in range(num):
+        for role in ("worker", "server"):
+            membership.join(role, f"{role}-{k}", "here", None)
+    membership.form()
+    membership.state.seats = {seat.slice: seat for seat in seats}
+    return Deciding(membership)
+
+
+BOTH = [Seat(0, "server-0", ("server-1",)), Seat(1, "server-1", ("server-0",))]
+
+
+def test_a_joiner_of_a_ring_counts_for_nothing_before_it_has_everything() -> None:
+    """It is given all within the change that names it: of whoever dies meanwhile, others have the slices."""
+    deciding = ring(*BOTH, num=3)
+    change = begun(deciding, deciding.plan(SIZES, [0, 1]))
+    assert [seat.names for seat in change.seats] == [
+        ("server-0", "server-1", "server-2"),
+        ("server-1", "server-0", "server-2"),
+    ]
+    deciding.install(change)
+    lose(deciding, "server-0")
+    assert seats_of(deciding) == [("server-1", ""), ("server-1", "")] and not deciding.state.lost
+
+
+def test_when_it_has_everything_it_is_as_good_as_any() -> None:
+    deciding = ring(*BOTH, num=3)
+    carried_out(deciding, deciding.plan(SIZES, [0, 1]))
+    lose(deciding, "server-0")
+    assert sorted(name for seat in deciding.state.seats.values() for name in seat.names) == [
+        "server-1", "server-1", "server-2", "server-2",
+    ]  # fmt: skip
+
+
+def test_who_was_about_to_leave_a_ring_may_have_let_go_already() -> None:
+    deciding = ring(*[Seat(k, "server-0", ("server-1", "server-2")) for k in (0, 1)], num=3)
+    deciding.retire("server-0")
+    change = begun(deciding, deciding.plan(SIZES, [0, 1]))
+    deciding.install(change)
+    lose(deciding, "server-1")
+    assert seats_of(deciding) == [("server-2", ""), ("server-2", "")]
+
+
+def test_a_coordinator_that_comes_back_does_not_count_on_a_joiner_either() -> None:
+    deciding = ring(*BOTH, num=3)
+    deciding.install(begun(deciding, deciding.plan(SIZES, [0, 1])))
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(deciding.state), type=JobState)
+    Membership(kept).evict("server-0", "died")  # its last word before it died itself
+    back = Deciding(Membership(kept))
+    back.resume()
+    assert back.moves and seats_of(back) == [("server-1", ""), ("server-1", "")]
+
+
+def test_the_last_one_of_a_ring_leaves_when_another_has_everything() -> None:
+    """Nothing is seeded before the change in a ring: who is to take it over is a backup first."""
+    deciding = ring(*[Seat(k, "server-0") for k in (0, 1)], num=2)
+    deciding.retire("server-0")
+    wanted = deciding.plan(SIZES, [0, 1])
+    assert [seat.names for seat in wanted.seats] == [("server-0", "server-1")] * 2
+    assert wanted.reason == "2 slices, all on server-0, server-1"
+    carried_out(deciding, wanted)
+    wanted = deciding.plan(SIZES, [0, 1])
+    assert [seat.names for seat in wanted.seats] == [("server-1",)] * 2 and wanted.reason == "server-0 leaves"

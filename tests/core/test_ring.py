@@ -107,3 +107,11 @@ def test_with_servers_nobody_is_beside_anybody() -> None:
     members.join("worker", "worker-0", "here", None, process="p")
     members.join("server", "server-0", "here", None, process="q")
     assert members.beside("worker-0") == ""
+
+
+def test_a_process_that_has_not_come_is_named_once() -> None:
+    """Nobody starts servers in a ring: who waits for one waits for its worker's process."""
+    membership = ring(2)
+    assert membership.missing() == ["worker-0", "worker-1"]
+    membership.join("worker", "worker-0", "here", None)
+    assert membership.missing() == ["server-0", "worker-1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from syncline import Rule, RuleError
 from syncline.client.job import Job
 from syncline.core.control import Host, SeedTo
+from syncline.core.layout import Parameter
+from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
 from syncline.core.traffic import Upload
 from syncline.net.rpc import Stamp
@@ -39,6 +42,41 @@ def test_slices_of_a_refused_registration_are_forgotten() -> None:
     with local_job(workers=1, servers=2) as jobs:
         out = jobs.run(work)[0]
     assert (out["b"] == -1).all() and (out["c"] == -1).all()
+
+
+def test_a_segment_that_is_hosted_twice_at_once_lies_in_one_place(make_house: Callable[..., House]) -> None:
+    """Room takes long; the coordinator is dialled anew meanwhile, and asks again. Workers map what it tells them."""
+    house = make_house()
+    server, num_made, waits = house.servers["server-0"], [0], threading.Event()
+    make = server._hosting.blocks.make
+
+    def slowly(num_bytes: int) -> int:
+        num_made[0] += 1
+        if num_made[0] == 1:
+            waits.wait(0.2)  # with nothing to wait for, if the other one has to
+        else:
+            waits.set()
+        return make(num_bytes)
+
+    server._hosting.blocks.make = slowly  # type: ignore[method-assign]
+    parameters = [Parameter("x", "float32", (64,))]
+    decision = house.registry.register("worker-0", True, 0, parameters, [RuleSpec("SGD", {"lr": 1.0})], "sum")
+    assert decision.segment is not None
+    message = Host(decision.segment, [part.id for part in decision.segment.slices])
+    threads = [
+        threading.Thread(target=lambda: house.tell("server-0", message).wait(WAIT), name=f"host {k}")
+        for k in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    places = server._hosting.blocks
+    for number, slot in server._slices.items():
+        block, offset = places._places[number]
+        told = places._blocks[block].memory.array[offset : offset + slot.part.num_bytes]
+        told[:] = 7
+        assert (slot.memory == 7).all(), f"slice {number} does not lie where workers read it"
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "Adam", "SGD"])

@@ -68,3 +68,10 @@ def test_what_is_done_already_is_not_advised() -> None:
         text = " ".join(profile_lines(times, [], config))
         assert "--sync-every" not in text and ("--window" in text) == (not config.window)
     assert "--sync-every" in " ".join(profile_lines(times, []))
+
+
+def test_a_ring_is_not_told_what_it_cannot_have() -> None:
+    times = {f"worker-{k}": StepTimes(num_steps=10, compute=5.0, wait=5.0) for k in range(2)}
+    servers = [ServerStats(num_rounds=10, round_seconds=4.0)]
+    text = " ".join(profile_lines(times, servers, JobConfig(exchange="ring", workers=2)))
+    assert "--exchange servers" in text and "-s)" not in text and "--policy" not in text

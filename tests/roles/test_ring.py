@@ -13,6 +13,9 @@ from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
 
 from syncline import Rule
+from syncline.core.control import Retire
+from syncline.errors import ConnectionLost
+from syncline.roles.server import hosting
 from syncline.roles.server.backups import Backups
 from syncline.roles.server.voting import Voting
 from syncline.testing import local_job
@@ -342,6 +345,103 @@ def test_one_that_died_comes_back(slice_bytes: int) -> None:
         assert np.asarray(found["here"])[1, 20:].sum() == 10
         eventually(lambda: "server-1" in jobs._process._servers["server-0"]._voting.votes.voters)
         check_all_equal(jobs)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
+    """A joiner is named as a backup of all, and lacks what this primary was to give it: it is none of that. Nor does
+    it matter when the joiner itself is gone again."""
+    begun, is_over = threading.Event(), threading.Event()
+    original = hosting.supply
+
+    def supplies(partner: Any, slots: Any, goes_on: Callable[[], bool]) -> None:
+        if partner.name == "server-2" and any(slot.part.id == 0 for slot in slots) and not is_over.is_set():
+            begun.set()
+            is_over.wait(PATIENCE)
+            raise ConnectionLost("it is dead")
+        original(partner, slots, goes_on)
+
+    monkeypatch.setattr(hosting, "supply", supplies)
+    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
+        acknowledged: dict[str, int] = {}
+        gone: set[str] = set()
+        first = "server-0" if victim == 0 else ""
+
+        def work(job: Any) -> None:
+            push_cells(job, 40 if job.name != "worker-2" else 10, acknowledged)
+            job.barrier("all")
+
+        threads = start(jobs, work, gone)
+        eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
+        assert not first or 0 in jobs._process._servers[first]._slices
+        late = jobs.add_worker("worker-2")
+        eventually(begun.is_set)
+        kill(jobs, victim, gone)
+        is_over.set()
+        if victim == 0:
+            threads += start([late], work, gone)
+        left = [1, 2] if victim == 0 else [0, 1]
+        for rank in left:
+            threads[rank].join(PATIENCE)
+            assert not threads[rank].is_alive(), f"worker-{rank} stands still"
+        counts = check_ledger(jobs[1], acknowledged)
+        assert [counts[rank] for rank in left] == ([40, 10] if victim == 0 else [40, 40])
+        check_all_equal(jobs)
+
+
+def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It does not hold a sum when it is released from its seat: the primary must not take that for a vote, and apply
+    what the others then drop."""
+    stops, hold = threading.Event(), Backups._hold
+
+    def holds(self: Any, backup: Any, request: Any, message: Any, ballot: Any, voting: Any) -> bool:
+        if stops.is_set() and (voting._name, request.peer.name) == ("server-1", "server-2"):
+            return False  # it has come, and is not looked at yet
+        return hold(self, backup, request, message, ballot, voting)
+
+    release = hosting.Hosting.release_backups
+    asked: list[Any] = []  # the others, which have answered before that one lets go of anybody
+
+    def releases(self: Any, seats: Any) -> None:
+        if stops.is_set() and self.name == "server-2":
+            eventually(lambda: all((hold := one._generations._hold) and hold.is_answered for one in asked))
+        release(self, seats)
+        if stops.is_set() and self.name == "server-2":
+            threading.Event().wait(0.1)  # whatever that has let loose comes to its end
+
+    monkeypatch.setattr(Backups, "_hold", holds)
+    monkeypatch.setattr(hosting.Hosting, "release_backups", releases)
+    with local_job(workers=3, exchange="ring", slice_bytes=64) as jobs:
+        acknowledged: dict[str, int] = {}
+        passed, go = threading.Barrier(4), threading.Event()
+
+        def work(job: Any) -> None:
+            push_cells(job, 3, acknowledged)
+            passed.wait(PATIENCE)
+            go.wait(PATIENCE)
+            cell = np.zeros((4, 64), np.float32)
+            cell[int(job.name[-1]), 3] = 1.0
+            job.kv.push({"here": cell, "there": cell}).wait()
+            acknowledged[job.name] = 4
+            job.barrier("all")
+
+        threads = start(jobs, work, set())
+        passed.wait(PATIENCE)
+        stops.set()
+        go.set()
+        servers = jobs._process._servers
+        asked += [servers["server-0"], servers["server-1"]]
+        eventually(lambda: {name for w in servers["server-0"].beat().waits for name in w.for_whom} == {"server-2"})
+        jobs._process._links["server-1"].call(Retire(), PATIENCE)
+        stops.clear()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert check_ledger(jobs[0], acknowledged) == [4, 4, 4, 0]
+        staying = {name: slots for name, slots in copies(jobs).items() if name != "server-1"}
+        for number, slot in staying["server-0"].items():
+            assert np.array_equal(slot.memory, staying["server-2"][number].memory), f"slice {number}"
+            assert slot.state.version == staying["server-2"][number].state.version == 4
+        assert "refused an update" not in capsys.readouterr().err, "copies were apart"
 
 
 def test_two_that_die_at_once_cost_no_step() -> None:

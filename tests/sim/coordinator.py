@@ -12,9 +12,11 @@ from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
 from syncline.core.membership import Barriers, JobState, Membership
+from syncline.core.ring import partner_of
 from syncline.core.seats import Plan, Seat
 from syncline.errors import ConfigError
 
+from .ring import settled_otherwise
 from .saving import Saving
 from .world import Frame, Session, StoreFull, Superseded
 
@@ -57,6 +59,7 @@ class Coordinator(Saving):
         self.attempt: dict[str, Any] | None = None
         self.restoring: dict[str, Any] | None = None
         self.seeding: dict[str, Any] | None = None
+        self.seated = set[str]()
         self.departed = self.term > 1  # somebody may have left with the freshest copy
         self.num_keys = 0
         self.is_dirty = state.formed  # in this house every generation is installed, also one in which nobody moves
@@ -97,6 +100,12 @@ class Coordinator(Saving):
         self.pump()
 
     def evict(self, name: str, reason: str) -> None:
+        self._evict(name, reason)
+        if self.job.scenario.is_ring and self.is_alive:
+            self._evict(partner_of(name), "is in the same process")
+        self.pump()
+
+    def _evict(self, name: str, reason: str) -> None:
         member = self.state.members.get(name)
         self.liveness.forget(name)
         if member is None:
@@ -118,7 +127,6 @@ class Coordinator(Saving):
             self.worker_is_out((name, member.incarnation))
         if member.role == "server" or self.restoring is not None:
             self.attempt = self.restoring = None
-        self.pump()
 
     def lost(self, session: Session) -> None:
         for name, link in list(self.links.items()):
@@ -175,6 +183,10 @@ class Coordinator(Saving):
         for number in range(self.job.scenario.slices):
             backup = servers[(number + 1) % len(servers)] if self.job.scenario.replicas > 1 else ""
             primary = servers[number % len(servers)]
+            if self.job.scenario.is_ring:
+                others = tuple(name for name in servers if name != primary)
+                self.state.seats[number] = Seat(number, primary, others)
+                continue
             self.state.seats[number] = Seat(number, primary, (backup,) if backup not in ("", primary) else ())
         self.state.is_changing = True  # in this house the first generation is installed like any other
         if not self.keep():
@@ -281,13 +293,17 @@ class Coordinator(Saving):
         if not skips and not self.keep():
             self._wait(0.05)
             return
+        if "joiner_counts" in bugs:
+            self.state.seats_before = {}
         if "old_era" in bugs:
             change.stretch = 0
         if "forget_standings" in bugs:
             change.staying = {}
         attempt = self.attempt = {"change": change, "installed": set(), "install": None, "plan": wanted, "times": 0}
         self.is_dirty = False
-        if self.state.lost:
+        if self.state.lost and self.job.scenario.is_ring:
+            self._nobody_has(self.state.lost)
+        elif self.state.lost:
             self._restore(attempt)
         else:
             self._prepare(attempt)
@@ -302,6 +318,7 @@ class Coordinator(Saving):
 
     def _ask_all(self, attempt: dict[str, Any]) -> None:
         """Asked once more where the answers come so far apart that the first hold may be over."""
+        self.job.change_is_under_way()
         attempt.update(asked=self.world.now, heard=set(), times=attempt["times"] + 1)
         for server in attempt["change"].servers:
             self.say(server, "prepare", attempt["change"].prepare())
@@ -342,12 +359,15 @@ class Coordinator(Saving):
             first: Prepared = change._answers[next(iter(change.servers))]
             turn = max([(change.stretch, 0), *(s.turn() for s in first.standings)])
             change.turn = lambda: turn  # type: ignore[method-assign]
+        if self.job.bugs & {"settle_by_most", "settle_by_any"}:
+            change.settle = lambda: settled_otherwise(change, self.job.bugs)  # type: ignore[method-assign]
         install, losses = self.deciding.install(change)
         for loss in losses:
             self.job.ledger.report_double(loss.workers, loss.text)
         if "settle_fenced_only" in self.job.bugs:
             install = msgspec.structs.replace(install, settle=[s for s in install.settle if s[0] in change.fenced])
         attempt["install"] = install
+        self.job.change_is_under_way()
         for server in change.servers:
             self.say(server, "install", attempt["install"])
 
@@ -374,6 +394,7 @@ class Coordinator(Saving):
             self._wait(0.05)
             return
         self.attempt, self.released = None, change.generation
+        self.seated = {name for seat in change.seats for name in seat.names}
         entries = dict(self.deciding.entering)
         places = self.deciding.finish(change)
         if self.job.is_new:
@@ -394,5 +415,8 @@ class Coordinator(Saving):
 
     def _tell(self, name: str) -> None:
         seats = {number: seat.primary for number, seat in self.state.seats.items()}
+        if self.job.scenario.is_ring:  # workers commit at all servers, also at those that are nobody's primary
+            names = {name for seat in self.state.seats.values() for name in seat.names}
+            seats |= {-1 - k: name for k, name in enumerate(sorted(names.difference(seats.values())))}
         if self.released == self.state.generation:
             self.say(name, "roster", (self.released, self.membership.ordered(), seats))

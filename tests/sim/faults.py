@@ -45,6 +45,8 @@ class Scenario:
     saves: tuple[float, ...] = ()  # when somebody asks for one
     gate_seconds: float = 0.6  # until a gate opens by itself: in some jobs hardly longer than a message may take
 
+    is_ring: bool = False  # every worker's process has a server in it
+
     @property
     def is_even(self) -> bool:
         """Whether workers' clocks can be compared as they are."""
@@ -66,6 +68,8 @@ LEASED = 0.5
 SAVES = 2_000_000
 #: From this seed on, as many jobs with spare workers, and mostly with several servers.
 SPARE = 1_000_000
+#: From this seed on, rings.
+RING = 3_000_000
 
 
 def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
@@ -107,13 +111,18 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
             scripts = {f"worker-{k}": ("epoch",) * epochs for k in range(workers)}
             late = {}
     saves: tuple[float, ...] = ()
-    if seed >= SAVES:
+    if SAVES <= seed < RING:
         saves = tuple(0.02 + 0.7 * draw(seed, "save", k) for k in range(number(2, 6, "saves")))
     if SPARE <= seed < SAVES or (saves and draw(seed, "saves spare") < 0.2):
         workers, late = (workers, late) if workers > 1 else (2, {})
         policy = f"sync:spare={number(1, workers - 1, 'spare')}"
         known = list(scripts.values())
         scripts = {f"worker-{k}": known[k % len(known)] for k in range(workers + len(late))}
+    if seed >= RING:
+        policy, replicas, workers, late_servers, retires = "sync", 2, max(workers, 2 + (seed % 4 > 0)), {}, {}
+        known, late = list(scripts.values()), {f"worker-{workers}": when for when in late.values()}
+        scripts = {f"worker-{k}": known[k % len(known)] for k in range(workers + len(late))}
+        servers = workers
     in_rounds = policy.startswith("sync")
     return Scenario(
         seed=seed, policy=policy, replicas=replicas, servers=servers, workers=workers,
@@ -121,7 +130,7 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
         pull_every=1 if in_rounds else number(1, 3, "pull"), scripts=scripts, late_workers=late,
         late_servers=late_servers, retires=retires, hold_seconds=0.03 if draw(seed, "hold") < 0.2 else 0.15,
         faults=faults, data=data, epochs=epochs, saves=saves,
-        gate_seconds=0.008 if draw(seed, "gate") < 0.15 else 0.6,
+        gate_seconds=0.008 if draw(seed, "gate") < 0.15 else 0.6, is_ring=seed >= RING,
     )  # fmt: skip
 
 

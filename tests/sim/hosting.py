@@ -67,6 +67,7 @@ class Host(SimMember):
         self.rounds: Rounds[Item] = Rounds(job.policy, [])
         self.hosted: dict[int, Hosted] = {}
         self.seats: dict[int, Seat] = {}
+        self.seats_before: dict[int, Seat] = {}
         self.hold_until = 0.0
         self.held: list[tuple[Session, Frame]] = []
         self.preparing: tuple[Session, Prepare] | None = None
@@ -199,7 +200,7 @@ class Host(SimMember):
 
     def _answer(self) -> None:
         """Whoever's step is on all slices here, and may go on, hears so."""
-        states = [self.hosted[n].state for n in self.primaries()]
+        states = [self.hosted[n].state for n in self.answered_for()]
         for (who, clock), requests in list(self.waiting.items()):
             if any(state.clocks.get(who, 0) < clock for state in states):
                 continue
@@ -216,6 +217,14 @@ class Host(SimMember):
             roll = self.rounds.roll_to_tell(*who, clock)
             for session, request in requests:
                 self.reply(session, "committed", (request, clock, given, standing.late == clock, roll))
+
+    def answered_for(self) -> list[int]:
+        """The slices here that have to have a step before it is answered."""
+        return self.primaries()
+
+    def on_their_way(self) -> list[tuple[Part, ...]]:
+        """What is not applied yet on slice 0."""
+        return list(self.hosted[0].queue)
 
     def _shown(self, number: int) -> tuple[int, int, int, dict[Identity, int], dict[Any, int]]:
         hosted = self.hosted[number]
@@ -278,7 +287,7 @@ class Host(SimMember):
         if 0 not in self.primaries():
             return [], [], []
         hosted = self.hosted[0]
-        waiting = {part[0] for update in hosted.queue for part in update}
+        waiting = {part[0] for update in self.on_their_way() for part in update}
         waiting |= {(c.worker, c.incarnation) for c in self.rounds.open_commits()}
         fenced = sorted(who for who in waiting if self._is_out(who))
         uses = hosted.state.use_entries()
@@ -340,9 +349,13 @@ class Host(SimMember):
             self.retrying.discard(life)
             for hosted in self.hosted.values():
                 hosted.sent.discard(life)
+            self._repeat(life)
             self.pump()
 
         self.after(AGAIN_SECONDS, again)
+
+    def _repeat(self, life: str) -> None:
+        """What else this server has to hear."""
 
     def lost(self, session: Session) -> None:
         super().lost(session)

@@ -12,12 +12,14 @@ from syncline.core.cutting import taken_up
 from syncline.core.leasing import LeaseState
 from syncline.core.membership import JobState
 from syncline.core.policy import parse_policy
+from syncline.core.ring import partner_of
 
 from .coordinator import Coordinator
 from .faults import Fault, Scenario, scenario_of, scenario_on
 from .hosting import Hosted
 from .ledger import Ledger
 from .reader import Reader
+from .ring import RingServer, check_copies
 from .saving import Saves, Taken
 from .server import Server
 from .worker import Worker
@@ -25,6 +27,8 @@ from .world import Process, Violation, World
 
 #: After the last fault every waiter is released, and the job done, within this.
 DONE_SECONDS = 40.0
+#: In a ring: in so many changes a process dies, until then.
+STRIKE, LAST_STRIKE = 0.08, 1.5
 
 
 class Job:
@@ -46,15 +50,16 @@ class Job:
         self.config = JobConfig(
             workers=scenario.workers, servers=scenario.servers, most_workers=len(scenario.scripts),
             policy=scenario.policy, replicas=scenario.replicas,
+            exchange="ring" if scenario.is_ring else "servers",
         )  # fmt: skip
         self.saves = Saves(self.ledger)
         self.done: dict[str, int] = {}
         self.finished: set[str] = set()
         self.first_incarnations: dict[str, int] = {}
-        self.is_new = True
+        self.is_new, self.is_lost = True, False
         self.first_generation = 0  # in which slices are hosted for the first time; one that slept may come to it late
         self._epoch = 0
-        self._quiet_from = 0.0
+        self._quiet_from, self._num_changes = LAST_STRIKE if scenario.is_ring else 0.0, 0
 
     def next_epoch(self) -> int:
         self._epoch += 1
@@ -74,13 +79,13 @@ class Job:
         world.restart = self._died
         world.start(Coordinator(self))
         for k in range(scenario.servers):
-            world.start(Server(self, f"server-{k}"))
+            world.start(self._server(f"server-{k}"))
         for k in range(scenario.workers):
             world.start(self._worker(f"worker-{k}"))
         for name, when in scenario.late_workers.items():
-            world.at(when, lambda name=name: world.start(self._worker(name)))
+            world.at(when, lambda name=name: self._come(name))
         for name, when in scenario.late_servers.items():
-            world.at(when, lambda name=name: world.start(Server(self, name)))
+            world.at(when, lambda name=name: world.start(self._server(name)))
         for name, when in scenario.retires.items():
             world.at(when, lambda name=name: self._retire(name))
         for when in scenario.saves:
@@ -92,6 +97,19 @@ class Job:
         if not world.ended:
             raise Violation(f"seed {scenario.seed}: not done {DONE_SECONDS:g} s after the last fault: {self.why()}")
         return self
+
+    def _server(self, name: str) -> Server:
+        return RingServer(self, name) if self.scenario.is_ring else Server(self, name)
+
+    def _come(self, name: str) -> None:
+        """A worker; in a ring, with its server."""
+        if self.scenario.is_ring:
+            self.world.start(self._server(partner_of(name)))
+        self.world.start(self._worker(name))
+
+    def lost_all(self) -> None:
+        """In a ring: nobody that is left has a copy. The real job fails, and says so."""
+        self.is_lost = self.world.ended = True
 
     def _worker(self, name: str) -> Worker:
         return Worker(self, name) if self.scenario.data is None else Reader(self, name)
@@ -112,6 +130,10 @@ class Job:
         return self.taken.leases if "leased_is_kept" in self.bugs else taken_up(self.taken.leases)
 
     def has_finished(self) -> None:
+        if self.scenario.is_ring:
+            for name in sorted(self.finished):
+                pause = self.world.draw("retires", name)
+                self.world.at(self.world.now + pause, lambda name=name: self._retire(partner_of(name)))
         if self.finished >= set(self.scenario.scripts):
             coordinator = self.world.current["coordinator"]
             if isinstance(coordinator, Coordinator) and coordinator.released:
@@ -123,6 +145,10 @@ class Job:
     def _died(self, process: Process) -> None:
         """Starts another in its place, after a pause."""
         world, name = self.world, process.name
+        if self.scenario.is_ring and name != "coordinator":
+            other = world.current.get(partner_of(name))
+            if other is not None:
+                world.crash(other, restart=False)
         if isinstance(process, Server):
             self.ledger.server_losses.append(world.now)
         if name != "coordinator" and world.draw("told", process.life) < 0.8:
@@ -140,6 +166,10 @@ class Job:
             return
         if name == "coordinator":
             self.world.start(Coordinator(self))
+        elif self.scenario.is_ring:
+            worker = name if process.role == "worker" else partner_of(name)
+            if worker not in self.finished:
+                self._come(worker)
         elif isinstance(process, Server):
             self.world.start(Server(self, name))
         else:
@@ -163,6 +193,8 @@ class Job:
             world.crash(one, silent=fault.flag)
         elif verb == "pause":
             world.pause(one, fault.seconds)
+            if self.scenario.is_ring and role != "coordinator":
+                world.pause(world.current[partner_of(one.name)], fault.seconds)
         elif verb == "second":
             coordinator = world.current["coordinator"]
             world.pause(coordinator, fault.seconds)
@@ -186,6 +218,17 @@ class Job:
             if fault.flag:
                 world.walls[other.name, one.name] = until
 
+    def change_is_under_way(self) -> None:
+        """In a ring much depends on who dies just now; not too many, or nobody is left who has a copy."""
+        world, scenario = self.world, self.scenario
+        ranks = [p for n, p in sorted(world.current.items()) if p.role == "server" and p.is_alive]
+        if not scenario.is_ring or not scenario.faults or len(ranks) < 3 or world.now > LAST_STRIKE:
+            return
+        self._num_changes += 1
+        if world.draw("strike", self._num_changes) < STRIKE:
+            one = ranks[int(world.draw("struck", self._num_changes) * len(ranks))]
+            world.at(world.now + 0.012 * world.draw("strikes", self._num_changes), lambda: world.crash(one))
+
     # -- looking ------------------------------------------------------------------------------------------
 
     def primaries(self, state: JobState) -> dict[int, Hosted | None]:
@@ -202,6 +245,8 @@ class Job:
         shut = {life: gate for life, gate in gates.items() if gate.number <= coordinator.state.saves.num_begun}
         if shut and any(p.name in change.servers for p in self.world.current.values() if p.life in shut):
             self.ledger.fail(f"generation {change.generation} is released, and gates are closed: {shut}")
+        if self.scenario.is_ring and change.moves:  # else a round may be on its way
+            check_copies(self.ledger.fail, coordinator.state, self.world.processes)
         if not coordinator.state.lost:
             self.ledger.released(self.primaries(coordinator.state), change.fenced.items())
 

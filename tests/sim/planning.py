@@ -32,6 +32,7 @@ class Planning(Process):
     attempt: dict[str, Any] | None
     is_dirty: bool
     departed: bool
+    seated: set[str]  # in a ring: who has every slice, by the last change that was finished
 
     def pump(self) -> None: ...
 
@@ -62,7 +63,7 @@ class Planning(Process):
         wanted = self.deciding.plan(self.sizes(), self.state.seats)
         if wanted.is_empty:
             self._let_go()
-        elif not wanted.seeds:
+        elif not wanted.seeds or self.job.scenario.is_ring:
             self._begin(wanted)
         else:
             jobs: dict[str, list[tuple[str, list[int]]]] = {}
@@ -115,6 +116,16 @@ class Planning(Process):
             self.liveness.forget(name)
             self.say(name, "retired", ())
             self.is_dirty = True
+
+    # -- in a ring ----------------------------------------------------------------------------------------
+
+    def _nobody_has(self, lost: list[int]) -> None:
+        """The job is over; unless somebody had it who was known to have it, and not about to let go of it."""
+        for member in [m for m in self.state.members.values() if m.name in self.seated and m.address is not None]:
+            server: Any = self.world.processes[member.address.unix]
+            if "retire" not in server.asks and server.is_alive and set(lost) <= set(server.hosted):
+                self.job.ledger.fail(f"slices {lost} are given up, and {server.life} has them")
+        self.job.lost_all()
 
     # -- copies -------------------------------------------------------------------------------------------
 

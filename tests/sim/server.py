@@ -45,6 +45,7 @@ class Server(Gated):
                     self.rounds.drop_undecided(name, incarnation)
         if self.seeding is not None:
             self.seeding = None
+        self.freeze(change)
         for seat in change.seats:
             hosted = self.hosted.get(seat.slice)
             if hosted is not None:
@@ -56,6 +57,9 @@ class Server(Gated):
         self.preparing = (session, change)
         self.after(seconds + 1e-4, self._hold_ends)
         self.pump()
+
+    def freeze(self, change: Prepare) -> None:
+        """Before backups are released: in a ring those who leave have their say still."""
 
     def on_let_go(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame) and self.prepared == frame.body[0] and self.installing is None:
@@ -158,7 +162,7 @@ class Server(Gated):
         (session, install), change = self.installing, self.change
         self.installing, self.hold_until = None, 0.0
         self.generation = install.generation
-        self.seats = {seat.slice: seat for seat in change.seats}
+        self.seats_before, self.seats = self.seats, {seat.slice: seat for seat in change.seats}
         self.members = {member.name: member for member in install.members}
         settled = {(n, i): c for n, i, c in install.settle}
         for name, incarnation in change.fenced:
@@ -182,8 +186,11 @@ class Server(Gated):
                 self.entered_in[standing.name] = install.generation
             self._take(self.rounds.release())
             self._let_go()
-        self.reply(session, "installed", (install.generation,))
+        self.say_installed(session, install.generation)
         self.pump()
+
+    def say_installed(self, session: Session, generation: int) -> None:
+        self.reply(session, "installed", (generation,))
 
     def _host(self, change: Prepare) -> None:
         for seat in change.seats:

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 import syncline
 
 from .bugs import BUGS
-from .faults import KINDS, SAVES, SPARE, scenario_of
+from .faults import KINDS, RING, SAVES, SPARE, scenario_of
 from .job import play
 from .world import Violation
 
 QUICK, PROOF, SOAK = 500, 10_000, 200_000
 QUICK_SAVES, PROOF_SAVES = 60, 1_000
+QUICK_RINGS, PROOF_RINGS = 60, 4_000
 MOST_FOR_A_BUG = 2_000
 
 
@@ -83,6 +84,27 @@ def test_every_cut_is_level() -> None:
 def test_every_cut_is_level_in_many_more_jobs(part: int) -> None:
     size = PROOF_SAVES // 4
     play_all(SAVES + part * size, SAVES + (part + 1) * size)
+
+
+@pytest.mark.slow
+def test_a_round_of_a_ring_is_on_all_copies_or_on_none() -> None:
+    """Processes die, come and go, most of all in the middle of changes; and all copies are equal after each."""
+    play_all(RING, RING + QUICK_RINGS)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("part", range(8))
+def test_a_round_of_a_ring_is_on_all_copies_or_on_none_in_many_more_jobs(part: int) -> None:
+    size = PROOF_RINGS // 8
+    play_all(RING + part * size, RING + (part + 1) * size)
+
+
+def test_rings_come_to_their_end() -> None:
+    """Most do: a job of which nobody has a copy any more ends, and proves little."""
+    jobs = [play(seed) for seed in range(RING, RING + 20)]
+    assert sum(not job.is_lost for job in jobs) >= 12
+    assert any(job.scenario.late_workers for job in jobs) and any(job.scenario.data is None for job in jobs)
+    assert {job.scenario.workers for job in jobs} >= {2, 3, 4}
 
 
 def test_saves_come_to_their_end() -> None:

@@ -268,8 +268,8 @@ def test_no_memory_is_taken_for_what_a_manifest_only_claims(tmp_path: pathlib.Pa
     end, tensors = 0, []
     for part in segment.slices:
         shape, begin, end = (part.num_bytes // 4,), end, end + part.num_bytes
-        tensors.append(SavedTensor(slice_tensor(part.id), "float32", shape, begin, end, "0" * 64))
-    file = SavedFile("server-0.safetensors", end + 100, "0" * 64, tuple(tensors))
+        tensors.append(SavedTensor(slice_tensor(part.id), "float32", shape, begin, end, "0" * 32))
+    file = SavedFile("server-0.safetensors", end + 100, "0" * 32, tuple(tensors))
     slices = tuple(SavedSlice(part.id, file.name, slice_tensor(part.id), 1) for part in segment.slices)
     manifest = Manifest(
         name="000001-step-1",

@@ -1,9 +1,10 @@
 """Figures with their references: every row is measured beside something bare, in turns, and printed as a ratio.
 
 row          what a row is, how hard to measure, what came out
-rows         the rows there are, of seven kinds:
+rows         the rows there are, of these kinds:
   moving       bytes between processes
   collecting   all-reduce among workers
+  spanning     steps between hosts: ring and servers, codecs
   training     steps of a model
   leases       samples handed out
   reading      files to batches
@@ -18,10 +19,12 @@ turns        how the bench tells a process that it is its turn, and hears how lo
 task         what a process does in its turns
 sides        starting the processes of one side: a real job, or some plain processes
 namespaces   two hosts on one machine, and a job that spans them
+switch       several of them, and how many bytes they send
 reader       both sides of what is read
 worker       our side: the script that a job's workers run
 floors       references without a framework: shared memory, a Unix socket, TCP
 tls          another one: a TLS echo between two hosts
+mpi          Open MPI's all-reduce, where it is installed
 peers        references with torch: gloo, DistributedDataParallel, a fused step, the plain loop
 models       the models that both sides train; the large one is in transformer
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from syncline.bench.match import play
 from syncline.bench.moving import FLOORS
+from syncline.bench.mpi import MpiSide
 from syncline.bench.namespaces import SpannedJobSide, SpannedProcessSide, wire
 from syncline.bench.row import Effort, Reach, Row, Samples
 from syncline.bench.sides import JobSide, ProcessSide
@@ -24,6 +25,22 @@ def all_reduce(name: str, num_bytes: int, *, workers: int, reach: Reach, own_arr
         name=name,
         what=f"{size_in_words(num_bytes)} all_reduce_ of float32, {workers} ranks, in {source}",
         reference=f"gloo all-reduce in place, {workers} ranks",
+        reach=reach,
+        measure=measure,
+    )
+
+
+def all_reduce_mpi(name: str, num_bytes: int, *, workers: int, reach: Reach) -> Row:
+    """The same beside Open MPI, where that is installed."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="all_reduce", num_bytes=num_bytes)
+        return play(JobSide(task, workers=workers), MpiSide(task, ranks=workers), effort)
+
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} all_reduce_ of float32, {workers} ranks, in collectives.empty()",
+        reference=f"Open MPI's Allreduce in place, {workers} ranks",
         reach=reach,
         measure=measure,
     )

@@ -35,8 +35,8 @@ def server_memory(name: str, num_bytes: int, *, transport: str, num_staged: int,
             for side, size in (("ours", num_bytes), ("reference", _TINY_BYTES))
         )
         gauges = {
-            "ours": lambda: pss_bytes(ours.pids["server-0"]),
-            "reference": lambda: pss_bytes(idle.pids["server-0"]),
+            "ours": lambda _: pss_bytes(ours.pids["server-0"]),
+            "reference": lambda _: pss_bytes(idle.pids["server-0"]),
         }
         return beyond(play(ours, idle, effort, gauges=gauges), num_bytes * (3 + num_staged))
 
@@ -68,7 +68,7 @@ def worker_memory(name: str, widths: Sequence[int], *, reach: Reach) -> Row:
         check_memory_is_told()
         ours = JobSide(Task(kind="train_keeping", widths=list(widths), num_threads=1), transport="shm")
         plain = ProcessSide("peers", Task(kind="backward", widths=list(widths), num_threads=1))
-        gauges = {"ours": lambda: pss_bytes(ours.pids["worker-0"]), "reference": lambda: pss_bytes(plain.pids[0])}
+        gauges = {"ours": lambda _: pss_bytes(ours.pids["worker-0"]), "reference": lambda _: pss_bytes(plain.pids[0])}
         return beyond(play(ours, plain, effort, gauges=gauges), num_bytes)
 
     shape = "-".join(map(str, widths))

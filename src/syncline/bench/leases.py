@@ -46,8 +46,8 @@ def coordinator_memory(name: str, num_samples: int, most_bytes: int, *, reach: R
         ours = JobSide(Task(kind="leased_steps", num_samples=num_samples), transport="shm", policy="async")
         idle = JobSide(Task(kind="push_pull", num_bytes=4096), side="reference", transport="shm", policy="async")
         gauges = {
-            "ours": lambda: pss_bytes(ours.pids["coordinator"]),
-            "reference": lambda: pss_bytes(idle.pids["coordinator"]),
+            "ours": lambda _: pss_bytes(ours.pids["coordinator"]),
+            "reference": lambda _: pss_bytes(idle.pids["coordinator"]),
         }
         return beyond(play(ours, idle, effort, gauges=gauges), most_bytes)
 

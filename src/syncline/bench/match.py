@@ -11,16 +11,17 @@ from syncline.bench.row import LEAST_PAIRS, Effort, Samples
 from syncline.bench.sides import Side
 from syncline.bench.turns import Seat, Table
 
+#: Of a side, after so many operations of its.
+Gauge = Callable[[int], float]
 #: Operations in the first, uncounted turn, and in any other at least and at most.
 FEW, MOST = 2, 20_000
 
 
-def play(
-    ours: Side, reference: Side, effort: Effort, *, gauges: Mapping[str, Callable[[], float]] | None = None
-) -> Samples:
+def play(ours: Side, reference: Side, effort: Effort, *, gauges: Mapping[str, Gauge] | None = None) -> Samples:
     """Starts both sides, lets them take turns, ends them; nothing is left behind.
 
-    A figure is the seconds per operation of a turn, or what the side's gauge (`ours`, `reference`) shows after it.
+    A figure is the seconds per operation of a turn, or what the side's gauge (`ours`, `reference`) shows after so
+    many operations.
     """
     sides = {"ours": ours, "reference": reference}
 
@@ -42,13 +43,15 @@ def play(
                 side.stop()
 
 
-def _take_turns(table: Table, effort: Effort, gauges: Mapping[str, Callable[[], float]]) -> Samples:
+def _take_turns(table: Table, effort: Effort, gauges: Mapping[str, Gauge]) -> Samples:
     began = time.monotonic()
     counts = {side: _count(table.turn(side, FEW), effort) for side in ("ours", "reference")}
+    for gauge in gauges.values():
+        gauge(1)  # what was before does not count
 
     def take(side: str) -> float:
         seconds = table.turn(side, counts[side])
-        return gauges[side]() if side in gauges else seconds
+        return gauges[side](counts[side]) if side in gauges else seconds
 
     return take_pairs(take, effort, began)
 

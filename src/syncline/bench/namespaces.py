@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from syncline.bench.row import NotMeasured
 from syncline.bench.sides import WAIT_SECONDS, WORKER, ProcessSide
@@ -30,6 +31,17 @@ class Wire:
     worker: str
     cards: tuple[str, str] = ("", "")  # the ends of the wire in each
 
+    @property
+    def hosts(self) -> tuple[str, str]:
+        return self.server, self.worker
+
+
+class Hosts(Protocol):
+    """Namespaces that reach each other; the first one has SERVER_ADDRESS."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]: ...
+
 
 def inside(namespace: str) -> list[str]:
     """The words that run a command in there."""
@@ -44,19 +56,18 @@ def wire(rate: str = "") -> Iterator[Wire]:
     """
     tag = secrets.token_hex(3)
     made = Wire(f"syncline{tag}s", f"syncline{tag}w", (f"sl{tag}s", f"sl{tag}w"))
-    with _deleted_at_the_end((made.server, made.worker)):
+    with deleted_at_the_end(made.hosts):
         try:
             _make(made)
-            for namespace, card in zip((made.server, made.worker), made.cards, strict=True) if rate else ():
-                shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-                _run(*inside(namespace), "tc", "qdisc", "add", "dev", card, *shape)
+            for namespace, card in zip(made.hosts, made.cards, strict=True) if rate else ():
+                shape(namespace, card, rate)
         except (OSError, subprocess.SubprocessError):
             raise NotMeasured(NEEDS) from None
         yield made
 
 
 @contextlib.contextmanager
-def _deleted_at_the_end(namespaces: Sequence[str]) -> Iterator[None]:
+def deleted_at_the_end(namespaces: Sequence[str]) -> Iterator[None]:
     """By a process that waits for its lifeline to close: whether we end well, by Ctrl-C or by SIGKILL."""
     try:
         process = subprocess.Popen(
@@ -87,16 +98,22 @@ def _make(made: Wire) -> None:
     one, two = made.cards
     ends = ((made.server, one, SERVER_ADDRESS), (made.worker, two, WORKER_ADDRESS))
     for namespace, _, _ in ends:
-        _ip("netns", "add", namespace)
-    _ip("link", "add", one, "netns", made.server, "type", "veth", "peer", two, "netns", made.worker)
+        ip("netns", "add", namespace)
+    ip("link", "add", one, "netns", made.server, "type", "veth", "peer", two, "netns", made.worker)
     for namespace, name, address in ends:
-        _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", name)
-        _ip("-n", namespace, "link", "set", name, "up")
-        _ip("-n", namespace, "link", "set", "lo", "up")
+        ip("-n", namespace, "addr", "add", f"{address}/24", "dev", name)
+        ip("-n", namespace, "link", "set", name, "up")
+        ip("-n", namespace, "link", "set", "lo", "up")
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     _run("ip", *words)
+
+
+def shape(namespace: str, card: str, rate: str) -> None:
+    """What leaves by this card goes at this rate."""
+    burst = "256kb" if rate != "10gbit" else "1mb"
+    _run(*inside(namespace), *f"tc qdisc add dev {card} root tbf rate {rate} burst {burst} latency 50ms".split())
 
 
 def _run(*words: str) -> None:
@@ -104,24 +121,25 @@ def _run(*words: str) -> None:
 
 
 class SpannedJobSide(ProcessSide):
-    """`syncline run -H` over both namespaces: the server in one, the worker that works in the other.
+    """`syncline run -H` over namespaces, with a worker in each; with one server, it is in the first.
 
     A host has a worker at least, so that the server's has one too: it registers, and then rests, as a bystander; or
-    both work.
+    all work.
     """
 
-    def __init__(self, task: Task, over: Wire) -> None:
-        super().__init__(WORKER, task, processes=2, side="ours")
-        self._over = over
+    def __init__(self, task: Task, over: Hosts, *, options: Sequence[str] = ("-s", "1"), side: str = "ours") -> None:
+        super().__init__(WORKER, task, processes=len(over.hosts), side=side)
+        self._over, self._options = over, options
 
     def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:
         options = [
-            "-H", f"{self._over.server}:1,{self._over.worker}:1", "-s", "1", "--remote", " ".join(inside("{host}")),
+            "-H", ",".join(f"{host}:1" for host in self._over.hosts), *self._options,
+            "--remote", " ".join(inside("{host}")),
             "--bind", SERVER_ADDRESS, "--name", self._side, "--runs", str(folder),
             "--wait-seconds", f"{WAIT_SECONDS:g}", "-m", WORKER,
         ]  # fmt: skip
         run = [sys.executable, "-m", "syncline", "run", *options, *to_arguments(self._task, self._side, path)]
-        return [[*inside(self._over.server), *run]]
+        return [[*inside(self._over.hosts[0]), *run]]
 
 
 class SpannedProcessSide(ProcessSide):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from syncline.bench.collecting import all_reduce, all_reduce_net, all_reduce_small
+from syncline.bench.collecting import all_reduce, all_reduce_mpi, all_reduce_net, all_reduce_small
 from syncline.bench.footprint import server_memory, worker_memory
 from syncline.bench.leases import coordinator_memory, epoch_start, lease_share
 from syncline.bench.moving import adam, crowd, push_pull, replicas, sync, sync_scaling, tls
 from syncline.bench.reading import parquet
 from syncline.bench.row import Reach, Row
 from syncline.bench.saves import checkpoint
+from syncline.bench.spanning import ring_beside_servers, ring_codec, ring_net
 from syncline.bench.starting import start
 from syncline.bench.training import beside_ddp, beside_nccl, beside_strangers, embedded, on_device
 from syncline.bench.words import KIB, MIB
@@ -26,6 +27,7 @@ def all_rows() -> list[Row]:
     return [
         *_moving_rows(),
         *_collective_rows(),
+        *_spanning_rows(),
         *_training_rows(),
         *_data_rows(),
         *_save_rows(),
@@ -57,9 +59,28 @@ def _collective_rows() -> list[Row]:
     return [
         all_reduce("allreduce-2", LARGE, workers=2, reach=_at_most(0.25)),
         all_reduce("allreduce-4", LARGE, workers=4, reach=_at_most(0.25)),
+        *(all_reduce_mpi(f"allreduce-{n}-mpi", LARGE, workers=n, reach=_at_most(0.6)) for n in (2, 4)),
         all_reduce("allreduce-arrays", LARGE, workers=2, own_arrays=True, reach=Reach("printed")),
         all_reduce_small("allreduce-small", SMALL, reach=_at_most(8)),
         all_reduce_net("allreduce-net", LARGE, rate="1gbit", reach=_at_most(1.05)),
+    ]
+
+
+def _spanning_rows() -> list[Row]:
+    codecs, printed = {"bf16": 0.51, "int8": 0.27, "topk:0.01": 0.03}, Reach("printed")
+    tags = {codec: codec.partition(":")[0] for codec in codecs}
+    return [
+        ring_net("ring-net", LARGE, rate="1gbit", reach=_at_most(1.05)),
+        *(ring_codec(f"ring-{tags[c]}", LARGE, c, rate="1gbit", reach=_at_most(r)) for c, r in codecs.items()),
+        *(
+            ring_codec(f"ring-{tag}-time", LARGE, codec, rate="1gbit", reach=printed, unit="seconds")
+            for codec, tag in tags.items()
+        ),
+        *(
+            ring_beside_servers(f"ring-servers-{n}-{rate}", 16 * MIB, workers=n, rate=rate)
+            for rate in ("1gbit", "10gbit")
+            for n in (2, 4, 6)
+        ),
     ]
 
 

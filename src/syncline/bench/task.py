@@ -12,6 +12,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     side: str = ""
     num_bytes: int = 0  #: of float32 parameters, where they are no model's
     own_arrays: bool = False  #: push from arrays outside the arena
+    is_random: bool = False  #: what is pushed is drawn once; else all ones
     rule: str = "SGD"
     num_bystanders: int = 0  #: the first so many workers register, and then rest
     model: str = ""

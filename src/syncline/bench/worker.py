@@ -24,7 +24,7 @@ def push_pull(task: Task) -> Operation:
         job.rest()
         return lambda: None
     gradients = {"w": np.ones(size, np.float32)} if task.own_arrays else kv.gradients()
-    gradients["w"][...] = 1.0
+    gradients["w"][...] = np.random.default_rng(job.rank).standard_normal(size) if task.is_random else 1.0
     return lambda: kv.push_pull(gradients, out=values).wait()
 
 

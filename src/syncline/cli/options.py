@@ -62,7 +62,8 @@ def _options(
         typer.Option(help="How pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name."),
     ] = None,
     pull_codec: Annotated[
-        str | None, typer.Option(help="The same for the parameters that answer a push: bf16, fp16, int8.")
+        str | None,
+        typer.Option(help="The same for the parameters that answer a push, in a ring for sums: bf16, fp16, int8."),
     ] = None,
     codec_exempt: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Parameters that are never encoded: '*.bias,norm*'.")

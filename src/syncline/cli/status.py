@@ -13,6 +13,7 @@ from syncline import config as configuration
 from syncline.cli.standing import show_status
 from syncline.core.control import AskStatus, AskWhy, GivenStatus, GivenWhy, Scale
 from syncline.core.message import Done
+from syncline.core.words import counted
 from syncline.errors import ConfigError
 from syncline.launch.folder import find_job
 from syncline.launch.jobfile import JobFile
@@ -71,5 +72,5 @@ def scale(
     if workers is None and servers is None:
         raise ConfigError("say how many: -w WORKERS, -s SERVERS, or both")
     ask(find(job, runs), Scale(workers, servers), Done)
-    words = [f"{count} {role}s" for role, count in (("worker", workers), ("server", servers)) if count is not None]
+    words = [counted(count, role) for role, count in (("worker", workers), ("server", servers)) if count is not None]
     sys.stdout.write(f"{job}: {' and '.join(words)} from now on; see syncline status {job}\n")

@@ -1,9 +1,9 @@
 """One commit on its way: staged on every server, committed on every server, clipped if asked, answered.
 
-With one server the commit rides on the staged bytes. With several, it follows only when all of them have
-acknowledged theirs, so that a step counts whole. With spare workers the one that decides who is in a round is told
-first, and the others with its word. The steps are driven by the answers, in the threads that bring them; where the
-waiter reads, it drives them until everything is staged and told to count.
+With one server the commit rides on the staged bytes; in a ring too, where votes decide what counts. With several
+servers it follows only when all of them have acknowledged theirs, so that a step counts whole. With spare workers the
+one that decides who is in a round is told first, and the others with its word. The steps are driven by the answers,
+in the threads that bring them; where the waiter reads, it drives them until everything is staged and told to count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Lane(Protocol):
     earlier: Sequence[Call]
 
     def stage(self) -> Call:
-        """Sends what is staged; with one server, it is committed by this."""
+        """Sends what is staged; with one server, or in a ring, it is committed by this."""
 
     def commit(self, clock: int, roll: Roll | None = None) -> Call:
         """What is staged counts."""
@@ -51,7 +51,7 @@ class CommitFlow:
 
     With a window there are several: what is told to count is told in the order of the clocks (`before`), whichever
     is acknowledged first. `squared_norm`: the one it was clipped by, when it is made anew. `decider`: the lane of
-    the server that decides, with spare workers.
+    the server that decides, with spare workers. `at_once`: what is staged is committed by that.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class CommitFlow:
         before: CommitFlow | None = None,
         squared_norm: float | None = None,
         decider: Lane | None = None,
+        at_once: bool = False,
     ) -> None:
         self.clock, self.lanes, self.squared_norm, self._decider = clock, lanes, squared_norm, decider
         self._before, self._is_told = before, False
@@ -69,13 +70,13 @@ class CommitFlow:
         self._lock = threading.Lock()
         self._left = 0
         self._next: Callable[[], None] = self._staged
-        self._is_staging = self._is_deciding = False
+        self._at_once, self._is_staging, self._is_deciding = at_once or len(lanes) == 1, False, False
         self._is_given_up = False
         self._following = 0
         self.error: SynclineError | None = None
 
     def start(self) -> None:
-        self._is_staging = len(self.lanes) > 1
+        self._is_staging = not self._at_once
         self._next = self._staged if self._is_staging else self._answered
         self._ask_all(lambda lane: lane.stage(), self.lanes)
 

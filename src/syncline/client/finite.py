@@ -24,7 +24,7 @@ from syncline.core.policy import policy_of
 from syncline.errors import RuleError
 
 #: As much is looked at in one go: what was just copied, or looked at before, is still in the core's own cache.
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 512 << 10
 #: What is read once and lies in place has no use for the cache: the longer a piece, the faster it is read.
 LONG_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10

@@ -1,23 +1,28 @@
-"""Placement, as a worker has it: which server is the primary of which slice, and the ways to these servers."""
+"""Placement, as a worker has it: which server is the primary of which slice, and the ways to these servers.
+
+In a ring a worker reads from the server in its own process (`own`), whoever is the primary of a slice.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from syncline.client.arena import Arenas
 from syncline.client.arrays import Bytes
 from syncline.client.dialing import Dialing
 from syncline.client.reading import ServerReader
 from syncline.config import JobConfig
-from syncline.core.codecs.named import NONE
+from syncline.core.codecs.named import NONE, codecs_of
 from syncline.core.control import AskWhy, GivenWhy, Roster
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.seats import Seat
+from syncline.core.spread import Spread
 from syncline.core.standings import by_name
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
+from syncline.extensions import load
 from syncline.net.hatch import Hatch
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.stats import WireStats
@@ -35,22 +40,28 @@ class Placement:
         dial: Callable[[Member], Endpoint],
         num_slots: int,
         say: Callable[[str], None],
-        own_server: str = "",
+        own: str = "",
     ) -> None:
-        """`own_server`: with a circle, the only one that gets this worker's gradients: all of them."""
-        self._config, self._dial, self._say, self._own_server = config, dial, say, own_server
+        """`own`: in a ring, the server in this process; with a circle, the only one that gets its pushes."""
+        self._config, self._dial, self._say, self._own = config, dial, say, own
+        self._spread = Spread(config, codecs_of(config, load))
         self.hatch: Hatch | None = None  #: to the server of this process, on a GPU
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
-        self.hosted: dict[str, list[Slice]] = {}  # by server; in the order of their ids
+        self._seats: dict[int, Seat] = {}
+        self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
+        #: By server, by their ids: of which it is the primary; whose pushes it gets; that are read there.
+        self.hosted: dict[str, list[Slice]] = {}
+        self.taken: dict[str, list[Slice]] = {}
+        self.read: dict[str, list[Slice]] = {}
         self._others: list[str] = []  # in a ring: all servers hear of every commit
         self.names: list[str] = []  # of those servers, in their order
         self.endpoints: dict[str, Endpoint] = {}
         self.readers: dict[str, ServerReader] = {}
         self._incarnations: dict[str, int] = {}
         self._unseen: set[str] = set()  # servers whose slices are not where they were last seen
-        self._segments: dict[int, list[str]] = {}  # the primaries of each
+        self._segments: dict[int, list[str]] = {}  # who gets pushes of each
         self._has_connected = False
         self._dialing: Dialing | None = None
         self._heard: Roster | None = None
@@ -59,23 +70,7 @@ class Placement:
 
     def hosting(self, segment: int) -> list[str]:
         """The servers that get anything of this segment."""
-        if self._own_server:
-            return [self._own_server] if self._own_server in self.endpoints else []
         return self._segments.get(segment, [])
-
-    def staged_at(self, number: int) -> str:
-        """The server that gets this slice."""
-        return self._own_server or self.primaries[number]
-
-    def staged(self, server: str) -> list[Slice]:
-        """The slices that this server gets."""
-        if not self._own_server:
-            return self.hosted[server]
-        if self._own_server not in self.endpoints:
-            raise Refresh(f"{self._own_server}, in this process, has no slices yet")
-        handed = self.hatch.segments if self.hatch is not None else ()
-        parts = self.layout.slices() if server == self._own_server else ()
-        return [part for part in parts if part.segment not in handed]
 
     # -- what changes it ----------------------------------------------------------------------------------
 
@@ -88,6 +83,7 @@ class Placement:
     def _seat(self, seats: Iterable[Seat]) -> bool:
         """Takes the seats in; whether a slice that there is has another primary by that."""
         seats = list(seats)
+        self._seats.update((seat.slice, seat) for seat in seats)
         primaries = {**self.primaries, **{seat.slice: seat.primary for seat in seats}}
         if self._config.is_ring and seats:
             self._others = sorted({name for seat in seats for name in seat.backups})
@@ -100,8 +96,13 @@ class Placement:
         """Whether open commits must be made anew by this roster: primaries move, or a connection is gone."""
         members = {member.name: member.incarnation for member in roster.members}
         kept = {part.id for part in self.layout.slices()}
-        moved = any(s.primary != self.primaries.get(s.slice) for s in roster.seats if s.slice in kept)
+        moved = any(self._moves(seat) for seat in roster.seats if seat.slice in kept)
         return moved or any(self._is_out(name, members) for name in self.endpoints)
+
+    def _moves(self, seat: Seat) -> bool:
+        """In a ring every change of seats is a move."""
+        known = self._seats.get(seat.slice)
+        return known is None or known.primary != seat.primary or (self._config.is_ring and known != seat)
 
     def _is_out(self, name: str, incarnations: dict[str, int]) -> bool:
         return not self.endpoints[name].is_open or incarnations.get(name) != self._incarnations[name]
@@ -135,18 +136,52 @@ class Placement:
                     raise Refresh(f"{name or 'no server'} is to have slices and is not in the roster")
                 self._connect(members[name])
         self.names = sorted(by_server, key=by_name)
+        hosts = {member.name: member.host for member in roster.members}
+        parts = ((segment, part) for segment in self.layout.segments for part in segment.slices)
+        self.spread = self._spread.of(parts, self._seats, hosts)
+        self.taken = self._taken(by_server)
+        read = self._sorted({} if self._own else by_server, lambda part: (self.source(part.id),))
         for name in self.names:
-            if self.hosted.get(name) != by_server[name]:
+            if self.read.get(name) != read[name]:
                 self._unseen.add(name)
         for name in self._unseen & by_server.keys():
-            self.readers[name].look(by_server[name])
+            self.readers[name].look(read[name])
         self._unseen.clear()
-        self.hosted = by_server
+        self.hosted, self.read = by_server, read
         self._segments = {}
         for name in self.names:
-            for segment in dict.fromkeys(part.segment for part in by_server[name]):
+            for segment in dict.fromkeys(part.segment for part in self.taken[name]):
                 self._segments.setdefault(segment, []).append(name)
         self.arenas.attach()
+        self._tell_of_codecs()
+
+    def _sorted(
+        self, known: Mapping[str, list[Slice]], find: Callable[[Slice], Iterable[str]]
+    ) -> dict[str, list[Slice]]:
+        """By server: the slices that it has by `known`, and those for which it is found."""
+        found = {name: {part.id: part for part in known.get(name, ())} for name in self.names}
+        for part in self.layout.slices():
+            for name in find(part):
+                found[name][part.id] = part
+        return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
+
+    def _taken(self, by_server: Mapping[str, list[Slice]]) -> dict[str, list[Slice]]:
+        if not self._config.has_circle:
+            return self._sorted(by_server, lambda part: self.names if part.id in self.spread else ())
+        if by_server and self._own not in by_server:
+            raise Refresh(f"{self._own}, in this process, has no slices yet")
+        return self._sorted({}, lambda part: (self._own,))
+
+    def takes(self, server: str, part: Slice) -> bool:
+        """Whether this server gets what is pushed of a slice."""
+        if self._config.has_circle:
+            return server == self._own
+        return part.id in self.spread or self.primaries.get(part.id) == server
+
+    def source(self, number: int) -> str:
+        """The server that this slice is read from."""
+        seat = self._seats.get(number)
+        return self._own if seat is not None and self._own in seat.names else self.primaries.get(number, "")
 
     def _connect(self, member: Member) -> None:
         self._dialing = Dialing(self._dial, member)
@@ -163,15 +198,19 @@ class Placement:
             self._dialing = None
         self._has_connected = True
         self.endpoints[member.name] = endpoint
-        self._tell_of_codecs(endpoint)
-        self.readers[member.name] = ServerReader(endpoint, self._config.wait_seconds)
+        pins = member.name != self._own  # there, copies of others' slices are read too
+        self.readers[member.name] = ServerReader(endpoint, self._config.wait_seconds, pins=pins)
         self._incarnations[member.name] = member.incarnation
         self._unseen.add(member.name)
 
-    def _tell_of_codecs(self, endpoint: Endpoint) -> None:
+    def _tell_of_codecs(self) -> None:
+        shared = [endpoint.shares_memory for endpoint in self.endpoints.values()]
+        is_true = (len(shared) > 1 and all(shared)) if self._config.is_ring else any(shared)
+        if self._has_told or not is_true:
+            return
         said = [("--codec", self._config.codec), ("--pull-codec", self._config.pull_codec)]
         words = [f"{setting} {name}" for setting, name in said if name not in NONE]
-        if words and endpoint.shares_memory and not self._has_told:
+        if words:
             self._has_told = True
             self._say(f"{', '.join(words)}: this worker shares memory with its servers: nothing is encoded there")
 

@@ -1,7 +1,8 @@
 """Reading one server's parameters: from its shared memory, never torn, or over the socket.
 
 In shared memory a copy is optimistic: it counts if the server says afterwards that nothing was written meanwhile.
-After two such copies of a slice have been overtaken, the slice is pinned for the third.
+After two such copies of a slice have been overtaken, the slice is pinned for the third; in a ring, where a worker
+reads its own server's copies, that sends it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ OPTIMISTIC_COPIES = 2
 class ServerReader:
     """What a worker can see of one server's parameters."""
 
-    def __init__(self, endpoint: Endpoint, wait_seconds: float) -> None:
-        self._endpoint, self._wait_seconds = endpoint, wait_seconds
+    def __init__(self, endpoint: Endpoint, wait_seconds: float, *, pins: bool = True) -> None:
+        """`pins`: whether slices there can be pinned; else bytes are asked for in the place of that."""
+        self._endpoint, self._wait_seconds, self._pins = endpoint, wait_seconds, pins
         self._blocks: dict[int, Memory] = {}
         self._sources: dict[int, Bytes] = {}  # slices in the server's own memory
         self._landing: dict[tuple[int, int], Bytes] = {}  # slot, slice
         self.change = threading.Condition()  # a part of an answer has come
 
     def look(self, hosted: Sequence[Slice]) -> None:
-        """Where the slices lie of which this server is the primary, as far as it is on this host and shares them."""
-        if not self._endpoint.shares_memory:
+        """Where these slices lie at this server, as far as it is on this host and shares them."""
+        if not self._endpoint.shares_memory or not (hosted or self._blocks):
             return
         answer = self._endpoint.call(AskHosted()).wait(self._wait_seconds)
         if not isinstance(answer, Hosted):
@@ -98,10 +100,16 @@ class ServerReader:
             if not stale:
                 break
         for number in stale:
-            found[number] = self._copy_pinned(by_id[number], sink)
+            found[number] = (self._copy_pinned if self._pins else self._copy_sent)(by_id[number], sink)
         sink.filled(parts)
         sink.kept.update((number, landed(version, known)) for number, (version, known) in found.items())
         return [found[part.id][0] for part in parts]
+
+    def _copy_sent(self, part: Slice, sink: Sink) -> tuple[int, Clocks]:
+        into = [buffer_of(view) for view in sink.views(part)]
+        answer = self._endpoint.call(Pull([part.id], None, True), into=into).wait(self._wait_seconds)
+        assert isinstance(answer, Pulled)
+        return answer.versions[0], answer.clocks
 
     def _copy_pinned(self, part: Slice, sink: Sink) -> tuple[int, Clocks]:
         answer = self._ask(Pin([part.id]))

@@ -37,13 +37,13 @@ class Sending:
         policy, codecs = policy_of(config), codecs_of(config, load)
         self._placement, self._copies, self._stamp = placement, copies, stamp
         self._stands_still, self._has_spare, self._in_rounds = policy.stands_still, policy.spare > 0, policy.in_rounds
-        self._has_window = config.window > 0
+        self._has_window, self._is_ring = config.window > 0, config.exchange == "ring"
         self.encoder = encoder_of(codecs, placement.layout, checks_finite=config.check_finite)
         self._decoder = coder_of(codecs.pull, codecs)
         if self.encoder is not None:
             self.encoder.stage_anew = self.forget
         self._early: dict[str, list[Call]] = {}
-        self._sent: set[int] = set()
+        self._sent: set[tuple[str, int]] = set()  # server, slice
         self._unshared: dict[tuple[str, Ranges, int], tuple[list[Slice], int]] = {}
         self._socket_bytes = self._shared_bytes = 0
 
@@ -55,14 +55,16 @@ class Sending:
 
     def stage(self, draft: ServersTicket, slices: Sequence[Slice]) -> None:
         """Sends slices early where a socket carries them; shared memory is read at the commit anyway."""
-        staged_at, arenas = self._placement.staged_at, self._placement.arenas
-        for server, endpoint in self._placement.endpoints.items():
+        placement, known = self._placement, dict[int, Encoded | None]()
+        for server, endpoint in placement.endpoints.items():
             parts = [
-                p for p in slices if staged_at(p.id) == server and not arenas.is_shared(server, p.segment, draft.slot)
+                p
+                for p in slices
+                if placement.takes(server, p) and not placement.arenas.is_shared(server, p.segment, draft.slot)
             ]
             if not parts:
                 continue
-            carried = self._load(parts, [self._encode(part, draft.slot, None) for part in parts], draft.slot)
+            carried = self._load(parts, self._encode(parts, draft.slot, None, known), draft.slot)
             message, buffers = _stage_message(draft, parts, None, carried, commit=False), carried.buffers
             num_bytes = sum(map(len, buffers))
             try:
@@ -71,20 +73,27 @@ class Sending:
                 return  # seen to at the commit, which sends everything again
             self._socket_bytes += num_bytes
             self._early.setdefault(server, []).append(call)
-            self._sent.update(part.id for part in parts)
+            self._sent.update((server, part.id) for part in parts)
 
     def restage(self, part: Slice) -> None:
         """This slice of the arena has changed since it was staged."""
-        self._sent.discard(part.id)
+        self._sent = {sent for sent in self._sent if sent[1] != part.id}
         if self.encoder is not None:
             self.encoder.forget(part.id)
 
     # -- encoding -----------------------------------------------------------------------------------------
 
-    def _encode(self, part: Slice, slot: int, pushed: Ranges | None) -> Encoded | None:
+    def _encode(
+        self, parts: Sequence[Slice], slot: int, pushed: Ranges | None, known: dict[int, Encoded | None]
+    ) -> list[Encoded | None]:
+        """`known`: what is encoded already, for another server."""
         if self.encoder is None:
-            return None
-        return self.encoder.encode(part, self._placement.arenas.bytes_of(part, slot), pushed)
+            return [None] * len(parts)
+        for part in parts:
+            if part.id not in known:
+                data = self._placement.arenas.bytes_of(part, slot)
+                known[part.id] = self.encoder.encode(part, data, pushed)
+        return [known[part.id] for part in parts]
 
     def _load(self, parts: Sequence[Slice], encoded: Sequence[Encoded | None], slot: int) -> _Load:
         """What travels of these slices, each encoded or as it lies."""
@@ -96,11 +105,12 @@ class Sending:
         return _Load(buffers, self.encoder.coder.codec.name, [f.sizes if f is not None else [] for f in encoded])
 
     def _lie_decoded(self, ticket: ServersTicket) -> None:
-        """Of a push that is made anew: whoever reads the arena now is to find there what others were sent."""
+        """Whoever reads the arena is to find there what others are sent: of a spread slice, or a push made anew."""
         assert self.encoder is not None
-        layout, arenas = self._placement.layout, self._placement.arenas
+        placement, layout, arenas = self._placement, self._placement.layout, self._placement.arenas
         for part in [part for part in layout.slices() if part.id in ticket.encoded]:
-            if arenas.is_shared(self._placement.primaries[part.id], part.segment, ticket.slot):
+            near = [name for name in placement.names if arenas.is_shared(name, part.segment, ticket.slot)]
+            if any(placement.takes(name, part) for name in near):
                 data, coder = arenas.bytes_of(part, ticket.slot), self.encoder.coder
                 coder.decode(layout.segments[part.segment], part, ticket.encoded[part.id], data)
 
@@ -108,15 +118,16 @@ class Sending:
 
     def send(self, ticket: ServersTicket, before: ServersTicket | None) -> CommitFlow:
         """`before`: the open ticket of the clock before, which is told to count first."""
-        names = self._placement.names
-        if ticket.encoded:
-            self._lie_decoded(ticket)
-        ticket.lanes = lanes = [self._lane(server, ticket, len(names) == 1) for server in names]
+        names, known = self._placement.names, dict[int, Encoded | None](ticket.encoded)
+        at_once = len(names) == 1 or self._is_ring
+        ticket.lanes = lanes = [self._lane(server, ticket, at_once, known) for server in names]
         earlier = before.flow if before is not None else None
         decider = self._decider(lanes) if self._has_spare else None
-        ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm, decider)
+        ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm, decider, at_once)
         if self.encoder is not None and not ticket.generation:
             ticket.encoded = self.encoder.commit(self._counted(ticket.push))
+        if ticket.encoded:
+            self._lie_decoded(ticket)
         ticket.generation = self._stamp.generation
         if self._sent or self._early:
             self._early, self._sent = {}, set()
@@ -145,20 +156,22 @@ class Sending:
         if self.encoder is not None:
             self.encoder.forget()
 
-    def _lane(self, server: str, ticket: ServersTicket, alone: bool) -> ServerLane:
+    def _lane(
+        self, server: str, ticket: ServersTicket, at_once: bool, known: dict[int, Encoded | None]
+    ) -> ServerLane:
         parts, shared_bytes = self._parts_to_send(server, ticket.push, ticket.slot)
         if not ticket.generation:  # else it is made anew, out of the same memory
             self._shared_bytes += shared_bytes
         if self._sent:
-            parts = [part for part in parts if part.id not in self._sent]
+            parts = [part for part in parts if (server, part.id) not in self._sent]
         landing = self._landing(server, ticket.sink, ticket.slot) if ticket.sink is not None else None
         number = len(self._placement.layout.segments)
         if ticket.generation:  # as it was sent before
             encoded = [ticket.encoded.get(part.id) for part in parts]
         else:
-            encoded = [self._encode(part, ticket.slot, ticket.push.pushed) for part in parts]
+            encoded = self._encode(parts, ticket.slot, ticket.push.pushed, known)
         carried = self._load(parts, encoded, ticket.slot)
-        message = _stage_message(ticket, parts, landing, carried, commit=alone, num_segments=number)
+        message = _stage_message(ticket, parts, landing, carried, commit=at_once, num_segments=number)
         self._socket_bytes += sum(map(len, carried.buffers))
         endpoint = self._placement.endpoints[server]
         return ServerLane(server, endpoint, message, carried.buffers, landing, self._early.get(server, ()))
@@ -171,7 +184,8 @@ class Sending:
         if found is None:
             layout, arenas = self._placement.layout, self._placement.arenas
             touched = layout.slices_with(push.pushed)
-            hosted = [part for part in self._placement.staged(server) if part.id in touched]
+            handed = self._placement.hatch.segments if self._placement.hatch is not None else ()
+            hosted = [p for p in self._placement.taken[server] if p.id in touched and p.segment not in handed]
             for segment in {part.segment for part in hosted}:
                 arenas.array(layout.segments[segment], slot)
             if len(self._unshared) >= _MOST_PLANS:
@@ -182,7 +196,7 @@ class Sending:
         return found
 
     def _landing(self, server: str, sink: Sink, slot: int) -> Landing:
-        reader, hosted = self._placement.readers[server], self._placement.hosted[server]
+        reader, hosted = self._placement.readers[server], self._placement.read[server]
         wanted = sink.wanted.get(server)
         if wanted is None or wanted.hosted is not hosted:
             wanted = self._want(server, hosted, sink, lambda part: sink.fetches(part) or reader.maps(part))

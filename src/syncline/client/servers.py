@@ -66,8 +66,8 @@ class ServersExchange:
         self.clock = 0
         self.num_landed = 0  # commits that are acknowledged, and have landed
         self.num_late = 0  # of them: those that came when their round was closed
-        own_server = partner_of(name) if config.has_circle else ""
-        self.placement = self._placement = Placement(config, dial, self._num_slots, say, own_server)
+        own = partner_of(name) if config.is_ring else ""
+        self.placement = self._placement = Placement(config, dial, self._num_slots, say, own)
         self.layout: Layout = self._placement.layout
         self._endpoints, self._wait_seconds = self._placement.endpoints, config.wait_seconds
         # The one before the last as well: of the last, not all may have come yet.

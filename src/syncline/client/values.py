@@ -34,7 +34,7 @@ def pull(placement: Placement, slices: Sequence[Slice], sink: Sink, min_version:
     """Slices into the sink; their versions."""
     versions: dict[int, int] = {}
     for server, reader in placement.readers.items():
-        parts = [part for part in slices if placement.primaries[part.id] == server]
+        parts = [part for part in slices if placement.source(part.id) == server]
         if parts:
             found = reader.pull(parts, sink, min_version)
             versions.update(zip((part.id for part in parts), found, strict=True))

@@ -6,6 +6,7 @@ the owner keeps on disk before anybody hears of it. The deterministic simulator 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 
 from syncline.core.changes import Change, Loss
@@ -13,6 +14,7 @@ from syncline.core.control import Entered, Install
 from syncline.core.members import Member
 from syncline.core.membership import Membership
 from syncline.core.seats import Plan, Seat, plan, rehome, without
+from syncline.core.words import counted
 from syncline.errors import ConfigError
 
 
@@ -34,6 +36,8 @@ class Deciding:
     def resume(self) -> None:
         """An earlier coordinator may have died within a change, and servers may have missed what it said."""
         self.moves = self.state.is_changing
+        if self.state.seats_before:
+            self._seat_who_has_all(self.state.seats_before)
         self.strangers.update(self._membership.servers())
 
     # -- what happens -------------------------------------------------------------------------------------
@@ -48,7 +52,9 @@ class Deciding:
         self.strangers.discard(member.name)
         if member.role == "server" and self._membership.formed:
             self.moves = self._server_is_out = True  # also where it was a backup only: who lost it waits for our word
-            if self._before is not None:
+            if self.state.seats_before:
+                self._seat_who_has_all(self.state.seats_before)
+            elif self._before is not None:
                 self._restore_seats(self._before)  # of what it was to take over, others still have everything
 
     def has_left(self, name: str) -> None:
@@ -88,7 +94,16 @@ class Deciding:
         servers = [name for name in self._membership.servers() if name not in self.strangers]
         hosts = {name: state.members[name].host for name in servers}
         replicas = len(hosts) if state.config.is_ring else max(1, state.config.replicas)
-        return plan(seats, sizes, hosts, replicas=replicas, leaving=self.retiring & set(hosts))
+        leaving = self.retiring & set(hosts)
+        if state.config.is_ring and any(leaving.issuperset(seat.names) for seat in seats):
+            leaving = set()  # nobody seeds before the change: first those who stay get everything
+        found = plan(seats, sizes, hosts, replicas=replicas, leaving=leaving)
+        if state.config.is_ring and found.seeds:
+            names = sorted({name for seat in found.seats for name in seat.names})
+            found = dataclasses.replace(
+                found, reason=f"{counted(len(found.seats), 'slice')}, all on {', '.join(names)}"
+            )
+        return found
 
     def relieved(self) -> list[str]:
         """Servers that want to leave, and on which nothing is left."""
@@ -104,6 +119,7 @@ class Deciding:
             if self.is_urgent:
                 return None
             self._before = dict(state.seats)
+            state.seats_before = self._before if state.config.is_ring else {}
             self._seat(wanted.seats)
         if state.lost:
             self._seat(rehome(state.seats.values(), sizes, self._membership.servers()))
@@ -143,13 +159,29 @@ class Deciding:
     def _restore_seats(self, before: Mapping[int, Seat]) -> None:
         """No server has the new seats yet, but all may have prepared them: a backup that they do not name may have
         missed updates since, and is none any more."""
-        state, self._before = self.state, None
         kept = []
         for number, seat in before.items():
-            now = state.seats.get(number)
+            now = self.state.seats.get(number)
             if now is None:
                 continue  # its segment was taken back since
             kept.append(Seat(number, seat.primary, tuple(name for name in seat.backups if name in now.names)))
+        self._seat_again(before, kept)
+
+    def _seat_who_has_all(self, before: Mapping[int, Seat]) -> None:
+        """In a ring, where a change was not finished: who it was to bring in may lack something, who was to leave may
+        have let go of it already. All others have everything."""
+        both = [
+            (number, [name for name in self.state.seats[number].names if name in seat.names])
+            for number, seat in before.items()
+            if number in self.state.seats
+        ]
+        self._seat_again(
+            before, [Seat(number, names[0] if names else "", tuple(names[1:])) for number, names in both]
+        )
+
+    def _seat_again(self, before: Mapping[int, Seat], kept: Collection[Seat]) -> None:
+        state, self._before = self.state, None
+        state.seats_before = {}
         named = {name for seat in kept for name in seat.names}
         seats, lost = without(kept, named - set(state.members))
         state.seats.update((seat.slice, seat) for seat in seats)
@@ -165,6 +197,7 @@ class Deciding:
     def settle(self, change: Change) -> None:
         """Every server has the generation. To be kept; then others are given rounds, barriers and places."""
         state = self.state
+        state.seats_before = {}
         for name, incarnation in change.fenced.items():
             if state.fencing.get(name, (0, ""))[0] == incarnation:
                 del state.fencing[name]

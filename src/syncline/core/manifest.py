@@ -10,11 +10,11 @@ from syncline.core.layout import Segment
 from syncline.core.leasing import LeaseState
 
 #: Grows when a reader of the format before would misread it.
-FORMAT = 1
+FORMAT = 2
 
 
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a file: where its bytes lie behind the header, and their digest (BLAKE2b, 32 bytes)."""
+    """One tensor of a file: where its bytes lie behind the header, and their digest (XXH3, 128 bits)."""
 
     name: str
     dtype: str  # by our names: float32, bfloat16, …

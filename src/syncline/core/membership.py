@@ -46,6 +46,7 @@ class JobState(msgspec.Struct, kw_only=True):
     finished: dict[str, Member] = {}  # those that have finished: they keep their ranks, nobody else becomes the chief
     fencing: dict[str, tuple[int, str]] = {}  # evicted, not settled on every server yet: incarnation, reason
     seats: dict[int, Seat] = {}
+    seats_before: dict[int, Seat] = {}  # in a ring: whoever is named since may not have everything yet
     lost: list[int] = []  # slices that no server has
     ready: list[int] = []  # segments whose values are on the servers
     wanted: dict[str, int] = {}  # role: how many there are to be
@@ -125,13 +126,13 @@ class Membership:
         return (config.least_workers or config.workers) if role == "worker" else config.servers
 
     def missing(self) -> list[str]:
-        """Who is expected at the start and not there yet."""
-        return [
-            f"{role}-{k}"
-            for role in ("server", "worker")
-            for k in range(self.state.wanted[role])
-            if f"{role}-{k}" not in self.state.members
-        ]
+        """Who is expected at the start and not there yet. In a ring a process that has not come is named once."""
+        there, wanted = self.state.members, self.state.wanted
+        names = [f"{role}-{k}" for role in ("server", "worker") for k in range(wanted[role])]
+        missing = [name for name in names if name not in there]
+        if self.state.config.is_ring:
+            return [name for name in missing if name.startswith("worker-") or partner_of(name) in there]
+        return missing
 
     def may_form(self, has_gathered: bool) -> bool:
         """Whether the job can begin: all who are wanted are there; or the least number, after some patience."""

@@ -159,7 +159,8 @@ def _relieve(
         elif backups != seat.backups:
             after.append(Seat(seat.slice, seat.primary, backups))
     names = ", ".join(sorted(leaving))
-    return Plan(tuple(seeds), tuple(after), f"{names} leaves" if after else "")
+    leave = "leaves" if len(leaving) == 1 else "leave"
+    return Plan(tuple(seeds), tuple(after), f"{names} {leave}" if after else "")
 
 
 def _back(

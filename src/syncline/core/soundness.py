@@ -27,7 +27,7 @@ KINDS = ("whole", "weights")
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,18})")
 #: A plain name, and none that a checkpoint's folder has besides.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _MOST = 1 << 62
 
 
@@ -98,7 +98,7 @@ def _require(holds: bool, words: str) -> None:
 
 
 def _check_head(manifest: Manifest) -> None:
-    _require(manifest.format >= 1, f"its format is {manifest.format}")
+    _require(manifest.format == FORMAT, f"its format is {manifest.format}, which no released version has written")
     _require(manifest.kind in KINDS, f"its kind is {manifest.kind!r}; there are {', '.join(KINDS)}")
     _require(1 <= manifest.number <= _MOST and 0 <= manifest.step <= _MOST, "its number or its step cannot be")
     _require(manifest.name == checkpoint_name(manifest.number, manifest.step), f"its name is {manifest.name!r}")

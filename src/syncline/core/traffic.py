@@ -119,6 +119,8 @@ class Replicate(Message, frozen=True):
     late: list[Use] = []  # likewise, where they were late
     roll: Roll | None = None  # with spare workers: of the round that they are in, or were late by
     ballot: Ballot | None = None  # in a ring: it is held until all have voted for that
+    codec: str = ""  # in a ring: by which the bytes that follow are encoded
+    sizes: list[int] = []  # of the units of the slice, as in Stage
 
 
 class Vote(Message, frozen=True):

@@ -44,6 +44,7 @@ class InProcess:
         self._endpoints: dict[str, list[Endpoint]] = {}  # by the member that they belong to
         self._links: dict[str, Link] = {}
         self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
+        self._hosts: dict[str, str] = {}  # of members
         self._peers: dict[str, Peers] = {}  # of workers, by name
         self._hatches: dict[str, Hatch] = {}  # to the servers of their processes
         self._change = threading.Condition()  # of these
@@ -54,8 +55,7 @@ class InProcess:
     def _pair(self, one: Peer, two: Peer, theirs: Any) -> Connection:
         """A connection held by `one`, whose other end answers by `theirs`."""
         left, right = memory.pair(one, two)
-        if not self.shares_memory and (one.role, two.role) == ("worker", "server"):
-            left.shares_memory = right.shares_memory = False
+        left.shares_memory = right.shares_memory = self._are_near(one, two)
         other = Endpoint(right, self.stamp(), theirs)
         for name in (one.name, two.name):
             self._endpoints.setdefault(name, []).append(other)
@@ -63,6 +63,13 @@ class InProcess:
         if greet is not None:
             greet(other)
         return left
+
+    def _are_near(self, one: Peer, two: Peer) -> bool:
+        """Whether two members share memory; in a ring those of one process do in any case."""
+        if not self.coordinator.config.is_ring:
+            return self.shares_memory or (one.role, two.role) != ("worker", "server")
+        same = self._hosts.get(one.name) == self._hosts.get(two.name)
+        return (self.shares_memory and same) or one.name == partner_of(two.name)
 
     def link(self, role: str, name: str, service: Any, stamp: Stamp) -> Link:
         """A member's way to the coordinator."""
@@ -88,7 +95,7 @@ class InProcess:
         from syncline.roles.server.server import Server
 
         home = self._hatched_home(name) or home_of(self.coordinator.config.server_device, say(name))
-        stamp = self.stamp()
+        stamp, self._hosts[name] = self.stamp(), host
 
         def dial(member: Member) -> Endpoint:
             me = Peer("server", name, stamp.incarnation)
@@ -138,7 +145,7 @@ class InProcess:
         self, name: str, defaults: Mapping[str, Any], host: str = "local"
     ) -> tuple[Link, FromCoordinator, Stamp, Call]:
         """A worker's question to be a member, not waited for."""
-        stamp, hearing = self.stamp(), FromCoordinator()
+        stamp, hearing, self._hosts[name] = self.stamp(), FromCoordinator(), host
         link = self.link("worker", name, hearing, stamp)
         call = link.try_call(
             Join("worker", name, host, 0, None, dict(defaults), self._process_of(name), "in-process")

@@ -180,11 +180,12 @@ def waiter_reads(joined: Joined) -> bool:
     return num_servers == 1 or (config.window == 0 and not parse_policy(config.policy).spare)
 
 
-def reach(member: Member, identity: tcp.Identity, config: JobConfig) -> SocketConnection:
-    """A connection to a server: shared memory where a file descriptor can be handed over, else TCP."""
+def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: bool = False) -> SocketConnection:
+    """A connection to a server: shared memory where a file descriptor can be handed over, else TCP. `is_own`: it is
+    in this process, which shares memory with itself whatever is said of others."""
     address = member.address
     assert address is not None
-    if config.transport != "tcp" and address.unix:
+    if (config.transport != "tcp" or is_own) and address.unix:
         try:
             return tcp.connect_unix(address.unix, identity, 5.0)
         except OSError as error:

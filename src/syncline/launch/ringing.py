@@ -45,7 +45,9 @@ class OwnServer:
     def begin(self, process: str, on_refused: Callable[[], None]) -> None:
         """Asks to be a member, beside the worker of the same process. `on_refused`: it cannot be."""
         from syncline.launch.serving import Serving
+        from syncline.roles.server.rules import leave_out_the_compiler
 
+        leave_out_the_compiler()  # a script that compiles loads it all the same
         self._on_refused = on_refused
         num_threads = min(MOST_THREADS, configuration.num_threads())
         self.hatch = self._open_hatch()

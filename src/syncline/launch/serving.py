@@ -91,7 +91,7 @@ class Serving:
             retire=leave,
         )
         here = local_address(file)
-        unix = unix_name() if file.given.get("transport") != "tcp" else ""
+        unix = unix_name() if process or file.given.get("transport") != "tcp" else ""
         self._listener = tcp.Listener(self._identity, self._accept, sock=tcp.bind(here, 0), unix=unix, log=self.log)
         self._address = Address(self._listener.address.unix, here, self._listener.address.port)
         self._link = Link(

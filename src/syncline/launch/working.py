@@ -14,6 +14,7 @@ from syncline.client.peers import Peers
 from syncline.client.rosters import Rosters
 from syncline.core.control import Joined
 from syncline.core.members import Address, Member
+from syncline.core.ring import partner_of
 from syncline.errors import ConfigError, ConnectionLost
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import (
@@ -101,8 +102,11 @@ def join_as_worker(
         me = myself(joined)
         proven = tcp.Identity(file.job, file.token_bytes, Peer("worker", me.name, me.incarnation))
 
+        own_name = partner_of(me.name) if own_server is not None else ""
+
         def dial(member: Member) -> Endpoint:
-            return Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined))
+            way = reach(member, proven, joined.config, is_own=member.name == own_name)
+            return Endpoint(way, stamp, waiter_reads=waiter_reads(joined))
 
         folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
         job = Job(

@@ -7,7 +7,7 @@ at all: the slice is as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -102,10 +102,22 @@ class SliceCoder:
         """Whether there is anything in this slice to encode; if not, it goes as it lies."""
         return any(unit.is_encoded for unit in self.units(segment, part))
 
-    def encode(self, segment: Segment, part: Slice, data: Bytes) -> Encoded:
-        """All of a slice."""
+    def bound(self, segment: Segment, part: Slice) -> int:
+        """The most bytes that a slice comes to."""
+        if not self.encodes(segment, part):
+            return part.num_bytes
+        return sum(self._most(unit) for unit in self.units(segment, part))
+
+    def _most(self, unit: Unit) -> int:
+        return self.codec.bound(unit.num_bytes // 4) if unit.is_encoded else unit.num_bytes
+
+    def encode(self, segment: Segment, part: Slice, data: Bytes, parameters: Container[int] | None = None) -> Encoded:
+        """All of a slice; or the units that have any of these parameters."""
         found = Encoded([], [])
         for unit in self.units(segment, part):
+            if parameters is not None and not any(place.parameter in parameters for place in unit.places):
+                found.sizes.append(NOT_SENT)
+                continue
             place = unit.places[0]
             raw = data[place.begin : place.end]
             self.add(found, self.codec.encode(unit.gather(data)) if unit.is_encoded else raw.copy())
@@ -125,7 +137,7 @@ class SliceCoder:
         if len(sizes) != len(units):
             raise FrameError(f"{len(sizes)} units of slice {part.id}, which has {len(units)}")
         for size, unit in zip(sizes, units, strict=True):
-            most = self.codec.bound(unit.num_bytes // 4) if unit.is_encoded else unit.num_bytes
+            most = self._most(unit)
             is_size = 0 <= size <= most if unit.is_encoded else size == most
             if not is_size and size != NOT_SENT:
                 name = segment.parameters[unit.places[0].parameter].name

@@ -300,9 +300,9 @@ class Coordinator:
             self.changing.member_is_out(member)
             self.readings.gone()
             self.validating.gone((name, member.incarnation))
-            if beside and self.membership.formed:
-                self.evict(beside, f"is in one process with {name}, which {reason}")
             self._fail_if_nobody_is_left(name, reason)
+            if beside and self.membership.formed:
+                self.evict(beside, f"it is in one process with {name}")
         if endpoint is not None:
             endpoint.close("evicted")
         self.ending.conclude()

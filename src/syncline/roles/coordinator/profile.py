@@ -53,11 +53,8 @@ def _advice(known: Mapping[str, StepTimes], applied: float, config: JobConfig) -
     elif shares["wait"] >= WORTH:
         steps = sum(own.num_steps for own in known.values())
         part = applied * steps / max(sum(own.wait for own in known.values()), 1e-9)
-        remedies = ["more servers (-s)"] if part >= 0.5 else []
-        if not config.window:
-            remedies.append("--policy async --window 1 (older parameters, no waiting)")
         what = "mostly for the servers' rules" if part >= 0.5 else "for answers"
-        yield f"{shares['wait']:.0%} of the step is spent waiting, {what}{_try(remedies)}"
+        yield f"{shares['wait']:.0%} of the step is spent waiting, {what}{_try(_instead_of_waiting(part, config))}"
     for phase, what in (
         ("stage", "gradients into the arena and on their way"),
         ("pull", "new parameters into their place"),
@@ -67,6 +64,16 @@ def _advice(known: Mapping[str, StepTimes], applied: float, config: JobConfig) -
             if config.policy == "sync" and config.sync_every == 1 and len(known) > 1:
                 remedies.append("--sync-every H (fewer bytes)")
             yield f"{shares[phase]:.0%} of the step is spent on {what}{_try(remedies)}"
+
+
+def _instead_of_waiting(part: float, config: JobConfig) -> list[str]:
+    """`part`: how much of the wait is for rules."""
+    if config.exchange == "ring":  # every process applies the rule to everything
+        return ["--exchange servers"] if part >= 0.5 else []
+    remedies = ["more servers (-s)"] if part >= 0.5 else []
+    if not config.window:
+        remedies.append("--policy async --window 1 (older parameters, no waiting)")
+    return remedies
 
 
 def _try(remedies: Sequence[str]) -> str:

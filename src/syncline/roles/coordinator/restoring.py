@@ -221,7 +221,10 @@ def _give_up(coordinator: Coordinator, number: int, segments: Iterable[Segment])
         for piece in segment.pieces(part)
     ]
     shown = ", ".join(repr(name) for name in names[:3])
-    reason = f"no server and no worker has a copy of {shown}; with --replicas 2 a server's death costs nothing"
+    remedy = "with --replicas 2 a server's death costs nothing"
+    if coordinator.config.is_ring:
+        remedy = "with --checkpoint DIR the same command goes on from the last save"
+    reason = f"no server and no worker has a copy of {shown}; {remedy}"
     with coordinator.lock:
         coordinator.membership.fail("server", reason)
     coordinator.ending.conclude()

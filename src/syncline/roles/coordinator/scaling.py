@@ -51,9 +51,8 @@ class Scaling:
             self._c.membership.state.wanted["server"] = count  # each leaves with its worker, by itself
         live = [name for name in self._c.membership.named(role) if name not in self._c.retiring]
         surplus = live[count:]
-        self._c.event(
-            f"from now on there are to be {count} {role}s" + (f"; {', '.join(surplus)} retires" if surplus else "")
-        )
+        going = f"; {', '.join(surplus)} {'retires' if len(surplus) == 1 else 'retire'}" if surplus else ""
+        self._c.event(f"from now on there {'is' if count == 1 else 'are'} to be {counted(count, role)}{going}")
         for name in surplus:
             self._c.retiring.add(name)
             endpoint = self._c.endpoints.get(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Backup:
         self.own: Region | None = None  # where what is not lent is put
         self.landed: Sequence[Buffer] | None = None  # what a socket has put there
         self.held: tuple[Replicate, Region | None] | None = None  # in a ring: until all have voted for it
-        self.queue: collections.deque[Request] = collections.deque()
+        self.queue: collections.deque[Request | Callable[[], None]] = collections.deque()  # or this server's own sums
         self.is_busy = False
         self.is_named = False  # by the seats
         self.is_out = False  # it is no backup any more

@@ -6,28 +6,30 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
-from syncline.core.message import Done
 from syncline.core.rolls import Roll
-from syncline.core.traffic import Lend, Replicate, Replicated, Seed
+from syncline.core.traffic import Replicate, Replicated, Seed
 from syncline.core.votes import Ballot
-from syncline.errors import FencedError, ProtocolError, RuleError, SynclineError
+from syncline.errors import FencedError, FrameError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
-from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.roles.server.backup import Backup, is_held, own_region, slot_of
 from syncline.roles.server.blocks import Blocks
+from syncline.roles.server.encoded_sums import SumDecoder
 from syncline.roles.server.homes import Home
 from syncline.roles.server.hosted import HostedSlice
+from syncline.roles.server.lenders import Lenders
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Region, digest_of
 from syncline.roles.server.rules import tensor_of
 from syncline.roles.server.states import check_entry
+from syncline.roles.server.work import Work
 
 if TYPE_CHECKING:
     from syncline.roles.server.voting import Voting
@@ -56,25 +58,12 @@ class Backups:
         # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
         # has ended by itself goes on, and what it takes in has to be here.
         self._promoted: dict[int, Backup] = {}
-        self._lent: dict[str, tuple[int, Memory, int]] = {}  # by primary: number, memory, block of ours for it
+        self.lenders, self.sums = Lenders(blocks), SumDecoder(find)
         self._num_thaws = 0
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
 
     # -- what comes from primaries ------------------------------------------------------------------------
-
-    def lend(self, request: Request, message: Lend) -> None:
-        """The primary's memory, and as much of ours for the slices that are to come."""
-        memory = request.attachment
-        if memory is None or memory.array.nbytes < message.num_bytes:
-            raise ProtocolError(f"{request.peer} lends memory that did not come")
-        block = self._blocks.make(message.num_bytes)
-        with self._lock:
-            before = self._lent.get(request.peer.name)
-            self._lent[request.peer.name] = (message.number, memory, block)
-        if before is not None:
-            self._blocks.let_go(before[2])
-        request.reply(Done())
 
     def landing(self, peer: Peer, message: Seed | Replicate) -> Sequence[Buffer]:
         """Bytes from whoever is not the primary are taken in all the same, and go nowhere."""
@@ -85,6 +74,8 @@ class Backups:
             sizes = [part.num_bytes, *(entry.num_bytes for entry in message.entries)]
             return [buffer_of(np.empty(size, np.uint8)) for size in sizes]
         sizes = self._piece_sizes(message)
+        if message.codec:
+            return self.sums.room(message)
         with self._lock:
             backup = self.backups.get(message.slice)
             is_free = backup is not None and not backup.is_busy and backup.held is None
@@ -120,10 +111,12 @@ class Backups:
         if has_it:
             request.reply(Replicated(message.version))  # said again: the answer was lost
         elif starts:
-            self._start(backup, message, part)
+            self._start(backup, request, message, part)
 
-    def _start(self, backup: Backup, message: Seed | Replicate, part: Slice) -> None:
-        if isinstance(message, Replicate) and part.num_bytes <= INLINE_BYTES:
+    def _start(self, backup: Backup, request: Request, message: Seed | Replicate, part: Slice) -> None:
+        is_update = isinstance(message, Replicate)
+        is_only_held = isinstance(message, Replicate) and message.ballot is not None and not request.payload
+        if is_only_held or (is_update and part.num_bytes <= INLINE_BYTES):
             self._work_off(backup)
         else:
             self._pool.submit(functools.partial(self._work_off, backup))
@@ -136,6 +129,9 @@ class Backups:
                     self._idle.notify_all()
                     return
                 request, num_thaws = backup.queue.popleft(), self._num_thaws
+            if not isinstance(request, Request):
+                request()
+                continue
             try:
                 message = request.message
                 if backup.is_out:
@@ -153,6 +149,8 @@ class Backups:
                         self._idle.notify_all()
                         if not backup.is_busy:
                             return
+            except FrameError as error:
+                request.endpoint.close(f"refused what {request.peer} sent: {error}")
             except SynclineError as error:
                 request.refuse(error)
             except Exception as error:  # whoever waits must hear of it, whatever it is
@@ -172,41 +170,27 @@ class Backups:
         ]
         with slot.lock, self._home.at_work():
             slot.rules.about_to_change()
+            slot.state.writing = True
             buffer_of(slot.memory)[:] = values
             slot.rules.uploaded()
             slot.rules.load_state(loaded)
             slot.state.take_over(message.version, message.clocks, message.fences, message.uses, message.late)
-            slot.uploaded = True
+            slot.uploaded, slot.state.writing = True, False
         backup.slot, backup.primary = slot, request.peer.name
         if message.lent is not None:
-            backup.region = self._region(request.peer, message, slot.part)
+            backup.region = self.lenders.region(request.peer, message, slot.part)
         request.reply(Replicated(message.version))
 
     def _make_slot(self, peer: Peer, message: Seed) -> HostedSlice:
         segment, part = self._find(message.slice)
         if message.lent is not None:
-            _, _, block = self._lent_by(peer, message.lent)
+            block = self.lenders.find(peer, message.lent).block
             view = self._blocks.take(block, part, message.offset)
         else:
             block = self._blocks.make(part.num_bytes)
             view = self._blocks.take(block, part, 0)
             self._blocks.let_go(block)  # the slice alone keeps it
         return HostedSlice(segment, part, view, self._home)
-
-    def _lent_by(self, peer: Peer, number: int) -> tuple[int, Memory, int]:
-        with self._lock:
-            known = self._lent.get(peer.name)
-        if known is None or known[0] != number:
-            raise ProtocolError(f"{peer} names memory {number}, which it has not lent")
-        return known
-
-    def _region(self, peer: Peer, message: Seed, part: Slice) -> Region:
-        assert message.lent is not None
-        _, memory, _ = self._lent_by(peer, message.lent)
-        view = memory.array[message.offset : message.offset + part.num_bytes]
-        if view.nbytes != part.num_bytes or message.offset < 0:
-            raise ProtocolError(f"{peer} names a place outside of what it has lent")
-        return Region(view, part.dtype, memory)
 
     def _take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
         slot = slot_of(backup, message)
@@ -235,6 +219,7 @@ class Backups:
     def _apply(self, slot: HostedSlice, message: Replicate, region: Region | None) -> None:
         state = slot.state
         if region is not None:
+            state.writing = True
             with self._home.at_work():
                 gradients = slot.rules.as_pieces(region.flat, message.has)
                 try:
@@ -243,6 +228,7 @@ class Backups:
                     raise RuleError(f"the backup could not apply it: {type(error).__name__}: {error}") from None
                 finally:
                     state.applied([], True)
+                    state.writing = False
         state.applied([((name, incarnation), clock) for name, incarnation, clock in message.clocks], False)
         state.used(message.uses, message.late)
         for fence in message.fences:
@@ -250,6 +236,10 @@ class Backups:
         slot.num_updates += bool(message.has)
 
     def _gradient(self, backup: Backup, slot: HostedSlice, request: Request, message: Replicate) -> Region:
+        if message.codec:
+            own = own_region(backup, slot)
+            self.sums.decode(message, request.payload, own.array)
+            return own
         if not request.payload:
             if backup.region is None:
                 raise ProtocolError(f"an update of slice {message.slice} without its bytes")
@@ -262,6 +252,19 @@ class Backups:
         return own
 
     # -- in a ring: held until all have voted --------------------------------------------------------------
+
+    def queue_up(self, number: int, action: Callable[[], None]) -> None:
+        """This server's own sum for this slice is made, behind whatever has come for it."""
+        with self._lock:
+            backup = self.backups.get(number)
+            if backup is None:
+                return  # seats have changed
+            starts = not (backup.is_busy or backup.held)
+            backup.queue.append(action)
+            backup.is_busy |= starts
+        if starts:
+            small = self._find(number)[1].num_bytes <= INLINE_BYTES
+            self._work_off(backup) if small else self._pool.submit(functools.partial(self._work_off, backup))
 
     def _hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: Voting) -> bool:
         """Whether it is taken in; else it waits until a change is over."""
@@ -295,14 +298,17 @@ class Backups:
     def num_bytes(self, numbers: Collection[int]) -> int:
         return sum(self._find(number)[1].num_bytes for number in numbers)
 
-    def apply_held(self, number: int, done: Callable[[], None]) -> None:
+    def apply_held(self, number: int, work: Work) -> None:
         """All have voted for what this slice holds."""
         backup = self.backups[number]
         assert backup.held is not None and backup.slot is not None
-        with backup.slot.lock, contextlib.suppress(RuleError):  # it raises at its primary too, who says so
-            self._apply(backup.slot, *backup.held)
+        with backup.slot.lock:
+            with contextlib.suppress(RuleError):  # it raises at its primary too, who says so
+                self._apply(backup.slot, *backup.held)
+            for answer in work.answers():  # the worker of this process reads it here
+                answer.applied(backup.slot, locked=True)
         self._let_go(backup)
-        done()
+        work.slice_done()
 
     def _let_go(self, backup: Backup) -> None:
         with self._lock:
@@ -327,8 +333,9 @@ class Backups:
         with self._lock:
             for backup in self.backups.values():
                 backup.held = None
-                refused += [request for request in backup.queue if isinstance(request.message, Replicate)]
-                backup.queue = collections.deque(r for r in backup.queue if not isinstance(r.message, Replicate))
+                requests = [request for request in backup.queue if isinstance(request, Request)]
+                refused += [request for request in requests if isinstance(request.message, Replicate)]
+                backup.queue = collections.deque(r for r in requests if not isinstance(r.message, Replicate))
         for request in refused:
             request.refuse(FencedError("seats have changed since that round"))
 
@@ -375,12 +382,6 @@ class Backups:
         with self._lock:
             backup = self.backups[slot.part.id] = Backup(slot, primary)
             backup.is_named = True
-
-    def forget_lenders_but(self, there: Container[str]) -> None:
-        with self._lock:
-            gone = [self._lent.pop(name) for name in list(self._lent) if name not in there]
-        for _, _, block in gone:
-            self._blocks.let_go(block)
 
     def slot_of(self, number: int) -> HostedSlice | None:
         backup = self.backups.get(number)

@@ -43,7 +43,7 @@ class Decoding:
         return found
 
     def _target(self, peer: Peer, message: Stage, number: int) -> Buffer | None:
-        is_here = number in self._slices or self.takes_all
+        is_here = number in self._slices or self._staging.copies.get(number) or self.takes_all
         if not is_here or not self._is_taken(peer):
             return None
         return self._staging.buffer((peer.name, peer.incarnation), message.slot, self._find(number)[1])

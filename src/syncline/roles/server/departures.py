@@ -112,7 +112,7 @@ class Departures:
                 for slot in self._slices.values():
                     slot.state.seen.pop(name, None)
             self._staging.forget_worker(worker)
-            for slot in self._slices.values():
+            for slot in (*self._slices.values(), *self._staging.copies.slots()):
                 slot.rules.forget_staged()
 
     def lost(self, worker: Identity) -> None:
@@ -126,9 +126,9 @@ class Departures:
         """A slice here whose bytes a commit would need, and does not have."""
         if self.only_of and worker[0] != self.only_of:
             return None
-        for number, slot in self._slices.items():
-            if number in have or self._staging.is_shared(worker, contribution.slot, slot.part):
+        for slot in (*self._slices.values(), *self._staging.copies.slots()):
+            if slot.part.id in have or self._staging.is_shared(worker, contribution.slot, slot.part):
                 continue
             if slot.touched_by(contribution.pushed):
-                return number
+                return slot.part.id
         return None

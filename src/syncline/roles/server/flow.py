@@ -153,7 +153,11 @@ class Flow:
             assert self.voting is not None and self.voting.summing is not None and isinstance(work, RoundWork)
             if not self.voting.summing.hold(work):
                 return
-        if work.slots:
+        if work.copies:
+            assert self.voting is not None and isinstance(work, RoundWork)
+            self.voting.spreading.sum_up(work)
+            self.drain_all(work)
+        elif work.slots:
             self.drain_all(work)
         elif work.waits_for_votes:
             self._held(work)
@@ -259,7 +263,7 @@ class Flow:
             if answer is None:
                 self._pulls.committed(request, commit.clock, commit.item, roll)
                 continue
-            for slot in list(self._slices.values()):
+            for slot in self._pulls.readable():
                 answer.applied(slot)  # those that it has not heard of yet
             answer.hear(commit.item, roll)
             answer.finish()

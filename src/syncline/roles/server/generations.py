@@ -92,8 +92,12 @@ class Generations:
             self._hold = hold
             self._commits.holding.hold()
             told = [self._departures.fence(*worker) for worker in message.fenced]
+            if self._voting is not None and message.moves:
+                self._voting.freeze()  # before backups are released: those who leave have their say still
         if before is not None:
             before.ended.set()
+        if self._voting is not None and not message.moves and not self._is_half_way:
+            self._voting.thaw()  # what was prepared before this is not to be
         for asked in told:
             self._flow.refuse(asked, FencedError(f"this worker was evicted before generation {message.generation}"))
         for worker in message.fenced:
@@ -101,7 +105,7 @@ class Generations:
         self._hosting.fence_servers(message.servers, message.generation)
         self._hosting.release_backups(message.seats)
         if message.moves and self._voting is not None:
-            self._freeze(hold, self._voting)
+            self._wait_applied(hold)
         else:
             self._wait_idle(hold)
         with self._order:
@@ -138,11 +142,10 @@ class Generations:
                 self._flow.idle.wait(0.5)
         self._hosting.backups.wait_idle(lambda: self._hold is hold and not self._is_closed)
 
-    def _freeze(self, hold: _Hold, voting: Voting) -> None:
+    def _wait_applied(self, hold: _Hold) -> None:
         """In a ring nobody waits for others here: what all hold is settled with the Install. What is being applied is
         waited for."""
         with self._order:
-            voting.freeze()
             while self._hold is hold and self._flow.is_applying and not self._is_closed:
                 self._flow.idle.wait(0.5)
 
@@ -159,7 +162,8 @@ class Generations:
         self._commits.learn_held()
         rolls = rounds.rolls.entries()
         in_ring = self._voting is not None and message.moves and self._name in self._voting.votes.voters
-        holds = self._holds(clocks) if in_ring else None
+        # One that was not given everything yet has voted for nothing: the others' word counts.
+        holds = self._holds(clocks) if in_ring and self._hosting.has_all() else None
         is_primary = bool(self._hosting.slices) or holds is not None
         return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds)
 
@@ -316,10 +320,8 @@ class Generations:
     def _wait_settled(self, hold: _Hold) -> None:
         if self._voting is None:
             self._wait_idle(hold)
-            return
-        with self._order:
-            while self._hold is hold and self._flow.is_applying and not self._is_closed:
-                self._flow.idle.wait(0.5)
+        else:
+            self._wait_applied(hold)
 
     def _begin(self, message: Install, through: Latch) -> None:
         """Under `order`: this generation counts."""

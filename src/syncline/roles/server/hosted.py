@@ -19,7 +19,7 @@ from syncline.core.slices import SliceState
 from syncline.core.verdicts import Commit
 from syncline.net.transport import buffer_of
 from syncline.roles.server.homes import Home
-from syncline.roles.server.replication import Partner, Region, Replica, Update, update_of
+from syncline.roles.server.replication import Partner, Region, Replica, Update, region_of, update_of
 from syncline.roles.server.rules import SliceRules, Source
 from syncline.roles.server.work import Contribution, Progress, Work, late_of, uses_of
 
@@ -69,6 +69,8 @@ class HostedSlice:
         self._own_region: Region | None = None
         self.in_flight: Update | None = None
         self.is_sending = False  # by a thread that looks for the acknowledgement when it has sent
+        self.is_spread = False  # in a ring: backups sum up rounds for themselves
+        self.sum_coder: SliceCoder | None = None  # in a ring: by which others are sent sums
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
         self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
         self.num_updates, self.apply_seconds = 0, 0.0
@@ -164,7 +166,8 @@ class HostedSlice:
                 try:
                     with self.home.at_work():
                         commits = self._admitted(work)
-                        gradients = self._gradients_of(work, commits)
+                        region = region_of(self)
+                        gradients = self._gradients_of(work, commits, region.flat)
                         made = update_of(self, work, commits, gradients, self._scale_of(work, commits))
                 except Exception as error:  # as above
                     work.error = work.error or error
@@ -219,9 +222,11 @@ class HostedSlice:
         commits = self._admitted(work)
         return commits, self._scale_of(work, commits)
 
-    def _gradients_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> list[torch.Tensor | None]:
+    def _gradients_of(
+        self, work: Work, commits: Sequence[Commit[Contribution]], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
         has_any = commits and not work.skip and not work.is_beyond(self.state.version)
-        return self.gradients(commits, work) if has_any else []
+        return self.gradients(commits, work, into) if has_any else []
 
     def _scale_of(self, work: Work, commits: Sequence[Commit[Contribution]]) -> float:
         """Found out once: its worker may pull while the backup applies the same."""
@@ -263,8 +268,11 @@ class HostedSlice:
         self.staleness_count += 1
         self.staleness_max = max(self.staleness_max, staleness)
 
-    def gradients(self, commits: Sequence[Commit[Contribution]], work: Work) -> list[torch.Tensor | None]:
-        """The round's gradient for each piece of this slice. Outside of rounds weights do not count."""
+    def gradients(
+        self, commits: Sequence[Commit[Contribution]], work: Work, into: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
+        """The round's gradient for each piece of this slice. Outside of rounds weights do not count. `into`: where
+        it is to be in the end."""
         if work.sums is not None:
             return work.sums.gradients(self)
         sources: list[Source] = []
@@ -276,7 +284,7 @@ class HostedSlice:
                 sources.append((array, commit.item.weight, has))
         if not sources:
             return [None] * len(self.rules.pieces)
-        return self.rules.reduced(sources, work.weight)
+        return self.rules.reduced(sources, work.weight, into)
 
     def has(self, pushed: Ranges) -> Sequence[bool]:
         """Which pieces of this slice are pushed; the same as last time, mostly."""
@@ -320,6 +328,12 @@ class HostedSlice:
         """Under the lock, to be drained after it: all of the slice goes over once more."""
         for replica in self.replicas:
             replica.renew(self)
+
+    def summed(self, work: Work, region: Region) -> Update:
+        """In a ring, under the lock of a copy: a round's sum, made here."""
+        commits = self._admitted(work)
+        has = self.rules.lay_down(self._gradients_of(work, commits), region.flat)
+        return Update(work, commits, region, has, self._scale_of(work, commits))
 
     def is_summing(self, work: Work) -> bool:
         """In a ring: whether this round's sum is there, and not applied yet."""

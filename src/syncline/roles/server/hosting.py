@@ -10,6 +10,7 @@ from syncline.core.layout import Segment, Slice, aligned
 from syncline.core.members import Member
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
+from syncline.core.spread import Spread
 from syncline.core.standings import Standing
 from syncline.errors import FencedError, ProtocolError, SynclineError
 from syncline.net.rpc import Endpoint
@@ -173,16 +174,15 @@ class Hosting:
     def members_named(self, names: Collection[str]) -> list[Member]:
         return [self._members[name] for name in names if name in self._members]
 
+    def spread_by(self, spread: Spread) -> frozenset[int]:
+        """In a ring: the slices that are spread by the seats as they are."""
+        hosts = {member.name: member.host for member in self._members.values()}
+        return spread.of(self._parts.values(), self._seats, hosts)
+
     def partners_named(self, names: Collection[str]) -> list[Partner]:
         """The ways to these servers, but for this one."""
         others = [self._members[name] for name in sorted(names) if name in self._members and name != self.name]
         return [self.partner(member) for member in others]
-
-    @property
-    def is_whole(self) -> bool:
-        """In a ring: whether all copies are here that are to be."""
-        here = self.slices.keys() | self.backups.numbers()
-        return all(seat.slice in here for seat in list(self._seats.values()) if self.name in seat.names)
 
     def supply(self, goes_on: Callable[[], bool]) -> None:
         """In a ring, within a change: backups that have just been named get what they lack. Nothing is applied
@@ -222,6 +222,11 @@ class Hosting:
         for slot in alone:
             self._pool.submit(functools.partial(self._drain, slot))
 
+    def has_all(self) -> bool:
+        """Whether every slice is here that the seats say is."""
+        mine = [number for number, seat in self._seats.items() if self.name in seat.names]
+        return all(number in self.slices or self.backups.slot_of(number) is not None for number in mine)
+
     def leaving(self, seats: Iterable[Seat]) -> list[int]:
         """The slices of which this server is the primary, and will not be."""
         return [seat.slice for seat in seats if seat.slice in self.slices and seat.primary != self.name]
@@ -238,7 +243,7 @@ class Hosting:
                 self._become_other(seat)
         there = {(member.name, member.incarnation) for member in members}
         gone = [key for key in self._partners if key not in there]
-        self.backups.forget_lenders_but(set(self._members))
+        self.backups.lenders.forget_but(set(self._members))
         return [self._partners.pop(key) for key in gone]
 
     def _become_primary(self, seat: Seat, before: Seat | None) -> None:

@@ -18,6 +18,7 @@ from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineErro
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of
 from syncline.roles.server.answers import MakeBuffer, PartialAnswer
+from syncline.roles.server.backups import Backups
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.outgoing import Outgoing
 from syncline.roles.server.pool import Pool
@@ -44,6 +45,7 @@ class Pulls:
         self.check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest seats
         self._pinned: dict[Endpoint, list[int]] = {}
         self.moved: Callable[[int], SynclineError | None] = lambda number: None  # where a slice is that is not here
+        self.backups: Backups | None = None  # in a ring: of others' slices, which its own worker reads
         #: What may be in what was read before this is asked.
         self.clocks: Callable[[], dict[str, int]] = dict
         self.bytes_copied = 0
@@ -53,14 +55,23 @@ class Pulls:
 
     def _slot(self, number: int) -> HostedSlice:
         slot = self._slices.get(number)
+        if slot is None and self.backups is not None:
+            slot = self.backups.slot_of(number)
         if slot is None:
             raise self._not_here(number)
         return slot
 
+    def readable(self) -> list[HostedSlice]:
+        """All slices that may be read here."""
+        return [*list(self._slices.values()), *(self.backups.slots() if self.backups is not None else ())]
+
+    def numbers(self) -> list[int]:
+        return sorted(slot.part.id for slot in self.readable())
+
     def _hosted_bytes(self) -> int:
-        if self._hosted[0] != len(self._slices):
-            slots = list(self._slices.values())  # more may be hosted meanwhile
-            self._hosted = (len(slots), sum(slot.part.num_bytes for slot in slots))
+        number = len(self._slices) + (len(self.backups.backups) if self.backups is not None else 0)
+        if self._hosted[0] != number:
+            self._hosted = (number, sum(slot.part.num_bytes for slot in self.readable()))
         return self._hosted[1]
 
     def _not_here(self, number: int) -> SynclineError:
@@ -202,7 +213,9 @@ class Pulls:
         with self.order:
             self.check(request)
             for number in message.slices:
-                slot = self._slot(number)
+                slot = self._slices.get(number)
+                if slot is None:
+                    raise self._not_here(number)
                 versions.append(slot.pin())
                 slot.state.seen[request.peer.name] = versions[-1]
                 self._pinned.setdefault(request.endpoint, []).append(number)

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import collections
 import functools
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from syncline import faults
+from syncline.core.codecs.pieces import Encoded
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.traffic import Replicate, Replicated, Seed
 from syncline.core.verdicts import Commit
+from syncline.core.votes import Ballot
 from syncline.errors import ConnectionLost, FencedError, RuleError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
+from syncline.roles.server.encoded_sums import encode_sum
 from syncline.roles.server.rules import tensor_of
 from syncline.roles.server.work import Contribution, FenceWork, Work, late_of, uses_of
+from syncline.store.tensors import new_digest
 
 if TYPE_CHECKING:
     from syncline.roles.server.hosted import HostedSlice
@@ -86,6 +90,7 @@ class Update:
         self.parcels: list[Parcel] = []
         self.since = time.monotonic()
         self.is_told = False  # in a ring: its round knows that all hold it
+        self.encoded: tuple[str, Encoded] | None = None  # in a ring: by which codec, for those who are sent it
 
     @property
     def is_acknowledged(self) -> bool:
@@ -103,6 +108,11 @@ class Update:
                 parcel.replica.differs(slot)
 
 
+def region_of(slot: HostedSlice) -> Region:
+    """Where its next update lies for all."""
+    return slot.replicas[0].region if slot.replicas else slot.own_region()
+
+
 def update_of(
     slot: HostedSlice,
     work: Work,
@@ -115,14 +125,42 @@ def update_of(
     if work.is_summed:
         has = [index for index, gradient in enumerate(gradients) if gradient is not None]
         return Update(work, commits, summed or slot.own_region(), has, scale)
-    region = slot.replicas[0].region if slot.replicas else slot.own_region()
+    region = region_of(slot)
     made = Update(work, commits, region, slot.rules.lay_down(gradients, region.flat), scale)
-    made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]
+    if not (slot.is_spread and work.waits_for_votes):
+        _encode(slot, made)
+        made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]
     return made
 
 
+def _encode(slot: HostedSlice, update: Update) -> None:
+    coder, is_sent = slot.sum_coder, any(replica.lent is None for replica in slot.replicas)
+    if coder is not None and is_sent and update.has and update.work.waits_for_votes:
+        encoded = encode_sum(coder, slot.segment, slot.part, update.has, update.region.array)
+        update.encoded = (coder.codec.name, encoded)
+
+
+def message_of(slot: HostedSlice, update: Update, ballot: Ballot | None, *, wants_digest: bool = False) -> Replicate:
+    """Under the slice's lock: an update, as it is said to a backup."""
+    work, commits, is_first = update.work, update.commits, slot.part.id == 0
+    return Replicate(
+        slot.part.id,
+        slot.state.version,
+        [(c.worker, c.item.incarnation, c.clock) for c in commits],
+        list(work.fences),
+        update.has,
+        list(work.overrides_for(slot.part.segment).items()),
+        update.scale,
+        wants_digest and not work.waits_for_votes,
+        uses_of(commits) if is_first else [],
+        late_of(commits) if is_first else [],
+        work.roll,
+        ballot,
+    )
+
+
 def digest_of(slot: HostedSlice) -> bytes:
-    return hashlib.blake2b(buffer_of(slot.memory), digest_size=16).digest()
+    return new_digest(buffer_of(slot.memory)).digest()
 
 
 def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> Letter:
@@ -159,11 +197,15 @@ class Replica:
     def parcel(self, slot: HostedSlice, update: Update) -> Parcel:
         """Under the slice's lock: an update, as this backup will get it."""
         wants_digest = (slot.state.version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind
-        message = self._message(slot, update, wants_digest=wants_digest and bool(update.has))
-        views = slot.rules.bytes_of_pieces(update.region.array, update.has)
+        message = message_of(slot, update, update.work.ballot, wants_digest=wants_digest and bool(update.has))
+        views: Sequence[Buffer] = slot.rules.bytes_of_pieces(update.region.array, update.has)
         if self.lent and self.region is not update.region:
             for mine, view in zip(slot.rules.bytes_of_pieces(self.region.array, update.has), views, strict=True):
                 mine[:] = view
+        if update.encoded is not None and not self.lent:
+            codec, encoded = update.encoded
+            message = msgspec.structs.replace(message, codec=codec, sizes=encoded.sizes)
+            views = [buffer_of(array) for array in encoded.buffers]
         made = Parcel(self, slot, update, Letter(message, () if self.lent else views))
         if self.needs_seed:
             self.needs_seed, made.seed = False, seed_of(slot, self.lent)
@@ -174,25 +216,8 @@ class Replica:
         next update overwrites the region before this one has left."""
         assert self.outbox is not None
         views = slot.rules.bytes_of_pieces(update.region.array, update.has)
-        message = self._message(slot, update, wants_digest=False)
+        message = message_of(slot, update, None)
         self.outbox.append(Letter(message, [memoryview(bytes(view)) for view in views]))
-
-    def _message(self, slot: HostedSlice, update: Update, *, wants_digest: bool) -> Replicate:
-        work, commits, is_first = update.work, update.commits, slot.part.id == 0
-        return Replicate(
-            slot.part.id,
-            slot.state.version,
-            [(c.worker, c.item.incarnation, c.clock) for c in commits],
-            list(work.fences),
-            update.has,
-            list(work.overrides_for(slot.part.segment).items()),
-            update.scale,
-            wants_digest and not work.waits_for_votes,
-            uses_of(commits) if is_first else [],
-            late_of(commits) if is_first else [],
-            work.roll,
-            work.ballot if not self.is_seeding else None,
-        )
 
     def send(self, parcel: Parcel) -> None:
         """Sends an update; whatever goes wrong, it stays in flight until it is acknowledged, or the slice alone."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -20,6 +19,7 @@ from syncline.net.transport import buffer_of
 from syncline.roles.server.averages import Averages
 from syncline.roles.server.fused import FUSED, FusedKernel
 from syncline.roles.server.homes import Home
+from syncline.roles.server.scratch import scratch
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
@@ -97,9 +97,10 @@ class SliceRules:
         """Copies a round's gradient into slice-shaped host memory; returns the pieces that there are."""
         has = [index for index, gradient in enumerate(gradients) if gradient is not None]
         for index in has:
-            gradient = gradients[index]
+            gradient, place = gradients[index], self.view(flat, index)
             assert gradient is not None
-            self.view(flat, index).copy_(gradient.reshape(-1))
+            if gradient.data_ptr() != place.data_ptr():  # else it was combined there
+                place.copy_(gradient.reshape(-1))
         return has
 
     def as_pieces(self, flat: torch.Tensor, has: Sequence[int]) -> list[torch.Tensor | None]:
@@ -144,11 +145,15 @@ class SliceRules:
 
     # -- a round's gradients become one -------------------------------------------------------------------
 
-    def reduced(self, sources: Sequence[Source], round_weight: float) -> list[torch.Tensor | None]:
+    def reduced(
+        self, sources: Sequence[Source], round_weight: float, into: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
         """One gradient per piece: the mean or sum over the sources; None where nobody pushed the piece.
 
         The mean divides by the weight of the whole round, except for `Assign`: by the weight of those who pushed.
+        `into`: slice-shaped host memory, where it is needed; what takes a computation is put there by it.
         """
+        place = into if self.flat is self.host else None
         if not self.pieces:
             return []
         if len(sources) == 1 and self._is_used_as_it_lies(*sources[0], round_weight):
@@ -156,14 +161,14 @@ class SliceRules:
         sources = [(self._home.bring(t), w, has) for t, w, has in sources]
         everywhere = all(all(has) for _, _, has in sources) and not any(self._assigns)
         if everywhere:
-            flat = self._combine([(t, w) for t, w, _ in sources], round_weight)
+            flat = self._combine([(t, w) for t, w, _ in sources], round_weight, into=place)
             return list(self._split(flat))
         found: list[torch.Tensor | None] = []
         for index, assigns in enumerate(self._assigns):
             here = [(self.view(t, index), w) for t, w, has in sources if has[index]]
             total = sum(w for _, w in here) if assigns else round_weight
             start = self.pieces[index].offset // self._item_bytes
-            combined = self._combine(here, total, start, mean=assigns) if here else None
+            combined = self._combine(here, total, start, assigns, place) if here else None
             found.append(None if combined is None else combined.view_as(self._parameters[index]))
         return found
 
@@ -173,20 +178,26 @@ class SliceRules:
         return is_here and (weight == total or self._reduce == "sum") and all(has)
 
     def _combine(
-        self, sources: list[tuple[torch.Tensor, float]], total: float, start: int = 0, mean: bool = False
+        self,
+        sources: list[tuple[torch.Tensor, float]],
+        total: float,
+        start: int = 0,
+        mean: bool = False,
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Σ wᵢgᵢ / Σ wᵢ, or Σ gᵢ, in the order given. A single full-weight source is used where it lies."""
         averaged = mean or self._reduce == "mean"
         if len(sources) == 1 and (not averaged or sources[0][1] == total):
             return sources[0][0]
         first = sources[0][0]
-        result = _scratch(first.dtype, self.flat, start, first.numel())
+        size = first.numel()
+        result = scratch(first.dtype, self.flat, start, size) if into is None else into[start : start + size]
         if averaged and self._is_integer:
             wide = sum((t.to(torch.float64) * w for t, w in sources[1:]), first.to(torch.float64) * sources[0][1])
             return result.copy_((wide / total).round_())
         # Halves are summed in single precision.
         is_half = first.dtype in _HALF
-        total_of = _scratch(torch.float32, self.flat, start, first.numel()) if is_half else result
+        total_of = scratch(torch.float32, self.flat, start, first.numel()) if is_half else result
         weights = [w for _, w in sources]
         equal = not averaged or all(w == weights[0] for w in weights)
         if equal and len(sources) > 1 and not is_half:
@@ -378,23 +389,3 @@ def leave_out_the_compiler() -> None:
     inner = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
     if inner is not None:
         setattr(inner, "__dynamo_disable", inner)
-
-
-_local = threading.local()
-_MOST_SCRATCH = 1024
-
-
-def _scratch(dtype: torch.dtype, flat: torch.Tensor, start: int, num_items: int) -> torch.Tensor:
-    """This thread's own scratch for a slice, or a part of it; the same tensor again for the same part."""
-    kept: dict[object, torch.Tensor] = _local.__dict__.setdefault("scratch", {})
-    kind = (dtype, flat.device)
-    key = (kind, start, num_items)
-    if key not in kept:
-        if len(kept) > _MOST_SCRATCH:
-            kept.clear()
-        if kind not in kept or kept[kind].numel() < flat.numel():
-            for old in [known for known in kept if known == kind or known[0] == kind]:  # type: ignore[index]
-                del kept[old]
-            kept[kind] = torch.empty(flat.numel(), dtype=dtype, device=flat.device)
-        kept[key] = kept[kind][start : start + num_items]
-    return kept[key]

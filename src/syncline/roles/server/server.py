@@ -32,6 +32,7 @@ from syncline.core.message import Done, Message
 from syncline.core.policy import policy_of
 from syncline.core.rounds import Rounds
 from syncline.core.saving import TakeUp
+from syncline.core.spread import Spread
 from syncline.core.traffic import (
     AskHosted,
     AskState,
@@ -107,7 +108,7 @@ class Server:
         self._pool, self._log, self._over, self._retire = pool, log, over, retire
         self._hold_seconds = hold_seconds
         self._home = home or Home()
-        self._lock = threading.Lock()
+        self._lock, self._host_lock = threading.Lock(), threading.Lock()
         self._commits: Commits | None = None
         self._generations: Generations | None = None
         self._voting: Voting | None = None  # in a ring
@@ -157,7 +158,9 @@ class Server:
         )
         self._hosting.hear(joined.members, ())
         commits.ranks.hear(joined.members)
-        flow.voting = self._voting = voting_of(config, commits, self._hosting, self._pool)
+        codecs = codecs_of(config, load)
+        if config.is_ring:
+            self._voting = voting_of(config, commits, self._hosting, self._pool, Spread(config, codecs))
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -175,8 +178,9 @@ class Server:
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
         self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
-        codecs = codecs_of(config, load)
-        commits.decoding.coder, self._pulls.coder = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
+        commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
+        self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
+        self._pulls.backups = self._hosting.backups if config.is_ring else None
         self._commits, flow.say = commits, self._log
         self._hosting.backups.learn = commits.learn
         self._pulls.outgoing.window = config.window
@@ -269,11 +273,11 @@ class Server:
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
             Restore: lambda request, message: self._values.restore(request, message, self.commits),
             Attach: self._attach,
-            AskHosted: lambda request, message: self._hosting.blocks.tell(request, message, sorted(self._slices)),
+            AskHosted: lambda request, message: self._hosting.blocks.tell(request, message, self._pulls.numbers()),
             Map: lambda request, message: self._hosting.blocks.give(request, message, self.name),
             AskState: self._states.give,
             LoadState: self._load_state,
-            Lend: self._hosting.backups.lend,
+            Lend: self._hosting.backups.lenders.lend,
             Vote: lambda request, message: hear_vote(self._voting, request, message),
             Introduce: lambda request, message: hear_introduction(self._voting, request, message),
             Host: self._host,
@@ -323,15 +327,16 @@ class Server:
     # -- hosting ------------------------------------------------------------------------------------------
 
     def _host(self, request: Request, message: Host) -> None:
-        made = self._hosting.make_room(message)
-        with self.commits.order:
-            # Between two commits: the new slices begin where every worker stands now. Who has never committed here,
-            # or not since there was nothing to commit to, is taken as it comes.
-            known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
-            if self._hosting.host(message.segment, made):
-                for slot in made.values():
-                    slot.state.clocks.update(known)
-                self.commits.flow.hosts_others()
+        with self._host_lock:  # asked again over another connection, it finds what was made for the first time
+            made = self._hosting.make_room(message)
+            with self.commits.order:
+                # Between two commits: the new slices begin where every worker stands now. Who has never committed
+                # here, or not since there was nothing to commit to, is taken as it comes.
+                known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
+                if self._hosting.host(message.segment, made):
+                    for slot in made.values():
+                        slot.state.clocks.update(known)
+                    self.commits.flow.hosts_others()
         request.reply(Done())
 
     def _attach(self, request: Request, message: Attach) -> None:

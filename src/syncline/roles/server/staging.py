@@ -11,6 +11,7 @@ from syncline.core.layout import Slice
 from syncline.core.slices import Identity
 from syncline.net.hatch import Hatch
 from syncline.net.transport import Buffer, Memory, buffer_of
+from syncline.roles.server.copies import Copies
 from syncline.roles.server.rules import Bytes, tensor_of
 
 
@@ -20,6 +21,7 @@ class Staging:
     def __init__(self, release: Callable[[Bytes], None] = lambda array: None, hatch: Hatch | None = None) -> None:
         """`hatch`: to the worker of this process."""
         self._release, self._hatch = release, hatch
+        self.copies = Copies()
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
         self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
@@ -80,9 +82,9 @@ class Staging:
             self._let_go(self._arenas.pop(place))
 
     def keep_only(self, slices: Container[int]) -> None:
-        """Others are not here any more."""
+        """Others are not here any more; but for those of which there are copies."""
         for table in (self._tensors, self._buffers):
-            for key in [k for k in table if k[2] not in slices]:
+            for key in [k for k in table if k[2] not in slices and k[2] not in self.copies.numbers]:
                 del table[key]
 
     def _let_go(self, arena: Memory) -> None:

@@ -58,7 +58,7 @@ class Summing:
         sums = Sums(self._slots, partner_of(self._hosting.name))
         self._circle = Circle(
             ordered, functools.partial(self._form, generation, ordered), sums, self._hosting.home,
-            timeout_seconds=self._config.wait_seconds, is_whole=lambda: self._hosting.is_whole,
+            timeout_seconds=self._config.wait_seconds, is_whole=self._hosting.has_all,
             summed=self._summed, failed=self._failed,
         )  # fmt: skip
 

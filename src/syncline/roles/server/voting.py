@@ -12,6 +12,7 @@ from syncline.config import JobConfig
 from syncline.core.message import Done
 from syncline.core.ring import partner_of
 from syncline.core.slices import Identity
+from syncline.core.spread import Spread
 from syncline.core.traffic import Introduce, Vote
 from syncline.core.votes import Ballot, Votes, ballot_of
 from syncline.errors import ProtocolError
@@ -22,6 +23,7 @@ from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Partner
 from syncline.roles.server.saying import Saying
+from syncline.roles.server.spreading import Spreading
 from syncline.roles.server.work import RoundWork
 
 if TYPE_CHECKING:
@@ -46,12 +48,13 @@ class Voting:
         waits: Callable[[RoundWork], None],
         resumes: Callable[[RoundWork], None],
         may_apply: Callable[[RoundWork], bool],
+        spreading: Spreading,
     ) -> None:
         """`waits`: the round is not on its way before all have voted; then it `resumes`, and `run` applies what is
         the server's own. `may_apply`: no gate is closed to it."""
         self._name, self._order, self._backups, self._pool = name, order, backups, pool
         self._partners, self._run, self._waits, self._resumes = partners, run, waits, resumes
-        self._may_apply = may_apply
+        self._may_apply, self.spreading = may_apply, spreading
         self.votes = Votes()
         self._works: dict[Ballot, RoundWork] = {}  # whole here, in their order
         self._unsaid: list[RoundWork] = []  # held by all since it was frozen
@@ -68,6 +71,7 @@ class Voting:
         """Seats have changed. Nothing is on its way."""
         with self._order:
             self.votes.begin(generation, voters)
+            self.spreading.begin()
             self.is_frozen = False
             self._unsaid.clear()
             if self.summing is not None:
@@ -86,11 +90,21 @@ class Voting:
             commits = [(c.worker, c.item.incarnation, c.clock) for c in work.commits]
             work.ballot, work.waits_for_votes = ballot_of(self.votes.generation, commits), True
             self._works[work.ballot] = work
+            self.spreading.expect(work)
             work.is_summed = self.summing is not None
 
     def expects(self, work: RoundWork) -> bool:
         """Under `order`: whether this round waits here, and was not dropped."""
         return work.ballot is not None and self._works.get(work.ballot) is work
+
+    def keeps(self, work: RoundWork, take: Callable[[], None]) -> bool:
+        """This server has made a sum of its own for this round: it is taken, unless the round was dropped. A change
+        that is on its way counts on what was held before, and may drop it."""
+        with self._order:
+            is_wanted = self.expects(work)
+            if is_wanted:
+                take()
+            return is_wanted
 
     def held(self, work: RoundWork) -> None:
         """All others hold the sums of the slices here."""
@@ -163,7 +177,7 @@ class Voting:
             work.end()
         small = self._backups.num_bytes(numbers) <= INLINE_BYTES and len(numbers) <= INLINE_SLICES
         for number in numbers:
-            action = functools.partial(self._backups.apply_held, number, work.slice_done)
+            action = functools.partial(self._backups.apply_held, number, work)
             action() if small else self._pool.submit(action)
 
     # -- when seats change --------------------------------------------------------------------------------
@@ -225,17 +239,18 @@ class Voting:
         return dropped
 
 
-def voting_of(config: JobConfig, commits: Commits, hosting: Hosting, pool: Pool) -> Voting | None:
-    """In a ring, as it stands among the other parts of a server."""
-    if not config.is_ring:
-        return None
-    flow = commits.flow
+def voting_of(config: JobConfig, commits: Commits, hosting: Hosting, pool: Pool, spread: Spread) -> Voting:
+    """As it stands among the other parts of a server."""
+    flow, spreading = commits.flow, Spreading(spread, commits.staging.copies, hosting.backups, hosting.home)
     voting = Voting(
         hosting.name, flow.order, hosting.backups, pool,
         partners=hosting.partners_named, run=flow.drain_all, waits=flow.waits,
         resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
+        spreading=spreading,
     )  # fmt: skip
-    commits.holding.passed = voting.look
+    spreading.find, spreading.holds, spreading.fail = hosting.spread_by, voting.keeps, flow.fail
+    spreading.primaries = lambda: list(hosting.slices.values())
+    commits.holding.passed, flow.voting = voting.look, voting
     if config.has_circle:
         from syncline.roles.server.summing import Summing  # torch.distributed, which not every torch has
 

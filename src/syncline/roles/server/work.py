@@ -125,6 +125,7 @@ class Work:
     waits_for_votes = False
     is_summed = False  # by a circle: every server comes to all sums itself
     sums: RoundSums | None = None
+    copies: Sequence[HostedSlice] = ()  # in a ring: of others' slices, for which it is summed up here
 
     def __init__(self, slots: Sequence[HostedSlice], finished: Callable[[Work], None]) -> None:
         self.slots = slots
@@ -231,6 +232,11 @@ class RoundWork(Work):
             last = self._num_unheld == 0
         if last:
             self._held(self)
+
+    def is_for_copies(self, copies: Sequence[HostedSlice]) -> None:
+        """In a ring: sums are made for these too before this server votes."""
+        self.copies = copies
+        self._num_unheld += len(copies)
 
     def also(self, number: int) -> None:
         """In a ring: so many more slices take it in here, whose primaries are elsewhere."""

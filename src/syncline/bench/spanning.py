@@ -1,0 +1,78 @@
+"""Rows about steps between hosts, which are network namespaces: ring and servers, with codecs and without."""
+
+from __future__ import annotations
+
+from syncline.bench.match import play
+from syncline.bench.namespaces import SpannedJobSide, SpannedProcessSide, wire
+from syncline.bench.row import Effort, Reach, Row, Samples, Unit
+from syncline.bench.switch import Meter, switch
+from syncline.bench.task import Task
+from syncline.bench.words import size_in_words
+
+_RING = ("--exchange", "ring")
+_UNCOUNTED = 1  # operations at the beginning of a turn: their bytes travel too
+
+
+def ring_net(name: str, num_bytes: int, *, rate: str, reach: Reach) -> Row:
+    """A step of a ring of two, beside gloo's all-reduce over the same wire and the same rule."""
+
+    def measure(effort: Effort) -> Samples:
+        with wire(rate) as hosts:
+            ours = SpannedJobSide(Task(kind="push_pull", num_bytes=num_bytes), hosts, options=_RING)
+            return play(
+                ours, SpannedProcessSide("peers", Task(kind="all_reduce", num_bytes=num_bytes), hosts), effort
+            )
+
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} step of a ring, SGD, 2 ranks, TLS between two namespaces at {rate}",
+        reference="gloo all-reduce between the same two, in the clear, and a fused SGD step in each",
+        reach=reach,
+        measure=measure,
+    )
+
+
+def ring_codec(name: str, num_bytes: int, codec: str, *, rate: str, reach: Reach, unit: Unit = "bytes") -> Row:
+    """What a codec makes of the bytes on the wire, or of the time, of a ring of two."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="push_pull", num_bytes=num_bytes, is_random=True, num_uncounted=_UNCOUNTED)
+        with switch(2, rate) as hosts:
+            ours = SpannedJobSide(task, hosts, options=(*_RING, "--codec", codec))
+            plain = SpannedJobSide(task, hosts, options=_RING, side="reference")
+            if unit == "seconds":
+                return play(ours, plain, effort)
+            meter = Meter(hosts)
+
+            def read(num_operations: int) -> float:
+                return meter.read(num_operations + _UNCOUNTED)
+
+            return play(ours, plain, effort, gauges={"ours": read, "reference": read})
+
+    what = "sent by both" if unit == "bytes" else "time"
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} step of a ring, 2 ranks, namespaces at {rate}, --codec {codec}: {what}",
+        reference="the same without a codec",
+        reach=reach,
+        measure=measure,
+        unit=unit,
+    )
+
+
+def ring_beside_servers(name: str, num_bytes: int, *, workers: int, rate: str) -> Row:
+    """One worker a host: the ring, beside as many servers, one on each host."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="push_pull", num_bytes=num_bytes)
+        with switch(workers, rate) as hosts:
+            servers = SpannedJobSide(task, hosts, options=("-s", str(workers)), side="reference")
+            return play(SpannedJobSide(task, hosts, options=_RING), servers, effort)
+
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} step of a ring, SGD, {workers} hosts with a worker each at {rate}",
+        reference=f"the same with {workers} servers, one on each host",
+        reach=Reach("printed"),
+        measure=measure,
+    )

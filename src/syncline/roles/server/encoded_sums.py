@@ -1,0 +1,51 @@
+"""Sums that a ring's primary gives to others, encoded (`--pull-codec`); who makes one uses what they decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.core.codecs.pieces import Encoded, SliceCoder
+from syncline.core.layout import Segment, Slice
+from syncline.core.traffic import Replicate
+from syncline.errors import FrameError
+from syncline.net.transport import Buffer, buffer_of
+
+Bytes = npt.NDArray[np.uint8]
+Find = Callable[[int], tuple[Segment, Slice]]
+
+
+def encode_sum(coder: SliceCoder, segment: Segment, part: Slice, has: Sequence[int], data: Bytes) -> Encoded:
+    """The pieces that there are of a sum, in slice-shaped memory, which has after this what others will read."""
+    pieces = segment.pieces(part)
+    encoded = coder.encode(segment, part, data, {pieces[index].parameter for index in has})
+    coder.decode(segment, part, encoded, data)
+    return encoded
+
+
+class SumDecoder:
+    """Of a server that gets such sums."""
+
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self.coder: SliceCoder | None = None
+
+    def room(self, message: Replicate) -> list[Buffer]:
+        """Memory for the bytes behind this message; none is allocated for sizes that cannot be."""
+        return [buffer_of(array) for array in self._checked(message).room(*self._find(message.slice), message.sizes)]
+
+    def decode(self, message: Replicate, payload: Sequence[Buffer], out: Bytes) -> None:
+        """Into slice-shaped memory."""
+        coder = self._checked(message)
+        if len(payload) != sum(size > 0 for size in message.sizes):
+            raise FrameError(f"an encoded sum of slice {message.slice} is announced, and its bytes did not come")
+        came = [np.frombuffer(buffer, np.uint8) for buffer in payload]
+        coder.decode(*self._find(message.slice), Encoded(list(message.sizes), came), out)
+
+    def _checked(self, message: Replicate) -> SliceCoder:
+        if self.coder is None or message.codec != self.coder.codec.name:
+            has = self.coder.codec.name if self.coder is not None else "none"
+            raise FrameError(f"a sum encoded by {message.codec[:40]!r}; the codec of this job's sums: {has}")
+        return self.coder
