@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.distributed
+from torch._C._distributed_c10d import Store
 
 from syncline.roles.server.homes import Home
 from syncline.roles.server.sums import Pending, RoundSums, Sums
 from syncline.roles.server.work import RoundWork
 
+dist: Any = torch.distributed  # which types know little of
 #: For the change that follows when somebody is gone; without one, the round fails.
 PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.005
@@ -27,7 +29,7 @@ _LOOK_SECONDS = 0.005
 CONNECT_SECONDS = 5.0
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
+def gloo_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
     """Speaks and listens at this address only. Whoever is introduced is about to connect."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
@@ -35,21 +37,21 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout_seconds: float, 
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def nccl_group(store: dist.Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
+def nccl_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
     """nccl finds its own addresses; it is made with the first sum."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(seconds=timeout_seconds)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-GROUPS: dict[str, Callable[[dist.Store, int, int, float, str], Any]] = {"gloo": gloo_group, "nccl": nccl_group}
+GROUPS: dict[str, Callable[[Store, int, int, float, str], Any]] = {"gloo": gloo_group, "nccl": nccl_group}
 
 
 class Formed(NamedTuple):
     """A process group, and its store: torch asks that later too, and does not keep what is Python's of it."""
 
     group: Any
-    store: dist.Store
+    store: Store
 
 
 class Circle:

@@ -9,7 +9,7 @@ import datetime
 import threading
 from collections.abc import Callable
 
-import torch.distributed
+from torch._C._distributed_c10d import Store
 
 from syncline.errors import ProtocolError
 
@@ -51,7 +51,7 @@ class Heard:
         return self._values.get(generation, {})
 
 
-class Introductions(torch.distributed.Store):
+class Introductions(Store):
     """The store of one circle. torch sets keys and waits for those of others; it asks for nothing else of it."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Introductions(torch.distributed.Store):
         with self._heard.change:
             return self._heard.of(self._generation)[key]
 
-    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         """As long as the generation lasts, whatever torch says: others come when their round is whole."""
         with self._heard.change:
             if not self._heard.change.wait_for(lambda: self._has(keys), self._seconds):
