@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from tests.collectives.together import messages, together, waits
 from tests.patience import PATIENCE
 
 from syncline import collectives
-from syncline.errors import CollectiveError, WaitTimeout
+from syncline.client.collectives.meeting import Meeting
+from syncline.client.collectives.meetings import Meetings
+from syncline.errors import CollectiveError, SynclineError, WaitTimeout
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
 
@@ -50,6 +53,38 @@ def test_a_death_while_others_wait(fresh: LocalJob) -> None:
         assert told.startswith("CollectiveError: worker-1 is gone while all_reduce of float32[200000] was under way")
     wait_until(lambda: fresh[0].world_size == fresh[2].world_size == 2)
     assert together(fresh, lambda me: collectives.all_reduce(1), ranks=[0, 2]) == [2, 2]
+
+
+def test_what_one_that_is_out_may_still_write_into_is_not_used_again(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped in the middle of a call, and evicted; when it goes on it has the others' memory in hand."""
+    stopped, reached, goes_on, leave = *(threading.Event() for _ in range(3)), Meetings.leave_memory
+
+    def stops(self: Meetings, meeting: Meeting) -> None:
+        if self._name == "worker-1" and stopped.is_set():
+            reached.set()
+            goes_on.wait(PATIENCE)
+        leave(self, meeting)
+
+    monkeypatch.setattr(Meetings, "leave_memory", stops)
+    with local_job(workers=3, folder=str(tmp_path), wait_seconds=PATIENCE) as job:
+        together(job, lambda me: collectives.all_reduce(LARGE))
+        staging = {k: job[k].collectives._calls.memories._kept["staging"][0] for k in (0, 2)}
+        stopped.set()
+        thread = later(lambda: reached.wait(PATIENCE) and job.kill("worker-1"), [job[0], job[2]])
+        threading.Thread(target=lambda: together(job, _fails, ranks=[1]), name="stopped", daemon=True).start()
+        assert len(messages(together(job, lambda me: collectives.all_reduce(LARGE), ranks=[0, 2]))) == 2
+        thread.join(PATIENCE)
+        wait_until(lambda: job[0].world_size == job[2].world_size == 2)
+        together(job, lambda me: collectives.all_reduce(LARGE), ranks=[0, 2])
+        assert all(job[k].collectives._calls.memories._kept["staging"][0] != staging[k] for k in (0, 2))
+        goes_on.set()
+
+
+def _fails(me: Any) -> None:
+    with contextlib.suppress(SynclineError):
+        collectives.all_reduce(LARGE)
 
 
 def test_a_death_before_the_first_call(fresh: LocalJob) -> None:

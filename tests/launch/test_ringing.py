@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.launch.played import FILE
 
-from syncline.errors import ConfigError, JobFailed
+from syncline.errors import ConfigError, JobFailed, WaitTimeout
 from syncline.launch import ringing
 from syncline.launch.ringing import OwnServer
 from syncline.launch.serving import End
@@ -60,6 +60,33 @@ def in_a_thread(own: OwnServer, code: int) -> tuple[threading.Thread, list[int]]
     thread = threading.Thread(target=lambda: found.append(own.finish(code)), name="finish", daemon=True)
     thread.start()
     return thread, found
+
+
+def test_its_server_has_the_number_of_its_worker() -> None:
+    """And if nobody chose one, it follows from what the job gives the worker."""
+    assert OwnServer(FILE, "worker-3", "local")._name == "server-3"
+    assert OwnServer(FILE, "", "local")._name == ""
+
+
+def test_a_worker_begins_when_its_server_is_a_member(own: Any) -> None:
+    threading.Timer(0.05, lambda: setattr(own._serving, "is_in", True)).start()
+    own.wait_until_in(SECONDS)
+    assert own._serving.is_in
+    own._serving.is_in = False
+    with pytest.raises(WaitTimeout, match=r"server-0 of this process was not in the job within 0.02 s"):
+        own.wait_until_in(0.02)
+
+
+def test_a_bug_of_its_server_ends_the_process_at_once(own: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Nothing that the worker computes counts any more; but a script that has ended is not undone by it."""
+    codes: list[int] = []
+    monkeypatch.setattr(ringing.os, "_exit", codes.append)
+    own._hear(End(1, "server-0 has a bug: KeyError: 3", is_bug=True))
+    assert codes == [1] and "server-0 has a bug: KeyError: 3" in capsys.readouterr().err
+    own._is_over.clear()
+    own._is_finishing = True
+    own._hear(End(1, "server-0 has a bug: KeyError: 3", is_bug=True))
+    assert codes == [1] and own._is_over.is_set()
 
 
 def test_a_script_that_never_joined_has_no_server() -> None:

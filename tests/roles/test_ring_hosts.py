@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -139,12 +140,33 @@ def test_a_process_that_dies_costs_nobody_a_step(workers: int, codec: str) -> No
         check_all_equal(jobs)
 
 
+def test_one_that_comes_changes_the_way_that_slices_go() -> None:
+    """Two give each other all pushes; three have sums made by primaries. Nobody goes by what was before."""
+    with local_job(workers=2, exchange="ring", slice_bytes=64, transport="tcp", most_workers=3) as jobs:
+        acknowledged: dict[str, int] = {}
+
+        def work(job: Any) -> None:
+            push_cells(job, 40 if job.name != "worker-2" else 5, acknowledged)
+            job.barrier("all")
+
+        first = start(jobs, work, set())
+        eventually(lambda: acknowledged.get("worker-0", 0) >= 3)
+        assert all(server._staging.copies.slots() for server in jobs._process._servers.values())
+        late = jobs.add_worker("worker-2")
+        for thread in [*first, *start([late], work, set())]:
+            thread.join(PATIENCE)
+        assert check_ledger(late, acknowledged)[:3] == [40, 40, 5]
+        eventually(lambda: "server-2" in jobs._process._servers["server-0"]._voting.votes.voters)
+        assert not any(server._staging.copies.slots() for server in jobs._process._servers.values())
+        check_all_equal(jobs)
+
+
 @pytest.mark.parametrize("at", ["nobody has voted", "one has not summed up"])
 def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """All that was pushed is in the parameters or in the residuals, each of it once. Held by all survivors, the round
     counts, with what the dead one brought; where one has not summed it up, it is made anew by those who are there."""
     stops = threading.Event()
-    vote, keep = Voting.held, Voting.keeps
+    vote, keep, late = Voting.held, Voting.keeps, list[Callable[[], bool]]()
 
     def held(self: Any, work: Any) -> None:
         if not (stops.is_set() and at == "nobody has voted"):
@@ -152,6 +174,7 @@ def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.Mo
 
     def keeps(self: Any, work: Any, take: Any) -> bool:
         if stops.is_set() and at == "one has not summed up" and self._name == "server-0":
+            late.append(lambda: keep(self, work, take))
             return False
         return keep(self, work, take)
 
@@ -188,6 +211,9 @@ def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.Mo
         assert np.any(kept[0])
         assert np.array_equal(found["left"] + kept[0] + kept[1], pushes[0].sum(0) + pushes[1].sum(0))
         assert np.array_equal(found["dead"], dead) == (at != "nobody has voted")
+        assert not any(sum_up() for sum_up in late), "a sum that comes too late is for nothing"
+        assert not any(b.held for server in servers.values() for b in server._hosting.backups.backups.values())
+        assert bool(late) == (at != "nobody has voted")
         check_all_equal(jobs)
 
 

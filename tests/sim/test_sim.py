@@ -21,7 +21,7 @@ from .world import Violation
 
 QUICK, PROOF, SOAK = 500, 10_000, 200_000
 QUICK_SAVES, PROOF_SAVES = 60, 1_000
-QUICK_RINGS, PROOF_RINGS = 60, 4_000
+QUICK_RINGS, PROOF_RINGS = 50, 4_000
 MOST_FOR_A_BUG = 2_000
 
 
@@ -101,8 +101,8 @@ def test_a_round_of_a_ring_is_on_all_copies_or_on_none_in_many_more_jobs(part: i
 
 def test_rings_come_to_their_end() -> None:
     """Most do: a job of which nobody has a copy any more ends, and proves little."""
-    jobs = [play(seed) for seed in range(RING, RING + 20)]
-    assert sum(not job.is_lost for job in jobs) >= 12
+    jobs = [play(seed) for seed in range(RING, RING + 12)]
+    assert sum(not job.is_lost for job in jobs) >= 7
     assert any(job.scenario.late_workers for job in jobs) and any(job.scenario.data is None for job in jobs)
     assert {job.scenario.workers for job in jobs} >= {2, 3, 4}
 

@@ -84,4 +84,5 @@ class Waits:
             if "has waited" in reason:
                 return reason
         seconds = time.monotonic() - now.began
-        return f"{now.text} has waited {seconds:.1f} s: {self._ask_servers()}"
+        told = self._ask_servers()  # before anything is registered there is none to ask
+        return f"{now.text} has waited {seconds:.1f} s" + (f": {told}" if told else " for the coordinator's answer")

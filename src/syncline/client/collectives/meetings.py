@@ -318,14 +318,20 @@ class Meetings:
                 waits_for = [place for place in waits_for if self._may_write(meeting, place)]
                 if waits_for:
                     self.change.wait(_LOOK_SECONDS)
-        if waits_for:
-            self._memories.forget("staging")
+        with self.change:
+            if any(self._has_it(meeting, place) for place in places):  # who is out may only have been stopped
+                self._memories.forget("staging")
 
     def _may_write(self, meeting: Meeting, place: int) -> bool:
-        way, stream, key = meeting.ways[place], meeting.streams[place], meeting.key
-        if way.lost or way.incarnation not in self._peers.live or key in stream.through:
-            return False
-        return stream.heard == key or any(said.key == key for said, _ in stream.said)
+        way = meeting.ways[place]
+        return not way.lost and way.incarnation in self._peers.live and self._has_it(meeting, place)
+
+    @staticmethod
+    def _has_it(meeting: Meeting, place: int) -> bool:
+        """Whether it has described this call, and not said that it is through."""
+        stream, key = meeting.streams[place], meeting.key
+        is_described = stream.heard == key or any(said.key == key for said, _ in stream.said)
+        return is_described and key not in stream.through
 
     # -- when it fails ------------------------------------------------------------------------------------
 

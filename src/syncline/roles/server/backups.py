@@ -114,9 +114,8 @@ class Backups:
             self._start(backup, request, message, part)
 
     def _start(self, backup: Backup, request: Request, message: Seed | Replicate, part: Slice) -> None:
-        is_update = isinstance(message, Replicate)
-        is_only_held = isinstance(message, Replicate) and message.ballot is not None and not request.payload
-        if is_only_held or (is_update and part.num_bytes <= INLINE_BYTES):
+        is_held = isinstance(message, Replicate) and message.ballot is not None and not request.payload
+        if is_held or (isinstance(message, Replicate) and part.num_bytes <= INLINE_BYTES):
             self._work_off(backup)
         else:
             self._pool.submit(functools.partial(self._work_off, backup))

@@ -332,7 +332,7 @@ class HostedSlice:
     def summed(self, work: Work, region: Region) -> Update:
         """In a ring, under the lock of a copy: a round's sum, made here."""
         commits = self._admitted(work)
-        has = self.rules.lay_down(self._gradients_of(work, commits), region.flat)
+        has = self.rules.lay_down(self._gradients_of(work, commits, region.flat), region.flat)
         return Update(work, commits, region, has, self._scale_of(work, commits))
 
     def is_summing(self, work: Work) -> bool:
