@@ -19,6 +19,7 @@ from syncline.errors import ConfigError
 
 TRANSPORTS = ("auto", "shm", "tcp")
 EXCHANGES = ("servers", "ring")
+SUMS = ("ours", "gloo", "nccl")
 #: Said at launch or in syncline.toml only: a script cannot know on how many processes it will run.
 LAUNCH_ONLY = frozenset(
     {
@@ -32,6 +33,8 @@ LAUNCH_ONLY = frozenset(
         "profile",
         "runs",
         "server_device",
+        "sums",
+        "trust_network",
         "least_workers",
         "most_workers",
         "replicas",
@@ -94,6 +97,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     leave_seconds: float = 60.0  #: for a server that leaves to hand over its slices
     policy: str = "sync"  #: when updates are applied: sync, sync:spare=N, bounded:K, async; these two also ,damped
     exchange: str = "servers"  #: how gradients become new parameters: servers; ring: every worker has a server
+    sums: str = "ours"  #: in a ring, what adds up gradients: ours; gloo or nccl, through torch.distributed
+    trust_network: bool = False  #: gloo and nccl may speak in the clear between hosts, and to anyone
     sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
     outer: str = ""  #: with sync_every: the optimizer that takes the average, on the servers: SGD(lr=0.7, …)
     codec: str = ""  #: how pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name; none
@@ -135,6 +140,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     def is_ring(self) -> bool:
         """Whether every worker's process has a server in it, which has every slice."""
         return self.exchange == "ring"
+
+    @property
+    def has_circle(self) -> bool:
+        """Whether torch.distributed adds up gradients, among the servers of a ring."""
+        return self.is_ring and self.sums != "ours"
 
 
 _FIELDS = {field.name: field.type for field in msgspec.structs.fields(JobConfig)}
@@ -178,6 +188,8 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(f"transport = {config.transport!r}: there are {', '.join(TRANSPORTS)}")
     if config.exchange not in EXCHANGES:
         raise ConfigError(f"exchange = {config.exchange!r}: there are {', '.join(EXCHANGES)}")
+    if config.sums not in SUMS:
+        raise ConfigError(f"sums = {config.sums!r}: there are {', '.join(SUMS)}")
     if config.replicas > 2 and not config.is_ring:
         raise ConfigError(f"replicas = {config.replicas}: must be at most 2")
     kind, colon, number = config.server_device.partition(":")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from syncline import config as configuration
 from syncline.bench import collecting, footprint, leases, moving, mpi, namespaces, reading, spanning, training
 from syncline.bench.match import play
 from syncline.bench.row import Effort, NotMeasured, Samples
@@ -52,6 +53,7 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
         monkeypatch.setattr(module, "check_memory_is_told", lambda: None)
     monkeypatch.setattr(reading, "write", lambda path, shape, num_rows: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(configuration, "num_gpus", lambda: 2)
     rows = [row for row in all_rows() if not row.name.startswith(("start", "checkpoint-"))]
     for row in rows:
         row.measure(fast)
@@ -81,6 +83,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "replicas-async": (2, 2),
         "mlp-ddp": (2, 2),
         "mlp-ring": (2, 2),
+        "nccl-all": (2, 2),
         "mlp-async": (2, 2),
         "scaling-2": (2, 2),
         "scaling-4": (4, 4),
@@ -105,6 +108,8 @@ def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
     assert jobs["cuda-sync"] == {**one_shm, "policy": "sync", "window": 0}
     assert jobs["server-memory"] == jobs["worker-memory"] == jobs["scaling-8"] == one_shm
     assert jobs["mlp-ring"] == {"transport": "shm"} and played["mlp-ring"][0]._settings["exchange"] == "ring"
+    nccl = played["nccl-1"][0]._settings
+    assert (nccl["exchange"], nccl["sums"], nccl["workers"]) == ("ring", "nccl", 1)
     assert jobs["server-memory-tcp"] == settings(played["server-memory-tcp"][1]) == {**one_shm, "transport": "tcp"}
     given = {name: ours._settings.get("server_device") for name, (ours, _, _) in played.items() if name in jobs}
     assert {name: device for name, device in given.items() if device} == {"cuda-server": "cuda"}
@@ -138,7 +143,7 @@ def test_with_a_window_the_first_steps_are_not_counted(played: dict[str, Sides])
 
 def test_turns_on_a_gpu_are_longer(played: dict[str, Sides], fast: Effort):
     longer = {name for name, (_, _, effort) in played.items() if effort.turn_seconds > fast.turn_seconds}
-    assert longer == {name for name in played if name.startswith("cuda-")}
+    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-"))}
 
 
 def test_the_partner_of_the_bare_echo_is_in_the_other_namespace(played: dict[str, Sides], tmp_path: Any):

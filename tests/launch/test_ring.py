@@ -48,6 +48,48 @@ def test_two_processes_are_a_whole_ring_and_give_what_servers_give(commands: Any
     assert f"digest {digest}" in result.output
 
 
+#: The same, beside a default group of torch.distributed that is the script's own.
+BESIDE = """
+    import torch, torch.distributed as dist
+    import syncline
+    job = syncline.init(slice_bytes=1024)
+    dist.init_process_group("gloo", init_method=f"file://{job.folder.resolve()}/theirs", rank=job.rank, world_size=2)
+    job.kv.register({"w": torch.linspace(-1, 1, 1000)}, syncline.Rule("Add"))
+    for step in range(4):
+        job.kv.push({"w": torch.linspace(0, 1 + job.rank, 1000)}).wait()
+        mine = torch.full((3,), float(job.rank + step))
+        dist.all_reduce(mine)
+        assert mine.tolist() == [2.0 * step + 1] * 3
+    job.barrier("all")
+    numbers = torch.as_tensor(job.kv.pull(["w"])["w"])
+    both = [torch.empty_like(numbers), torch.empty_like(numbers)]
+    dist.all_gather(both, numbers)
+    assert torch.equal(*both), "all ranks have the same, bit by bit"
+    dist.destroy_process_group()
+    print("ended", flush=True)
+"""
+
+
+def test_gloo_adds_up_beside_the_scripts_own_use_of_it(commands: Any) -> None:
+    result = commands.run("run", "-w", "2", "--exchange", "ring", "--sums", "gloo", commands.script(BESIDE))
+    assert result.code == 0, result.output
+    assert result.output.count("ended") == 2 and " is out" not in result.output
+    assert "terminate called" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        (["--sums", "gloo"], "say --exchange ring"),
+        (["--exchange", "ring", "--sums", "gloo", "-H", "a:1,b:1"], "say --trust-network"),
+        (["--exchange", "ring", "--sums", "nccl", "-w", "9999"], "say --sums gloo"),
+    ],
+)
+def test_what_gloo_and_nccl_need_is_said_at_launch(commands: Any, said: list[str], remedy: str) -> None:
+    result = commands.run("run", *said, commands.script("raise SystemExit('it ran')"))
+    assert result.code != 0 and remedy in result.output.replace("\n", " ") and "it ran" not in result.output
+
+
 @pytest.mark.proof
 def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any) -> None:
     job = commands.start("run", "-w", "2", "--exchange", "ring", commands.script(SCRIPT), "120", "0.1")

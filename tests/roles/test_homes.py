@@ -21,7 +21,7 @@ from syncline.testing import local_job
 class Twin(Home):
     """A device that is memory of its own."""
 
-    def numbers(self, host: torch.Tensor) -> torch.Tensor:
+    def numbers(self, host: torch.Tensor, part: Any = None) -> torch.Tensor:
         return host.clone()
 
     def bring(self, staged: torch.Tensor) -> torch.Tensor:

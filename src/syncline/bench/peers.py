@@ -6,6 +6,7 @@ import datetime
 import os
 import sys
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -89,6 +90,20 @@ def train_ddp(task: Task, path: str) -> Operation:
     return training_step(Training(DistributedDataParallel(made.model), made.optimizer, made.batch))
 
 
+def train_ddp_nccl(task: Task, path: str) -> Operation:
+    """The same on nccl, every rank on a GPU of its own."""
+    device = torch.device("cuda", task.number)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(os.path.join(os.path.dirname(path), "nccl"), task.num_processes)  # type: ignore[attr-defined]
+    timeout = datetime.timedelta(seconds=GLOO_SECONDS)
+    dist.init_process_group(
+        "nccl", store=store, rank=task.number, world_size=task.num_processes, timeout=timeout, device_id=device
+    )
+    made = make(msgspec.structs.replace(task, device=str(device)), seed=task.number)
+    model = DistributedDataParallel(made.model, device_ids=[device.index])
+    return training_step(Training(model, made.optimizer, made.batch))
+
+
 PEERS = {
     "all_reduce": all_reduce,
     "all_reduce_only": all_reduce_only,
@@ -96,6 +111,7 @@ PEERS = {
     "train": train,
     "backward": backward,
     "train_ddp": train_ddp,
+    "train_ddp_nccl": train_ddp_nccl,
 }
 
 

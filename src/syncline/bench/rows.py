@@ -14,7 +14,7 @@ from syncline.bench.row import Reach, Row
 from syncline.bench.saves import checkpoint
 from syncline.bench.spanning import ring_beside_servers, ring_codec, ring_net
 from syncline.bench.starting import start
-from syncline.bench.training import beside_ddp, beside_strangers, embedded, on_device
+from syncline.bench.training import beside_ddp, beside_nccl, beside_strangers, embedded, on_device
 from syncline.bench.words import KIB, MIB
 from syncline.errors import ConfigError
 
@@ -143,6 +143,8 @@ def _gpu_rows() -> list[Row]:
         on_device("cuda-async", "gpt", full, policy="async", window=1, reach=_at_most(1.1)),
         on_device("cuda-sync-bf16", "gpt-bf16", half, reach=_at_most(1.3)),
         on_device("cuda-async-bf16", "gpt-bf16", half, policy="async", window=1, reach=_at_most(1.1)),
+        beside_nccl("nccl-1", "gpt", full, workers=1, reach=Reach("at least", 0.98)),
+        beside_nccl("nccl-all", "gpt", full, workers=0, reach=Reach("at least", 0.98)),
         on_device("cuda-server", "gpt", full, server_device="cuda", reach=Reach("printed")),
     ]
 

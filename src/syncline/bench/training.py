@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from syncline import config as configuration
 from syncline.bench.machine import check_gpu
 from syncline.bench.match import play
-from syncline.bench.row import Effort, Reach, Row, Samples, Scale
+from syncline.bench.row import Effort, NotMeasured, Reach, Row, Samples, Scale
 from syncline.bench.sides import JobSide, ProcessSide
 from syncline.bench.task import Task
 from syncline.core.words import counted
@@ -60,6 +61,29 @@ def beside_ddp(
         reach=reach,
         measure=measure,
         scale=Scale(workers, workers * batch_size) if batch_size else None,
+    )
+
+
+def beside_nccl(name: str, model: str, what: str, *, workers: int, reach: Reach) -> Row:
+    """A ring on GPUs, beside DistributedDataParallel on nccl; 0 workers: as many as there are GPUs."""
+
+    def measure(effort: Effort) -> Samples:
+        check_gpu()
+        count = workers or configuration.num_gpus()
+        if count < max(workers, 1 if workers else 2):
+            raise NotMeasured("needs several GPUs")
+        task = Task(kind="train", model=model, device="cuda")
+        longer = dataclasses.replace(effort, turn_seconds=effort.turn_seconds * LONGER)
+        ddp = ProcessSide("peers", Task(kind="train_ddp_nccl", model=model, device="cuda"), processes=count)
+        return play(JobSide(task, workers=count, exchange="ring", sums="nccl"), ddp, longer)
+
+    ranks = counted(workers, "rank") if workers else "as many ranks as there are GPUs"
+    return Row(
+        name=name,
+        what=f"{what}, a ring with --sums nccl, {ranks}: samples/s",
+        reference=f"DistributedDataParallel on nccl, {ranks}, fused Adam",
+        reach=reach,
+        measure=measure,
     )
 
 

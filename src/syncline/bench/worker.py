@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import syncline
@@ -32,7 +33,9 @@ def train(task: Task) -> Operation:
     from syncline.bench.models import Training, make, training_step
     from syncline.torch import DistributedOptimizer
 
-    made = make(task, seed=syncline.init().rank)
+    job = syncline.init()
+    own = msgspec.structs.replace(task, device=job.device) if task.device == "cuda" else task
+    made = make(own, seed=job.rank)
     return training_step(Training(made.model, DistributedOptimizer(made.optimizer, model=made.model), made.batch))
 
 

@@ -31,6 +31,19 @@ def _options(
             "[default: servers]"
         ),
     ] = None,
+    sums: Annotated[
+        str | None,
+        typer.Option(
+            help="In a ring, what adds up gradients: ours; gloo or nccl (on GPUs), through torch.distributed. "
+            "[default: ours]"
+        ),
+    ] = None,
+    trust_network: Annotated[
+        bool,
+        typer.Option(
+            "--trust-network", help="gloo and nccl may speak between hosts: in the clear, and to anyone who connects."
+        ),
+    ] = False,
     policy: Annotated[
         str | None, typer.Option(help="sync, sync:spare=N, bounded:K[,damped] or async[,damped]. [default: sync]")
     ] = None,

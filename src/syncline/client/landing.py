@@ -15,7 +15,10 @@ from syncline.core.layout import Slice
 from syncline.core.message import Message
 from syncline.core.traffic import Committed
 from syncline.errors import ProtocolError
+from syncline.net.hatch import Hatch
 from syncline.net.transport import Buffer, buffer_of
+
+_NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 class Landing:
@@ -34,8 +37,10 @@ class Landing:
         settled: bool,
         slot: int | None,
         incoming: Incoming | None = None,
+        hatch: Hatch | None = None,
     ) -> None:
-        """`incoming`: where the server encodes what it sends."""
+        """`incoming`: where the server encodes what it sends. `hatch`: what goes through it is not in host memory."""
+        self._hatch = hatch
         self._reader, self._wanted, self._sink, self._incoming = reader, wanted, sink, incoming
         self._settled, self._slot = settled, slot
         self._landed: set[int] = set()
@@ -107,7 +112,7 @@ class Landing:
                     self._incoming.unpack(part, self._targets(part))
         if remote and self._slot is None:
             self._sink.filled(remote)
-        mapped = [(part, self._reader.source(part)) for part in parts if part.id not in self._wanted.remote]
+        mapped = [(part, self._source(part)) for part in parts if part.id not in self._wanted.remote]
         if mapped and self._settled:
             self._sink.kept.update((part.id, None) for part, _ in mapped)
             self._sink.take(mapped)
@@ -154,18 +159,28 @@ class Landing:
 
     def _land_mapped(self, answer: Committed) -> None:
         left = [(k, part) for k, part in self._wanted.mapped if part.id not in self._landed]
+        if self._hatch is not None and self._hatch.segments:
+            asked = [
+                part for _, part in left if part.segment in self._hatch.segments and not self._sink.fetches(part)
+            ]
+            if asked:
+                self._reader.pull(asked, self._sink, None)
+                left = [(k, part) for k, part in left if part not in asked]
         if not left:
             return
         if self._settled:
             if self._sink.kept:
                 self._sink.kept.update((part.id, None) for _, part in left)
-            self._sink.take([(part, self._reader.source(part)) for _, part in left])
+            self._sink.take([(part, self._source(part)) for _, part in left])
         elif self.pull or len(answer.versions) < len(self._wanted.hosted):
             # Some segments came by socket, some by shared memory: ask for the versions of these.
             self._reader.pull([part for _, part in left], self._sink, None)
         else:
             versions = [answer.versions[k] for k, _ in left]
             self._reader.copy_verified([part for _, part in left], versions, answer.clocks, self._sink)
+
+    def _source(self, part: Slice) -> Bytes:
+        return _NOTHING if self._sink.fetches(part) else self._reader.source(part)
 
     def _unload(self) -> None:
         assert self._slot is not None

@@ -23,6 +23,7 @@ from syncline.core.spread import Spread
 from syncline.core.standings import by_name
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
 from syncline.extensions import load
+from syncline.net.hatch import Hatch
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.stats import WireStats
 
@@ -41,9 +42,10 @@ class Placement:
         say: Callable[[str], None],
         own: str = "",
     ) -> None:
-        """`own`: in a ring, the server in this process."""
+        """`own`: in a ring, the server in this process; with a circle, the only one that gets its pushes."""
         self._config, self._dial, self._say, self._own = config, dial, say, own
         self._spread = Spread(config, codecs_of(config, load))
+        self.hatch: Hatch | None = None  #: to the server of this process, on a GPU
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
@@ -67,6 +69,7 @@ class Placement:
         self._wire = WireStats()
 
     def hosting(self, segment: int) -> list[str]:
+        """The servers that get anything of this segment."""
         return self._segments.get(segment, [])
 
     # -- what changes it ----------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ class Placement:
         hosts = {member.name: member.host for member in roster.members}
         parts = ((segment, part) for segment in self.layout.segments for part in segment.slices)
         self.spread = self._spread.of(parts, self._seats, hosts)
-        self.taken = self._sorted(by_server, lambda part: self.names if part.id in self.spread else ())
+        self.taken = self._taken(by_server)
         read = self._sorted({} if self._own else by_server, lambda part: (self.source(part.id),))
         for name in self.names:
             if self.read.get(name) != read[name]:
@@ -162,8 +165,17 @@ class Placement:
                 found[name][part.id] = part
         return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
 
+    def _taken(self, by_server: Mapping[str, list[Slice]]) -> dict[str, list[Slice]]:
+        if not self._config.has_circle:
+            return self._sorted(by_server, lambda part: self.names if part.id in self.spread else ())
+        if by_server and self._own not in by_server:
+            raise Refresh(f"{self._own}, in this process, has no slices yet")
+        return self._sorted({}, lambda part: (self._own,))
+
     def takes(self, server: str, part: Slice) -> bool:
         """Whether this server gets what is pushed of a slice."""
+        if self._config.has_circle:
+            return server == self._own
         return part.id in self.spread or self.primaries.get(part.id) == server
 
     def source(self, number: int) -> str:

@@ -184,7 +184,8 @@ class Sending:
         if found is None:
             layout, arenas = self._placement.layout, self._placement.arenas
             touched = layout.slices_with(push.pushed)
-            hosted = [part for part in self._placement.taken[server] if part.id in touched]
+            handed = self._placement.hatch.segments if self._placement.hatch is not None else ()
+            hosted = [p for p in self._placement.taken[server] if p.id in touched and p.segment not in handed]
             for segment in {part.segment for part in hosted}:
                 arenas.array(layout.segments[segment], slot)
             if len(self._unshared) >= _MOST_PLANS:
@@ -198,10 +199,13 @@ class Sending:
         reader, hosted = self._placement.readers[server], self._placement.read[server]
         wanted = sink.wanted.get(server)
         if wanted is None or wanted.hosted is not hosted:
-            wanted = self._want(server, hosted, sink, reader.maps)
+            wanted = self._want(server, hosted, sink, lambda part: sink.fetches(part) or reader.maps(part))
         slot_of_window = slot if self._has_window else None
         incoming = Incoming(self._decoder, self._placement.layout) if self._decoder is not None else None
-        return Landing(reader, wanted, sink, settled=self._stands_still, slot=slot_of_window, incoming=incoming)
+        return Landing(
+            reader, wanted, sink, settled=self._stands_still, slot=slot_of_window, incoming=incoming,
+            hatch=self._placement.hatch,
+        )  # fmt: skip
 
     def _want(self, server: str, hosted: Sequence[Slice], sink: Sink, maps: Callable[[Slice], bool]) -> Wanted:
         before = sink.wanted.get(server)

@@ -62,12 +62,12 @@ class ServersExchange:
         finite: FiniteCheck,
     ) -> None:
         self._config, self._hearing, self._link, self._dial = config, hearing, link, dial
-        policy = policy_of(config)
         self._num_slots = config.window + 1
         self.clock = 0
         self.num_landed = 0  # commits that are acknowledged, and have landed
         self.num_late = 0  # of them: those that came when their round was closed
-        self._placement = Placement(config, dial, self._num_slots, say, partner_of(name) if config.is_ring else "")
+        own = partner_of(name) if config.is_ring else ""
+        self.placement = self._placement = Placement(config, dial, self._num_slots, say, own)
         self.layout: Layout = self._placement.layout
         self._endpoints, self._wait_seconds = self._placement.endpoints, config.wait_seconds
         # The one before the last as well: of the last, not all may have come yet.
@@ -76,7 +76,7 @@ class ServersExchange:
         self._sending = Sending(self._placement, self._copies, stamp, config)
         self.encoder = self._sending.encoder  #: with --codec
         self._part = TakingPart(
-            self._placement, link, policy=policy, is_late=is_late, wait_seconds=config.wait_seconds
+            self._placement, link, policy=policy_of(config), is_late=is_late, wait_seconds=config.wait_seconds
         )
         self._rosters = hearing.rosters
         self._redo = self._part.redo = Redo(

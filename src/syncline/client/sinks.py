@@ -73,6 +73,9 @@ class Sink(Protocol):
     def take(self, parts: Sequence[tuple[Slice, Bytes]]) -> None:
         """New bytes of slices, in the server's own memory, where nobody writes before this worker's next commit."""
 
+    def fetches(self, part: Slice) -> bool:
+        """Whether it gets this slice itself, from the server of this process."""
+
     def begin_anew(self) -> None:
         """What has come of a commit comes once more, from other servers."""
 
@@ -95,6 +98,9 @@ class HostSink(abc.ABC):
     @abc.abstractmethod
     def views(self, part: Slice) -> list[Bytes]:
         """Buffers that together take exactly the bytes of this slice."""
+
+    def fetches(self, part: Slice) -> bool:
+        return False
 
     def begin_anew(self) -> None:  # noqa: B027
         pass  # bytes that come once more lie over those that came before

@@ -120,6 +120,7 @@ from syncline.core.traffic import (
     GivenPlace,
     GivenState,
     Hosted,
+    Introduce,
     Lend,
     LoadState,
     Map,
@@ -157,7 +158,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Come, Called, Attend, Begin, Begun, AskStint, GivenStint, AskReading, GivenReading,
     Own, WriteOwn, WrittenOwn,
     Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
-    Vote,
+    Vote, Introduce,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -171,7 +172,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
     }),
     "server": frozenset({
-        Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate, Vote,
+        Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate, Vote, Introduce,
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,

@@ -6,11 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from syncline.config import JobConfig
+from syncline.core.codecs.named import NONE
 from syncline.core.policy import parse_policy
 from syncline.core.seats import Seat, protection
 from syncline.core.words import counted
 from syncline.errors import ConfigError
 
+#: On a GPU nothing is spread over cores, and every slice has its price: what is usual there.
+NCCL_SLICE_BYTES, _USUAL_BYTES = 1 << 30, JobConfig().slice_bytes
 #: What follows from the number of workers in a ring, and is not said.
 _FOLLOWS = {"servers": "-s", "replicas": "--replicas", "ack": "--ack"}
 
@@ -23,9 +26,10 @@ def partner_of(name: str) -> str:
 
 def ring_settings(config: JobConfig) -> dict[str, Any]:
     """What follows in a ring from its number of workers: as many servers, each with every slice."""
+    large = {"slice_bytes": NCCL_SLICE_BYTES} if config.sums == "nccl" and config.slice_bytes == _USUAL_BYTES else {}
     if max(config.workers, config.most_workers) < 2:
-        return {"servers": 1, "replicas": 1, "ack": "memory"}
-    return {"servers": config.workers, "replicas": max(2, config.workers), "ack": "replicated"}
+        return {"servers": 1, "replicas": 1, "ack": "memory", **large}
+    return {"servers": config.workers, "replicas": max(2, config.workers), "ack": "replicated", **large}
 
 
 def check_said(said: Mapping[str, Any]) -> None:
@@ -44,7 +48,13 @@ def check_said(said: Mapping[str, Any]) -> None:
 def check_ring(config: JobConfig) -> None:
     """Raises ConfigError for what a ring cannot do, with what to say instead."""
     if not config.is_ring:
+        if config.sums != "ours":
+            raise ConfigError(
+                f"--sums {config.sums} is for rings: servers add up gradients themselves; say --exchange ring, or "
+                "leave --sums out"
+            )
         return
+    _check_circle(config)
     policy = parse_policy(config.policy)
     if not policy.in_rounds or policy.spare:
         raise ConfigError(
@@ -59,7 +69,41 @@ def check_ring(config: JobConfig) -> None:
     if config.server_device != "cpu":
         raise ConfigError(
             f"--exchange ring and --server-device {config.server_device} exclude each other: so far a ring's servers "
-            "have their slices in host memory; leave --server-device out, or say --exchange servers"
+            "have their slices in host memory, or with --sums nccl on their worker's GPU; leave --server-device out, "
+            "or say --exchange servers"
+        )
+
+
+def _check_circle(config: JobConfig) -> None:
+    for option, name in (("--codec", config.codec), ("--pull-codec", config.pull_codec)):
+        if config.has_circle and name not in NONE:
+            raise ConfigError(
+                f"--sums {config.sums} and {option} {name} exclude each other: {config.sums} carries gradients as "
+                f"they are; leave {option} out, or say --sums ours"
+            )
+    if config.sums == "nccl" and config.device != "auto" and not config.device.startswith("cuda"):
+        raise ConfigError(
+            f"--sums nccl and --device {config.device} exclude each other: nccl is for GPUs; say --sums gloo"
+        )
+
+
+def check_circle_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
+    """Raises ConfigError where gloo or nccl would speak between hosts, and nobody has said that it may. `hosts`: of
+    each server."""
+    found = sorted(set(hosts))
+    if config.has_circle and len(found) > 1 and not config.trust_network:
+        raise ConfigError(
+            f"--sums {config.sums} between hosts ({', '.join(found)}): {config.sums} speaks in the clear, and to "
+            "anyone who connects. In a network that you trust say --trust-network; else --sums ours, which encrypts"
+        )
+
+
+def check_circle_gpus(config: JobConfig, num_workers: int, num_gpus: int, where: str = "this machine") -> None:
+    """Raises ConfigError where workers of one host would have no GPU of their own."""
+    if config.sums == "nccl" and num_gpus < num_workers:
+        raise ConfigError(
+            f"--sums nccl needs a GPU for every worker; {where} has {counted(num_gpus, 'GPU')} for "
+            f"{counted(num_workers, 'worker')}: say --sums gloo, or leave --sums out"
         )
 
 

@@ -20,14 +20,14 @@ class Spread:
     """Of one job."""
 
     def __init__(self, config: JobConfig, codecs: Codecs) -> None:
-        self._is_ring, self._is_tcp = config.is_ring, config.transport == "tcp"
+        self._is_ring, self._is_tcp = config.is_ring and not config.has_circle, config.transport == "tcp"
         self._push, self.sums = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
 
     def of(
         self, parts: Iterable[tuple[Segment, Slice]], seats: Mapping[int, Seat], hosts: Mapping[str, str]
     ) -> frozenset[int]:
         """The slices that are spread. `hosts`: of the servers, by name."""
-        if not self._is_ring:
+        if not self._is_ring:  # of a circle, every server sums up by itself anyway
             return frozenset()
         return frozenset(part.id for segment, part in parts if self._is_spread(segment, part, seats, hosts))
 

@@ -129,6 +129,14 @@ class Vote(Message, frozen=True):
     ballot: Ballot
 
 
+class Introduce(Message, frozen=True):
+    """In a ring with a circle, from a server to all others: what torch.distributed wants them to know of it."""
+
+    generation: int
+    key: str
+    value: bytes
+
+
 class Replicated(Message, frozen=True):
     """The backup has it, and is at this version."""
 

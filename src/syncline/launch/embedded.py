@@ -25,6 +25,7 @@ from syncline.launch import jobfile
 from syncline.launch.membership import join, myself, reach, say, waiter_reads
 from syncline.launch.saving import settle_saving
 from syncline.net import memory, tcp
+from syncline.net.hatch import Hatch
 from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
@@ -45,6 +46,7 @@ class InProcess:
         self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
         self._hosts: dict[str, str] = {}  # of members
         self._peers: dict[str, Peers] = {}  # of workers, by name
+        self._hatches: dict[str, Hatch] = {}  # to the servers of their processes
         self._change = threading.Condition()  # of these
 
     def stamp(self) -> Stamp:
@@ -92,7 +94,7 @@ class InProcess:
         from syncline.roles.server.pool import InlinePool
         from syncline.roles.server.server import Server
 
-        home = home_of(self.coordinator.config.server_device, say(name))
+        home = self._hatched_home(name) or home_of(self.coordinator.config.server_device, say(name))
         stamp, self._hosts[name] = self.stamp(), host
 
         def dial(member: Member) -> Endpoint:
@@ -122,6 +124,17 @@ class InProcess:
 
         message = Join("server", name, host, 0, None, {}, self._process_of(name), "in-process")
         return link.try_call(message, joined)
+
+    def _hatched_home(self, name: str) -> Any:
+        """With `--sums nccl`; where there is no GPU, the twin of one."""
+        if self.coordinator.config.sums != "nccl":
+            return None
+        import torch
+
+        from syncline.roles.server.hatched import HatchedHome
+
+        hatch = self._hatches[partner_of(name)] = Hatch("cuda:0" if torch.cuda.is_available() else "cpu")
+        return HatchedHome(hatch, say(name))
 
     def _server(self, name: str) -> Any:
         if name not in self._servers:
@@ -156,7 +169,7 @@ class InProcess:
         with self._change:
             self._peers[me.name] = peers
             self._change.notify_all()
-        return Job(
+        job = Job(
             joined,
             me,
             link,
@@ -170,6 +183,8 @@ class InProcess:
             peers=peers,
             on_close=self.close if embedded else peers.close,
         )
+        job.exchange.placement.hatch = self._hatches.get(me.name)
+        return job
 
     def peers_of(self, member: Member) -> Peers:
         """The ways of another worker in this process. One that has just joined is told of before it has any."""

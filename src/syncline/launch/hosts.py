@@ -87,3 +87,12 @@ def assign(config: JobConfig) -> dict[str, str]:
         **{f"server-{k}": host for k, host in enumerate(servers)},
         **{f"worker-{k}": host for k, host in enumerate(workers)},
     }
+
+
+def local_place(config: JobConfig, worker: str, host: str) -> int:
+    """The place of a worker among those of its host at the start; of one that came later, in turn."""
+    workers = [name for name, where in assign(config).items() if name.startswith("worker-") and where == host]
+    number = worker.rpartition("-")[2]
+    if worker in workers:
+        return workers.index(worker)
+    return int(number) % max(1, len(workers)) if number.isdecimal() else 0

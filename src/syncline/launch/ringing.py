@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from syncline import config as configuration
-from syncline.core.ring import partner_of
-from syncline.errors import JobFailed, SynclineError, WaitTimeout
+from syncline.core.ring import check_circle_gpus, partner_of
+from syncline.errors import ConfigError, JobFailed, SynclineError, WaitTimeout
+from syncline.launch.hosts import local_place
 from syncline.launch.jobfile import JobFile
+from syncline.net.hatch import Hatch
 
 if TYPE_CHECKING:
     from syncline.launch.serving import End, Serving
@@ -34,6 +36,7 @@ class OwnServer:
         self._serving: Serving | None = None
         self._refused: SynclineError | None = None
         self._on_refused: Callable[[], None] = lambda: None
+        self.hatch: Hatch | None = None  # to the worker, on a GPU
         self._is_over = threading.Event()  # its part in the job
         self._is_finishing = False  # the script has ended
 
@@ -47,8 +50,29 @@ class OwnServer:
         leave_out_the_compiler()  # a script that compiles loads it all the same
         self._on_refused = on_refused
         num_threads = min(MOST_THREADS, configuration.num_threads())
-        self._serving = Serving(self._file, self._name, self._hear, num_threads=num_threads, process=process)
+        self.hatch = self._open_hatch()
+        self._serving = Serving(
+            self._file, self._name, self._hear, num_threads=num_threads, process=process, hatch=self.hatch
+        )
         self._serving.join(self._host)
+
+    def _open_hatch(self) -> Hatch | None:
+        """With `--sums nccl`: to the worker, on its GPU; an error where torch has none for it, or no nccl."""
+        config = configuration.resolve(self._file.given)
+        if not config.has_circle:
+            return None
+        import torch
+        import torch.distributed
+
+        has = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
+        if not torch.distributed.is_available() or not has[config.sums]():
+            raise ConfigError(f"--sums {config.sums}: this torch ({torch.__version__}) has none; say --sums ours")
+        if config.sums != "nccl":
+            return None
+        place = local_place(config, partner_of(self._name) if self._name else "", self._host)
+        device = config.device if ":" in config.device else f"cuda:{place}"
+        check_circle_gpus(config, place + 1, torch.cuda.device_count(), self._host)
+        return Hatch(device)
 
     def check(self) -> None:
         """Raises what kept it from being a member, if anything has."""

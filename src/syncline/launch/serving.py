@@ -23,9 +23,11 @@ from syncline.launch.lives import LEAVES
 from syncline.launch.membership import connect, join, local_address, myself, reach, say, unix_name
 from syncline.launch.restarts import EVICTED
 from syncline.net import shm, tcp
+from syncline.net.hatch import Hatch
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
+from syncline.roles.server.hatched import HatchedHome
 from syncline.roles.server.homes import home_of
 from syncline.roles.server.pool import ThreadPool
 from syncline.roles.server.rules import leave_out_the_compiler
@@ -56,7 +58,8 @@ def run_server(file: JobFile, name: str, host: str) -> int:
 class Serving:
     """A server with its listener and its way to the coordinator; `ends` hears how that ends.
 
-    `process`: which process this is, where another member is in it too. `leave`: the coordinator wants it to.
+    `process`: which process this is, where another member is in it too; `hatch`: to that, on a GPU. `leave`: the
+    coordinator wants it to.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Serving:
         *,
         num_threads: int | None = None,
         process: str = "",
+        hatch: Hatch | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._file, self._name, self._ends, self._process = file, name, ends, process
@@ -82,7 +86,7 @@ class Serving:
             create_memory=shm.create,
             log=self.log,
             over=self._over,
-            home=home_of(self._config.server_device, self.log),
+            home=HatchedHome(hatch, self.log) if hatch else home_of(self._config.server_device, self.log),
             dial=self._dial,
             retire=leave,
         )

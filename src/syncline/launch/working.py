@@ -109,10 +109,12 @@ def join_as_worker(
             return Endpoint(way, stamp, waiter_reads=waiter_reads(joined))
 
         folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
-        return Job(
+        job = Job(
             joined, me, link, hearing, dial, stamp,
             folder=folder, say=say(me.name), embedded=False, peers=sockets.peers, on_close=sockets.close,
         )  # fmt: skip
+        job.exchange.placement.hatch = own_server.hatch if own_server is not None else None
+        return job
     except BaseException:
         link.close()
         sockets.close()

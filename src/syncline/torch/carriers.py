@@ -38,6 +38,9 @@ class Carrier(Protocol):
     def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
         """Which gradients, by the index of their parameter, have the very bits that were copied."""
 
+    def hand_over(self) -> bool:
+        """Everything is copied. Whether all of it was found to be finite by that."""
+
     def finish(self, again: set[int], late: set[int]) -> None:
         """The arena has everything when this returns: slices that have changed since, and those that came late."""
 
@@ -86,6 +89,9 @@ class ArenaCarrier:
     def finish(self, again: set[int], late: set[int]) -> None:
         for number in again:
             self._exchange.restage(self._segment.slices[number])
+
+    def hand_over(self) -> bool:
+        return False
 
 
 class MirrorCarrier:
@@ -152,6 +158,9 @@ class MirrorCarrier:
         self._streams.add(self._side.current())
         self._copy([self._segment.slices[number] for number in again | late])
         self._side.mark().wait()
+
+    def hand_over(self) -> bool:
+        return False
 
 
 def _runs(parts: Sequence[Slice]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from syncline.client.exchange import Exchange, Ticket
+from syncline.net.hatch import Hatch
 from syncline.torch.buffers import Buffers
 from syncline.torch.device_sink import DeviceSink
 from syncline.torch.guard import Guard
@@ -36,13 +37,14 @@ class DeviceLanding:
         side: Side,
         model: torch.nn.Module | None,
         lazy: bool,
+        hatch: Hatch | None = None,
     ) -> None:
         self._exchange, self._tracked, self._buffers, self._window = exchange, list(tracked), buffers, window
         self._side, self._lazy = side, lazy
         self._views: list[torch.Tensor] = []
         self._slices: list[tuple[int, ...]] = []  # by tracked parameter
         flats = self._lay_out(model)
-        self.sink = DeviceSink(side, flats, buffers.flats if buffers is not None else {}, exchange.mapped)
+        self.sink = DeviceSink(side, flats, buffers.flats if buffers is not None else {}, exchange.mapped, hatch)
         # Whoever commits, another optimizer or job.kv: what is still read from the servers' memory is read by then.
         self._stop_finishing = exchange.before_commit(self.sink.finish)
         self._buffer_slices = [p.id for p in exchange.layout.slices() if buffers and p.segment in buffers.flats]

@@ -10,13 +10,12 @@ import torch
 from syncline.client.arrays import Bytes, address_of
 from syncline.client.sinks import FlatSink, Landed, Wanted
 from syncline.core.layout import Slice
+from syncline.net.hatch import Hatch
 from syncline.torch.streams import Mark, Side
 
 
 class DeviceSink:
     """Segments that lie flat on a device, beside some that stay on the host."""
-
-    in_parts = True
 
     def __init__(
         self,
@@ -24,8 +23,12 @@ class DeviceSink:
         flats: Mapping[int, torch.Tensor],
         on_host: Mapping[int, Bytes],
         mapped: Callable[[], list[Bytes]],
+        hatch: Hatch | None = None,
     ) -> None:
-        self._side, self._flats, self._mapped = side, flats, mapped
+        """`hatch`: to a server that has the same slices on the same device."""
+        self._side, self._flats, self._mapped, self._hatch = side, flats, mapped, hatch
+        # Through the hatch everything comes at once, when all servers have answered: also the one of this process.
+        self.in_parts = hatch is None
         self._on_host = FlatSink(on_host)
         self._landing: dict[int, torch.Tensor] = {}  # by segment: host memory for what is brought as bytes
         self._sources: dict[int, tuple[int, torch.Tensor]] = {}  # by slice: where it was seen last
@@ -68,7 +71,9 @@ class DeviceSink:
 
     def take(self, parts: Sequence[tuple[Slice, Bytes]]) -> None:
         for part, source in parts:
-            if part.segment in self._flats:
+            if self.fetches(part):
+                self._fetch(part)
+            elif part.segment in self._flats:
                 self._bring(part, self._source(part, source))
             else:
                 self._on_host.take([(part, source)])
@@ -88,6 +93,9 @@ class DeviceSink:
         copy: Bytes = self._of(self._flats[part.segment], part).detach().to("cpu", copy=True).numpy()
         return copy
 
+    def fetches(self, part: Slice) -> bool:
+        return self._hatch is not None and part.segment in self._flats and part.segment in self._hatch.segments
+
     # -- towards the device -------------------------------------------------------------------------------
 
     def _bring(self, part: Slice, source: torch.Tensor) -> None:
@@ -97,6 +105,16 @@ class DeviceSink:
             self._side.copy(self._of(self._flats[part.segment], part), source)
             self._count += 1
             self._marks[part.id] = (self._count, self._side.mark())
+
+    def _fetch(self, part: Slice) -> None:
+        """From the memory of the server in this process, on the same device."""
+        assert self._hatch is not None
+        handed = self._hatch.parameters(part.id)
+        assert handed is not None, "applied, and not handed over"
+        with self._lock:
+            if handed.event is not None:
+                self._side.follow_event(handed.event)
+            self._bring(part, handed.data)
 
     @staticmethod
     def _of(flat: torch.Tensor, part: Slice) -> torch.Tensor:

@@ -88,6 +88,7 @@ class Gradients:
                     target.mul_(scale.reshape(()))
         if self._carrier.helps_early:
             self._finish(gradients, changed)
+        self.is_finite = self._carrier.hand_over() or self.is_finite
         if len(gradients) == len(self._items):
             return self._all
         return to_ranges(self._segment.first_parameter + index for index in gradients)

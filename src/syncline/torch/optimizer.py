@@ -19,10 +19,12 @@ from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
 from syncline.errors import ConfigError, LayoutError
+from syncline.net.hatch import Hatch
 from syncline.torch.buffers import Buffers
 from syncline.torch.carriers import ArenaCarrier, Carrier, MirrorCarrier
 from syncline.torch.device_landing import DeviceLanding
 from syncline.torch.gradients import Gradients
+from syncline.torch.hatch_carrier import HatchCarrier
 from syncline.torch.landing import HostLanding, Landing
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
@@ -73,6 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._notices = Notices(self._job, self._in_rounds)
         self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
         self._sides = self._open_sides()
+        self._hatch = self._find_hatch()
         self._rule = self._local.rule.name if self._local else rule_name(opt)
         self._notices.at_start(model)
         self._register_groups(0)
@@ -140,9 +143,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         out, into = (open_side(next(iter(devices)), self._job.notice) for _ in range(2))
         return (out, into) if out is not None and into is not None else None
 
+    def _find_hatch(self) -> Hatch | None:
+        """To the server of this process, where that has its slices on the device of all parameters."""
+        hatch = self._job.exchange.placement.hatch
+        devices = {item.tensor.device for item in self._tracked}
+        return (
+            hatch
+            if self._sides is not None and hatch is not None and devices == {torch.device(hatch.device)}
+            else None
+        )
+
     def _carrier(self, segment: Segment, items: Sequence[Tracked]) -> Carrier:
         if self._sides is None:
             return ArenaCarrier(self._job.exchange, segment)
+        if self._hatch is not None:
+            return HatchCarrier(self._job.exchange, segment, items[0].tensor.device, self._hatch)
         return MirrorCarrier(self._job.exchange, segment, items[0].tensor.device, self._sides[0])
 
     def _group_rule(self, index: int) -> Rule:
@@ -170,6 +185,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 side=self._sides[1],
                 model=self._model,
                 lazy=self._overlap,
+                hatch=self._hatch,
             )
         landing = HostLanding(exchange, self._tracked, self._buffers, window, in_place=self._local is None)
         if self._local is not None:

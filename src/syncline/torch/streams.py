@@ -36,6 +36,9 @@ class Side(Protocol):
     def follow(self, stream: Any = None) -> None:
         """What is queued here from now on comes after all that a stream (the caller's) has to do so far."""
 
+    def follow_event(self, event: Any) -> None:
+        """What is queued here from now on comes after an event of another stream."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy; both stay alive and untouched until a later mark is done."""
 
@@ -85,6 +88,9 @@ class CudaSide:
 
     def follow(self, stream: Any = None) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device) if stream is None else stream)
+
+    def follow_event(self, event: Any) -> None:
+        self._stream.wait_event(event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):

@@ -382,7 +382,8 @@ class Commits:
         self._set_back = {w: clock - clocks.get(w, 0) for w, clock in self._set_back.items()}
         asked = self.flow.begin_anew(dropped)
         self._staged.clear()
-        self.staging.keep_only(self._slices)
+        if not self.decoding.takes_all:
+            self.staging.keep_only(self._slices)
         self.ranks.choose_chief()
         return asked, self.holding.take_all()
 

@@ -28,6 +28,7 @@ class Decoding:
     ) -> None:
         self._slices, self._staging, self._find, self._is_taken = slices, staging, find, is_taken
         self.coder: SliceCoder | None = None  # with --codec
+        self.takes_all = False  # with a circle: also for slices whose primaries are elsewhere
 
     def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
         """Memory for the bytes behind this message; none is allocated for sizes that cannot be."""
@@ -42,10 +43,10 @@ class Decoding:
         return found
 
     def _target(self, peer: Peer, message: Stage, number: int) -> Buffer | None:
-        slot = self._slices.get(number) or self._staging.copies.get(number)
-        if slot is None or not self._is_taken(peer):
+        is_here = number in self._slices or self._staging.copies.get(number) or self.takes_all
+        if not is_here or not self._is_taken(peer):
             return None
-        return self._staging.buffer((peer.name, peer.incarnation), message.slot, slot.part)
+        return self._staging.buffer((peer.name, peer.incarnation), message.slot, self._find(number)[1])
 
     def _sizes(self, peer: Peer, message: Stage) -> Sequence[Sequence[int]]:
         """Of the pieces of each slice; none: it comes as it lies."""

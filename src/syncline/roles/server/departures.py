@@ -32,6 +32,7 @@ class Departures:
         self._rounds, self._slices, self._flow, self._staging, self._staged = rounds, slices, flow, staging, staged
         self._gone = gone
         flow.forget_gone = self._forget_gone
+        self.only_of = ""  # with a circle: the worker that stages here, all slices; others say what they push
 
     def fence(self, name: str, incarnation: int) -> list[Contribution]:
         """Nothing more is taken from this worker; whom to tell that it is out."""
@@ -123,6 +124,8 @@ class Departures:
 
     def not_staged(self, worker: Identity, contribution: Contribution, have: set[int]) -> int | None:
         """A slice here whose bytes a commit would need, and does not have."""
+        if self.only_of and worker[0] != self.only_of:
+            return None
         for slot in (*self._slices.values(), *self._staging.copies.slots()):
             if slot.part.id in have or self._staging.is_shared(worker, contribution.slot, slot.part):
                 continue

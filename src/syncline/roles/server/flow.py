@@ -102,7 +102,7 @@ class Flow:
                 self._under_way[commit.worker, commit.item.incarnation, commit.clock] = work
             if self.tells_clocks:
                 self._note_clocks(work)
-            if not self.clipping.is_for(work):
+            if not self.clipping.is_for(work) and not work.is_summed:
                 for slot in slots:
                     slot.queue.append(work)
         return works
@@ -123,11 +123,24 @@ class Flow:
 
     def run(self, works: Iterable[Work]) -> None:
         for work in works:
-            if isinstance(work, RoundWork) and self.clipping.is_for(work):
+            if isinstance(work, RoundWork) and work.is_summed:
+                assert self.voting is not None and self.voting.summing is not None
+                self.voting.summing.submit(work)
+            elif isinstance(work, RoundWork) and self.clipping.is_for(work):
                 self.clipping.measure(work)
             else:
                 self.go_through(work)
         self.release()
+
+    def summed(self, work: RoundWork) -> None:
+        """Its circle has its sums."""
+        if self.clipping.is_for(work):
+            self.clipping.measure(work)
+            return
+        with self.order:
+            for slot in work.slots:
+                slot.queue.append(work)
+        self.go_through(work)
 
     @property
     def is_applying(self) -> bool:
@@ -136,6 +149,10 @@ class Flow:
 
     def go_through(self, work: Work) -> None:
         """Into the slices here; in a ring, first only to where all hold it."""
+        if work.is_summed:
+            assert self.voting is not None and self.voting.summing is not None and isinstance(work, RoundWork)
+            if not self.voting.summing.hold(work):
+                return
         if work.copies:
             assert self.voting is not None and isinstance(work, RoundWork)
             self.voting.spreading.sum_up(work)

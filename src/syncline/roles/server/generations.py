@@ -66,6 +66,8 @@ class Generations:
 
     def close(self) -> None:
         self._is_closed = True
+        if self._voting is not None:
+            self._voting.close()
         hold = self._hold
         if hold is not None:
             hold.ended.set()  # nobody waits for its end
@@ -208,6 +210,7 @@ class Generations:
                 try:
                     if self._voting is not None:
                         self._hosting.supply(lambda: self._hold is None and not self._is_closed)
+                        self._voting.supplied()
                 except BaseException:
                     refuse()  # nobody else would: what is open here is dropped already
                     raise

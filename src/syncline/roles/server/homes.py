@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from syncline.core.layout import Slice
 from syncline.core.words import counted
 from syncline.errors import ConfigError
+from syncline.net.hatch import Hatch
 from syncline.roles.server.pinning import Bytes, Registered
 
 _NOTHING = contextlib.nullcontext()
@@ -19,6 +21,8 @@ _NOTHING = contextlib.nullcontext()
 class Home:
     """Slices in host memory: rules run where the bytes lie."""
 
+    hatch: Hatch | None = None  #: to the worker of this process
+    is_lazy = False  #: whether host memory may be older than what rules have come to
     decay = 0.0  #: of the average that is kept of parameters; 0: none is
 
     def adopt(self, memory: Bytes) -> None:
@@ -27,7 +31,7 @@ class Home:
     def release(self, memory: Bytes) -> None:
         """It is not used any more."""
 
-    def numbers(self, host: torch.Tensor) -> torch.Tensor:
+    def numbers(self, host: torch.Tensor, part: Slice | None = None) -> torch.Tensor:
         """The tensor that rules work on, for a slice that lies here in host memory."""
         return host
 
@@ -44,6 +48,12 @@ class Home:
 
     def publish(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
         """Workers read the host memory: it holds the new numbers when this returns."""
+
+    def refresh(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
+        """Somebody reads the host memory: it holds what rules have come to."""
+
+    def settle(self) -> None:
+        """What this thread has begun is done when this returns."""
 
     def close(self) -> None:
         """Lets go of the memory that was adopted."""
@@ -64,7 +74,7 @@ class DeviceHome(Home):
     def release(self, memory: Bytes) -> None:
         self._registered.release(memory)
 
-    def numbers(self, host: torch.Tensor) -> torch.Tensor:
+    def numbers(self, host: torch.Tensor, part: Slice | None = None) -> torch.Tensor:
         return host.to(self._device)
 
     def bring(self, staged: torch.Tensor) -> torch.Tensor:
@@ -80,6 +90,9 @@ class DeviceHome(Home):
 
     def publish(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
         host.copy_(numbers, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def settle(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:

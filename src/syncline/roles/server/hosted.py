@@ -14,7 +14,7 @@ import torch
 
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded, SliceCoder
-from syncline.core.layout import Ranges, Segment, Slice, covers, in_ranges
+from syncline.core.layout import Piece, Ranges, Segment, Slice, covers, in_ranges
 from syncline.core.slices import SliceState
 from syncline.core.verdicts import Commit
 from syncline.net.transport import buffer_of
@@ -56,7 +56,7 @@ class HostedSlice:
 
     def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
         self.part, self.segment = part, segment
-        self.memory, self.home = memory, home
+        self._memory, self.home = memory, home
         self.rules = SliceRules(segment, part, memory, home)
         self.state = SliceState()
         self.lock = threading.Lock()
@@ -76,6 +76,24 @@ class HostedSlice:
         self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
         self.damping_sum = 0.0
+
+    @property
+    def memory(self) -> Bytes:
+        """Its bytes, as workers map them."""
+        self.home.refresh(self.rules.flat, self.rules.host)
+        return self._memory
+
+    def shown(self) -> int:
+        """Its version: whoever maps its memory finds that there, or a newer one."""
+        if self.home.is_lazy:
+            with self.lock:
+                self.home.refresh(self.rules.flat, self.rules.host)
+                return self.state.version
+        return self.state.version
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        return self.rules.pieces
 
     # -- what waits is applied ----------------------------------------------------------------------------
 
@@ -199,6 +217,11 @@ class HostedSlice:
             return commit.clock > self.state.clocks.get(worker, 0)
         return self.state.admit(worker, commit.clock) == "new"
 
+    def admitted(self, work: Work) -> tuple[list[Commit[Contribution]], float]:
+        """Under the lock: the commits of a round that are not in this slice yet, and what their gradient counts."""
+        commits = self._admitted(work)
+        return commits, self._scale_of(work, commits)
+
     def _gradients_of(
         self, work: Work, commits: Sequence[Commit[Contribution]], into: torch.Tensor | None = None
     ) -> list[torch.Tensor | None]:
@@ -250,9 +273,11 @@ class HostedSlice:
     ) -> list[torch.Tensor | None]:
         """The round's gradient for each piece of this slice. Outside of rounds weights do not count. `into`: where
         it is to be in the end."""
+        if work.sums is not None:
+            return work.sums.gradients(self)
         sources: list[Source] = []
         for commit in commits:
-            has = self._has(commit.item.pushed)
+            has = self.has(commit.item.pushed)
             if any(has) and (commit.item.weight > 0 or not work.in_rounds):
                 array = commit.item.arrays(self.part)
                 assert array is not None, "pushed, and not staged"
@@ -261,7 +286,7 @@ class HostedSlice:
             return [None] * len(self.rules.pieces)
         return self.rules.reduced(sources, work.weight, into)
 
-    def _has(self, pushed: Ranges) -> Sequence[bool]:
+    def has(self, pushed: Ranges) -> Sequence[bool]:
         """Which pieces of this slice are pushed; the same as last time, mostly."""
         known = self._last_has
         if known[0] != pushed:
@@ -273,7 +298,7 @@ class HostedSlice:
         return known[1]
 
     def touched_by(self, pushed: Ranges) -> bool:
-        return any(self._has(pushed))
+        return any(self.has(pushed))
 
     def norm(self, work: Work) -> float:
         """This slice's share of the squared norm of a round."""
@@ -353,6 +378,7 @@ class HostedSlice:
 
     def pin(self) -> int:
         with self.lock:
+            self.home.refresh(self.rules.flat, self.rules.host)
             self.state.pins += 1
             return self.state.version
 

@@ -171,6 +171,9 @@ class Hosting:
             )
         return self._partners[key]
 
+    def members_named(self, names: Collection[str]) -> list[Member]:
+        return [self._members[name] for name in names if name in self._members]
+
     def spread_by(self, spread: Spread) -> frozenset[int]:
         """In a ring: the slices that are spread by the seats as they are."""
         hosts = {member.name: member.host for member in self._members.values()}

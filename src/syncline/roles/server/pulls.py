@@ -125,10 +125,11 @@ class Pulls:
         """Which of the slices that were just copied from shared memory have been written meanwhile."""
         stale, versions = [], []
         for number, version in zip(message.slices, message.versions, strict=True):
-            state = self._slot(number).state
+            slot = self._slot(number)
+            state = slot.state
             if not state.is_still(version):
                 stale.append(number)
-                versions.append(state.version)
+                versions.append(slot.shown())
             state.seen[request.peer.name] = state.version
         request.reply(Verified(stale, versions, self.clocks()))
 
@@ -183,7 +184,7 @@ class Pulls:
             send = functools.partial(self._send_pulled, request, message, num_bytes)
             self.outgoing.pull(request.endpoint, num_bytes, functools.partial(self._send, request, send))
             return
-        versions = [self._slot(number).state.version for number in message.slices]
+        versions = [self._slot(number).shown() for number in message.slices]
         request.reply(Pulled(versions, self.clocks()))
 
     def _send_pulled(self, request: Request, message: Pull, num_bytes: int) -> None:

@@ -120,7 +120,11 @@ def update_of(
     gradients: Sequence[torch.Tensor | None],
     scale: float,
 ) -> Update:
-    """Under the slice's lock: the next update, as its backups will get it."""
+    """Under the slice's lock: the next update, as its backups will get it; from a circle, they have it themselves."""
+    summed = work.sums.region(slot) if work.sums is not None else None
+    if work.is_summed:
+        has = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        return Update(work, commits, summed or slot.own_region(), has, scale)
     region = region_of(slot)
     made = Update(work, commits, region, slot.rules.lay_down(gradients, region.flat), scale)
     if not (slot.is_spread and work.waits_for_votes):

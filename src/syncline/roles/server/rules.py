@@ -42,8 +42,8 @@ class SliceRules:
     def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
         self.segment, self.part = segment, part
         self.pieces = segment.pieces(part)
-        self._home, self._host = home, tensor_of(memory, part.dtype)
-        self.flat = home.numbers(self._host)
+        self._home, self.host = home, tensor_of(memory, part.dtype)
+        self.flat = home.numbers(self.host, part)
         self._item_bytes = self.flat.element_size()
         self._reduce, self._is_integer = segment.reduce, part.dtype in INTEGERS
         self._specs = [segment.rule_of(segment.parameters[piece.parameter]) for piece in self.pieces]
@@ -107,7 +107,7 @@ class SliceRules:
         """The same read back, by either side: the gradient of each piece, where rules can use it."""
         found: list[torch.Tensor | None] = [None] * len(self.pieces)
         if has:
-            at_home = self.flat is self._host
+            at_home = self.flat is self.host
             pieces = self._staged_pieces(flat) if at_home else self._split(self._home.bring(flat))
             for index in has:
                 found[index] = pieces[index]
@@ -153,7 +153,7 @@ class SliceRules:
         The mean divides by the weight of the whole round, except for `Assign`: by the weight of those who pushed.
         `into`: slice-shaped host memory, where it is needed; what takes a computation is put there by it.
         """
-        place = into if self.flat is self._host else None
+        place = into if self.flat is self.host else None
         if not self.pieces:
             return []
         if len(sources) == 1 and self._is_used_as_it_lies(*sources[0], round_weight):
@@ -172,9 +172,10 @@ class SliceRules:
             found.append(None if combined is None else combined.view_as(self._parameters[index]))
         return found
 
-    def _is_used_as_it_lies(self, _: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
+    def _is_used_as_it_lies(self, staged: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
         """Whether a single contribution is the round's gradient, without a copy of it."""
-        return self.flat is self._host and (weight == total or self._reduce == "sum") and all(has)
+        is_here = staged.device == self.flat.device
+        return is_here and (weight == total or self._reduce == "sum") and all(has)
 
     def _combine(
         self,
@@ -249,7 +250,7 @@ class SliceRules:
         if scale == 1.0 and self._only_group is not None and len(given) == len(self._parameters):
             pairs = list(zip(self._parameters, given, strict=True))
             self._step(self._only_group, pairs, overrides.get(self._only_group, {}))
-            self._home.publish(self.flat, self._host)
+            self._home.publish(self.flat, self.host)
             return
         stepping: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter, gradient, spec, group in zip(
@@ -267,11 +268,11 @@ class SliceRules:
                 stepping.setdefault(group, []).append((parameter, gradient * scale if scale != 1.0 else gradient))
         for group, pairs in stepping.items():
             self._step(group, pairs, overrides.get(group, {}))
-        self._home.publish(self.flat, self._host)
+        self._home.publish(self.flat, self.host)
 
     def uploaded(self) -> None:
         """The first values are here."""
-        self._home.load(self.flat, self._host)
+        self._home.load(self.flat, self.host)
 
     def _step(
         self, group: int, pairs: list[tuple[torch.Tensor, torch.Tensor]], override: Mapping[str, Option]
@@ -303,6 +304,7 @@ class SliceRules:
 
     def live_state(self) -> Iterator[tuple[StateEntry, torch.Tensor]]:
         """The same where it lies."""
+        self._home.settle()
         for index, parameter in enumerate(self._parameters):
             optimizer = self._optimizers.get(self._groups[index])
             for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():

@@ -39,6 +39,7 @@ from syncline.core.traffic import (
     Attach,
     CommitStaged,
     GiveClip,
+    Introduce,
     Lend,
     LoadState,
     Map,
@@ -75,7 +76,7 @@ from syncline.roles.server.staging import Staging
 from syncline.roles.server.states import StateTransfer
 from syncline.roles.server.uses import uses_handlers
 from syncline.roles.server.values import Values
-from syncline.roles.server.voting import Voting, hear_vote, voting_of
+from syncline.roles.server.voting import Voting, hear_introduction, hear_vote, voting_of
 from syncline.roles.server.waits import beat_of
 from syncline.roles.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
@@ -117,7 +118,7 @@ class Server:
         self._slices = self._hosting.slices
         self._pulls = Pulls(self._slices, pool, self._senders)
         self._pulls.moved = self._moved
-        self._staging = Staging(self._home.release)
+        self._staging = Staging(self._home.release, self._home.hatch)
         self._states = StateTransfer(
             self._slices, find=lambda number: self._hosting.find(number)[1], drain=self._drain
         )
@@ -159,7 +160,7 @@ class Server:
         commits.ranks.hear(joined.members)
         codecs = codecs_of(config, load)
         if config.is_ring:
-            flow.voting = self._voting = voting_of(commits, self._hosting, self._pool, Spread(config, codecs))
+            self._voting = voting_of(config, commits, self._hosting, self._pool, Spread(config, codecs))
         flow.count_workers(config.replicas)
         self._generations = Generations(
             self.name,
@@ -278,6 +279,7 @@ class Server:
             LoadState: self._load_state,
             Lend: self._hosting.backups.lenders.lend,
             Vote: lambda request, message: hear_vote(self._voting, request, message),
+            Introduce: lambda request, message: hear_introduction(self._voting, request, message),
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),
             Install: lambda request, message: self._changes().install(request, message),

@@ -9,6 +9,7 @@ import torch
 
 from syncline.core.layout import Slice
 from syncline.core.slices import Identity
+from syncline.net.hatch import Hatch
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.roles.server.copies import Copies
 from syncline.roles.server.rules import Bytes, tensor_of
@@ -17,12 +18,14 @@ from syncline.roles.server.rules import Bytes, tensor_of
 class Staging:
     """The staged bytes of all workers, by worker, slot and slice. A worker that came back is another one."""
 
-    def __init__(self, release: Callable[[Bytes], None] = lambda array: None) -> None:
-        self._release = release
+    def __init__(self, release: Callable[[Bytes], None] = lambda array: None, hatch: Hatch | None = None) -> None:
+        """`hatch`: to the worker of this process."""
+        self._release, self._hatch = release, hatch
         self.copies = Copies()
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
         self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
+        self._handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slice: what it is of, and itself
 
     def attach(self, worker: Identity, segment: int, slot: int, arena: Memory) -> None:
         """In the place of the one before it: a worker that has reached us anew brings its arena again."""
@@ -34,7 +37,8 @@ class Staging:
             self._let_go(before)
 
     def is_shared(self, worker: Identity, slot: int, part: Slice) -> bool:
-        return (worker, part.segment, slot) in self._arenas
+        is_handed = self._hatch is not None and part.segment in self._hatch.segments
+        return is_handed or (worker, part.segment, slot) in self._arenas
 
     def buffer(self, worker: Identity, slot: int, part: Slice) -> Buffer:
         """Where a socket puts a slice's bytes; made once, used again for every clock of this slot."""
@@ -45,6 +49,11 @@ class Staging:
 
     def tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
         """The staged bytes of one slice, as numbers, where they lie."""
+        handed = self._hatch.gradients(part.segment) if self._hatch is not None else None
+        if handed is not None:
+            if handed.event is not None:
+                handed.event.wait()  # the caller's stream does
+            return self._handed_slice(handed.data, part)
         key = (worker, slot, part.id)
         known = self._tensors.get(key)
         if known is None:
@@ -55,6 +64,14 @@ class Staging:
                 array = self._buffers[key]
             known = self._tensors[key] = tensor_of(array, part.dtype)
         return known
+
+    def _handed_slice(self, data: torch.Tensor, part: Slice) -> torch.Tensor:
+        """It lies where it lies, mostly: the same tensor again."""
+        known = self._handed.get(part.id)
+        if known is None or known[0] is not data:
+            view = data[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
+            known = self._handed[part.id] = (data, view)
+        return known[1]
 
     def forget_worker(self, worker: Identity) -> None:
         """Nothing of this worker is needed any more."""

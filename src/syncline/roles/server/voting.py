@@ -5,56 +5,32 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from syncline import faults
+from syncline.config import JobConfig
 from syncline.core.message import Done
+from syncline.core.ring import partner_of
 from syncline.core.slices import Identity
 from syncline.core.spread import Spread
-from syncline.core.traffic import Vote
+from syncline.core.traffic import Introduce, Vote
 from syncline.core.votes import Ballot, Votes, ballot_of
-from syncline.errors import ConnectionLost, ProtocolError, SynclineError
-from syncline.net.rpc import Call, Request
+from syncline.errors import ProtocolError
+from syncline.net.rpc import Request
 from syncline.roles.server.backups import Backups
 from syncline.roles.server.commits import Commits
 from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.replication import Partner
+from syncline.roles.server.saying import Saying
 from syncline.roles.server.spreading import Spreading
 from syncline.roles.server.work import RoundWork
 
+if TYPE_CHECKING:
+    from syncline.roles.server.summing import Summing
+
 #: A round of at most this many bytes is applied by the thread that brings the last vote.
 INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
-
-
-class _Letter:
-    """A vote on its way to one other server."""
-
-    def __init__(self, partner: Partner, ballot: Ballot) -> None:
-        self._partner, self._ballot = partner, ballot
-        self.is_acknowledged = False
-
-    def send(self) -> None:
-        endpoint = self._partner.current()
-        if endpoint is None:
-            self._partner.repeat_later(self)
-            return
-        try:
-            call = endpoint.call(Vote(self._ballot))
-        except ConnectionLost:
-            self._partner.repeat_later(self)
-            return
-        call.when_done(functools.partial(self._answered, call))
-
-    def _answered(self, call: Call) -> None:
-        try:
-            call.wait(0)
-        except ConnectionLost:
-            self._partner.repeat_later(self)
-            return
-        except SynclineError:
-            pass  # one of us is out: the coordinator's word will come
-        self.is_acknowledged = True
 
 
 class Voting:
@@ -82,7 +58,8 @@ class Voting:
         self.votes = Votes()
         self._works: dict[Ballot, RoundWork] = {}  # whole here, in their order
         self._unsaid: list[RoundWork] = []  # held by all since it was frozen
-        self._is_frozen = False
+        self.is_frozen = False  # a change is prepared
+        self.summing: Summing | None = None  # where torch.distributed makes the sums
         backups.voting = self
 
     @property
@@ -95,8 +72,15 @@ class Voting:
         with self._order:
             self.votes.begin(generation, voters)
             self.spreading.begin()
-            self._is_frozen = False
+            self.is_frozen = False
             self._unsaid.clear()
+            if self.summing is not None:
+                self.summing.begin(generation, voters)
+
+    def supplied(self) -> None:
+        """The others have what they lacked of the slices here."""
+        if self.summing is not None:
+            self.summing.supplied()
 
     # -- voting -------------------------------------------------------------------------------------------
 
@@ -107,12 +91,17 @@ class Voting:
             work.ballot, work.waits_for_votes = ballot_of(self.votes.generation, commits), True
             self._works[work.ballot] = work
             self.spreading.expect(work)
+            work.is_summed = self.summing is not None
+
+    def expects(self, work: RoundWork) -> bool:
+        """Under `order`: whether this round waits here, and was not dropped."""
+        return work.ballot is not None and self._works.get(work.ballot) is work
 
     def keeps(self, work: RoundWork, take: Callable[[], None]) -> bool:
         """This server has made a sum of its own for this round: it is taken, unless the round was dropped. A change
         that is on its way counts on what was held before, and may drop it."""
         with self._order:
-            is_wanted = work.ballot is not None and self._works.get(work.ballot) is work
+            is_wanted = self.expects(work)
             if is_wanted:
                 take()
             return is_wanted
@@ -120,14 +109,14 @@ class Voting:
     def held(self, work: RoundWork) -> None:
         """All others hold the sums of the slices here."""
         with self._order:
-            if work.ballot is None or self._works.get(work.ballot) is not work:
+            if work.ballot is None or not self.expects(work):
                 return  # dropped
-            if self._is_frozen:
+            if self.is_frozen:
                 self._unsaid.append(work)
                 return
             self._waits(work)
             self.votes.vote(work.ballot, self._name)
-            letters = [_Letter(partner, work.ballot) for partner in self._partners(self.votes.voters)]
+            letters = [Saying(partner, Vote(work.ballot)) for partner in self._partners(self.votes.voters)]
         if faults.armed is not None:
             faults.reach("vote.cast")
         for letter in letters:
@@ -151,7 +140,7 @@ class Voting:
         with self._order:
             if ballot.generation < self.votes.generation:
                 return "over"
-            if self._is_frozen or ballot.generation > self.votes.generation:
+            if self.is_frozen or ballot.generation > self.votes.generation:
                 return "later"
             take()
             return "held"
@@ -166,7 +155,7 @@ class Voting:
     def _look(self, ballot: Ballot) -> None:
         with self._order:
             work = self._works.get(ballot)
-            if work is None or self._is_frozen or not self.votes.is_decided(ballot) or not self._may_apply(work):
+            if work is None or self.is_frozen or not self.votes.is_decided(ballot) or not self._may_apply(work):
                 return
             self._resumes(work)
             numbers = self._begin(ballot, work)
@@ -195,17 +184,23 @@ class Voting:
 
     def freeze(self) -> None:
         """A change is prepared: nobody votes, holds or applies from now on."""
-        self._is_frozen = True
+        self.is_frozen = True
 
     def thaw(self) -> None:
         """It is not to be."""
         with self._order:
-            self._is_frozen = False
+            self.is_frozen = False
             unsaid, self._unsaid = self._unsaid, []
         for work in unsaid:
             self.held(work)
         self._backups.go_on()
+        if self.summing is not None:
+            self.summing.thaw()
         self.look()
+
+    def close(self) -> None:
+        if self.summing is not None:
+            self.summing.close()
 
     def reach(self) -> list[tuple[str, int, int]]:
         """Name, incarnation and clock of the commits in rounds of which everything is here."""
@@ -244,7 +239,7 @@ class Voting:
         return dropped
 
 
-def voting_of(commits: Commits, hosting: Hosting, pool: Pool, spread: Spread) -> Voting:
+def voting_of(config: JobConfig, commits: Commits, hosting: Hosting, pool: Pool, spread: Spread) -> Voting:
     """As it stands among the other parts of a server."""
     flow, spreading = commits.flow, Spreading(spread, commits.staging.copies, hosting.backups, hosting.home)
     voting = Voting(
@@ -255,7 +250,12 @@ def voting_of(commits: Commits, hosting: Hosting, pool: Pool, spread: Spread) ->
     )  # fmt: skip
     spreading.find, spreading.holds, spreading.fail = hosting.spread_by, voting.keeps, flow.fail
     spreading.primaries = lambda: list(hosting.slices.values())
-    commits.holding.passed = voting.look
+    commits.holding.passed, flow.voting = voting.look, voting
+    if config.has_circle:
+        from syncline.roles.server.summing import Summing  # torch.distributed, which not every torch has
+
+        voting.summing = Summing(config, flow, voting, hosting)
+        commits.departures.only_of, commits.decoding.takes_all = partner_of(hosting.name), True
     return voting
 
 
@@ -263,3 +263,9 @@ def hear_vote(voting: Voting | None, request: Request, message: Vote) -> None:
     if voting is None or request.peer.role != "server":
         raise ProtocolError(f"{request.peer} votes; only servers of a ring do")
     voting.hear(request, message)
+
+
+def hear_introduction(voting: Voting | None, request: Request, message: Introduce) -> None:
+    if voting is None or voting.summing is None or request.peer.role != "server":
+        raise ProtocolError(f"{request.peer} introduces itself; only servers of a circle do")
+    voting.summing.hear(request, message)

@@ -22,6 +22,7 @@ from syncline.net.rpc import Request
 
 if TYPE_CHECKING:
     from syncline.roles.server.hosted import HostedSlice, Snapshot
+    from syncline.roles.server.sums import RoundSums
 
 #: Name, incarnation and clock: one commit, and no other that there will ever be.
 Key = tuple[str, int, int]
@@ -122,6 +123,8 @@ class Work:
     roll: Roll | None = None  # with spare workers: of the round that it is, or that its commit was late by
     ballot: Ballot | None = None  # in a ring: what is voted on
     waits_for_votes = False
+    is_summed = False  # by a circle: every server comes to all sums itself
+    sums: RoundSums | None = None
     copies: Sequence[HostedSlice] = ()  # in a ring: of others' slices, for which it is summed up here
 
     def __init__(self, slots: Sequence[HostedSlice], finished: Callable[[Work], None]) -> None:

@@ -1,0 +1,149 @@
+"""A circle: the servers of one generation of a ring, as a process group of torch.distributed that is ours alone.
+
+No default group is made, so that a script's own use of torch.distributed is not disturbed. A circle has a thread of
+its own: where somebody is gone its sums may never come, and nobody waits for it but the next change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import Store
+
+from syncline.roles.server.homes import Home
+from syncline.roles.server.sums import Pending, RoundSums, Sums
+from syncline.roles.server.work import RoundWork
+
+dist: Any = torch.distributed  # which types know little of
+#: For the change that follows when somebody is gone; without one, the round fails.
+PATIENCE_SECONDS = 30.0
+_LOOK_SECONDS = 0.005
+#: For all that have introduced themselves to be connected with each other.
+CONNECT_SECONDS = 5.0
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
+    """Speaks and listens at this address only. Whoever is introduced is about to connect."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def nccl_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
+    """nccl finds its own addresses; it is made with the first sum."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=timeout_seconds)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+GROUPS: dict[str, Callable[[Store, int, int, float, str], Any]] = {"gloo": gloo_group, "nccl": nccl_group}
+
+
+class Formed(NamedTuple):
+    """A process group, and its store: torch asks that later too, and does not keep what is Python's of it."""
+
+    group: Any
+    store: Store
+
+
+class Circle:
+    """Makes the sums of rounds, one after the other."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        form: Callable[[], Formed],
+        sums: Sums,
+        home: Home,
+        *,
+        timeout_seconds: float,
+        is_whole: Callable[[], bool],
+        summed: Callable[[RoundWork, RoundSums], None],
+        failed: Callable[[RoundWork, Exception], None],
+    ) -> None:
+        """`form` makes the process group, when all others do; `is_whole`: all slices that are to be here are;
+        `failed`: no change has followed what went wrong."""
+        self.names, self._is_whole = names, is_whole
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._is_supplied = threading.Event()
+        self._form, self._sums, self._home, self._summed, self._failed = form, sums, home, summed, failed
+        self._formed: Formed | None = None
+        self._works: queue.SimpleQueue[RoundWork | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ending: threading.Thread | None = None
+
+    def submit(self, work: RoundWork) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
+            self._thread.start()
+        self._works.put(work)
+
+    def supplied(self) -> None:
+        """The others have had from here what they lacked: from now on slices may change."""
+        self._is_supplied.set()
+
+    def _begin(self) -> None:
+        """Before the first sum: nobody's copy is on its way any more, from here or to here."""
+        while not self._closed.is_set() and not (self._is_supplied.is_set() and self._is_whole()):
+            self._closed.wait(_LOOK_SECONDS)
+        if not self._closed.is_set():
+            self._formed = self._form()
+
+    def close(self) -> None:
+        """Its generation is over: whatever is on its way goes nowhere. Nobody waits for that."""
+        self._closed.set()
+        self._works.put(None)
+        if self._thread is not None and self._ending is None:
+            self._ending = threading.Thread(target=self._abort, name="end of sums", daemon=True)
+            self._ending.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any of its threads may still be in torch."""
+        return any(thread is not None and thread.is_alive() for thread in (self._thread, self._ending))
+
+    def join(self, seconds: float) -> None:
+        """Waits for its threads to be out of torch: a process that ends meanwhile would be aborted."""
+        for thread in (self._thread, self._ending):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(seconds)
+
+    def _abort(self) -> None:
+        formed = self._formed
+        if formed is not None:
+            with contextlib.suppress(Exception):
+                formed.group.abort()
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None and not self._closed.is_set():
+            try:
+                if self._formed is None:
+                    self._begin()
+                if self._closed.is_set():
+                    break
+                with self._home.at_work():
+                    found = self._sums.make(work, self._reduce)
+                    self._home.settle()
+            except Exception as error:  # of torch, in whatever form: whoever waits must hear of it
+                if not self._closed.wait(PATIENCE_SECONDS):
+                    self._failed(work, error)
+                break
+            if not self._closed.is_set():
+                self._summed(work, found)
+        self._formed = None
+
+    def _reduce(self, tensor: torch.Tensor) -> Pending:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._timeout
+        assert self._formed is not None
+        pending: Pending = self._formed.group.allreduce([tensor], options)
+        return pending
