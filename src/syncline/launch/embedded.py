@@ -55,7 +55,8 @@ class InProcess:
     def _pair(self, one: Peer, two: Peer, theirs: Any) -> Connection:
         """A connection held by `one`, whose other end answers by `theirs`."""
         left, right = memory.pair(one, two)
-        left.shares_memory = right.shares_memory = self._are_near(one, two)
+        if not self._are_near(one, two):
+            left.shares_memory = right.shares_memory = False
         other = Endpoint(right, self.stamp(), theirs)
         for name in (one.name, two.name):
             self._endpoints.setdefault(name, []).append(other)
