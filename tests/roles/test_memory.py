@@ -21,7 +21,8 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("policy", [pytest.param("sync", marks=pytest.mark.proof), "async"])
+@pytest.mark.proof
+@pytest.mark.parametrize("policy", ["sync", "async"])
 def test_many_steps_do_not_grow(policy: str) -> None:
     """1,500 pushes of 1 MiB: one gradient kept in a hundred shows."""
     return_what_is_freed()  # otherwise the allocator keeps some of it, for each thread

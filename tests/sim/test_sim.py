@@ -19,9 +19,9 @@ from .faults import KINDS, RING, SAVES, SPARE, scenario_of
 from .job import play
 from .world import Violation
 
-QUICK, PROOF, SOAK = 500, 10_000, 200_000
+QUICK, PROOF, SOAK = 250, 10_000, 200_000
 QUICK_SAVES, PROOF_SAVES = 60, 1_000
-QUICK_RINGS, PROOF_RINGS = 50, 4_000
+QUICK_RINGS, PROOF_RINGS = 50, 2_000
 MOST_FOR_A_BUG = 2_000
 
 
