@@ -91,8 +91,10 @@ def test_what_gloo_and_nccl_need_is_said_at_launch(commands: Any, said: list[str
 
 
 @pytest.mark.proof
-def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any) -> None:
-    job = commands.start("run", "-w", "2", "--exchange", "ring", commands.script(SCRIPT), "120", "0.1")
+@pytest.mark.parametrize("sums", ["ours", "gloo"])
+def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any, sums: str) -> None:
+    script = commands.script(SCRIPT)
+    job = commands.start("run", "-w", "2", "--exchange", "ring", "--sums", sums, script, "120", "0.1")
     commands.wait_for("under way", "worker-1")
     os.kill(commands.members()["worker-1"], signal.SIGKILL)
     result = commands.finish(job)
