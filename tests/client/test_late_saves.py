@@ -32,10 +32,12 @@ def test_the_end_of_a_save_may_come_before_its_beginning(house):
 
 def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monkeypatch):
     _, job, asker = begin(house)
-    first, unwatch, is_gone = asker.expect(1), job.boundary.unwatch, threading.Event()
+    first, unwatch = asker.expect(1), job.boundary.unwatch
+    begins, is_gone = threading.Event(), threading.Event()
     until(lambda: job.boundary._watchers)
 
     def late(watcher: Any) -> None:
+        begins.set()
         until(lambda: job._hearing.saves._number == 2)
         time.sleep(0.2)
         unwatch(watcher)
@@ -45,6 +47,7 @@ def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monke
     asker.end(1)
     with pytest.raises(StoreError, match="save 1 is over"):
         first.wait(SECONDS)
+    assert begins.wait(SECONDS)  # else the second comes before it, and there is nothing to let go
     second = asker.expect(2)
     assert is_gone.wait(SECONDS)
     until(lambda: job.boundary._watchers)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from syncline.core.control import SeedTo
+from syncline.core.layout import Slice
 from syncline.core.seats import Seat
 from syncline.core.traffic import AskClip, Committed, GiveClip, LoadState
 from syncline.errors import FencedError, SynclineError
@@ -104,7 +105,7 @@ def test_backups_are_equal_bit_by_bit_after_hundreds_of_updates(
 class Twin(Home):
     """A device that is memory of its own."""
 
-    def numbers(self, host: torch.Tensor) -> torch.Tensor:
+    def numbers(self, host: torch.Tensor, part: Slice | None = None) -> torch.Tensor:
         return host.clone()
 
     def bring(self, staged: torch.Tensor) -> torch.Tensor:

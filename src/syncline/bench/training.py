@@ -77,7 +77,7 @@ def beside_nccl(name: str, model: str, what: str, *, workers: int, reach: Reach)
         ddp = ProcessSide("peers", Task(kind="train_ddp_nccl", model=model, device="cuda"), processes=count)
         return play(JobSide(task, workers=count, exchange="ring", sums="nccl"), ddp, longer)
 
-    ranks = counted(workers, "rank") if workers else "as many ranks as there are GPUs"
+    ranks = counted(workers, "rank") if workers else "a rank per GPU"
     return Row(
         name=name,
         what=f"{what}, a ring with --sums nccl, {ranks}: samples/s",
