@@ -6,7 +6,8 @@ import pytest
 
 from syncline.core.changes import Change
 from syncline.core.control import Prepared
-from syncline.core.rounds import ERA, LOOP
+from syncline.core.policy import parse_policy
+from syncline.core.rounds import ERA, LOOP, Rounds
 from syncline.core.seats import Seat
 from syncline.core.standings import Standing
 
@@ -190,3 +191,16 @@ def test_who_enters_is_beside_those_in_its_own_loop() -> None:
     assert late.standings()[0].turn() == (LOOP, 1), "no loop of that number has begun"
     before = answered(change(entering=entering, stretches={"worker-2": 0}), Prepared([ahead], 0), Prepared([], 0))
     assert before.standings()[0].turn() == (0, 0), "alone in its loop, which is before the others'"
+
+
+def test_who_enters_a_loop_that_all_others_have_left_is_not_at_its_end() -> None:
+    """From there its first pause would end the loop: it would be in the next one's rounds, and others wait for it
+    and it for them (ring, seeds 3000467 and 3000859)."""
+    gone = Standing("worker-0", 2, clock=9, stretch=2 * LOOP - 1, stretch_began=9, resting=True)
+    one = answered(
+        change(entering={"worker-2": 9}, stretches={"worker-2": LOOP}), Prepared([gone], 0), Prepared([gone], 0)
+    )
+    assert one.places()["worker-2"].stretch == LOOP and one.standings()[0].turn() == (LOOP, 0)
+    rounds: Rounds[str] = Rounds(parse_policy("sync"), [])
+    rounds.begin_anew([gone, *one.standings()], {("worker-0", 2): 9})
+    assert rounds.commit("worker-2", 9, 1, LOOP, "2@1").apply, "those who have left the loop are not waited for"

@@ -207,3 +207,18 @@ def test_who_enters_behind_a_barrier_ends_the_rounds_of_the_era_before_it() -> N
     commit(rounds, 0, 1)
     rounds.enter(Standing("worker-2", 12, stretch=ERA))
     assert items(rounds.release()) == [("0@1",)]
+
+
+def test_who_enters_behind_a_barrier_in_a_change_of_primaries_takes_all_into_the_new_era() -> None:
+    """Else those who were away at the barrier still are, until their first commits: one server would apply a round
+    before such a commit comes, without it, another with it (ring, seed 3001301)."""
+    rounds = rounds_of("sync", 2)
+    away = [Standing(f"worker-{k}", 10 + k, clock=5, away=True, position=5) for k in (0, 1)]
+    rounds.begin_anew([*away, Standing("worker-2", 12, stretch=ERA)], {("worker-0", 10): 5, ("worker-1", 11): 5})
+    assert [s.turn() for s in rounds.standings.values()] == [(ERA, 0)] * 3
+    assert items(rounds.commit("worker-1", 11, 6, ERA, "1@6")) == []
+    assert items(rounds.commit("worker-2", 12, 1, ERA, "2@1")) == [], "worker-0 is in this round"
+    assert items(rounds.commit("worker-0", 10, 6, ERA, "0@6")) == [("0@6", "1@6", "2@1")]
+    again = [Standing("worker-0", 10, clock=6, stretch=ERA, stretch_began=5), Standing("worker-1", 11, clock=5)]
+    rounds.begin_anew(again, {("worker-0", 10): 6, ("worker-1", 11): 5})
+    assert rounds.standings["worker-0"].turn() == (ERA, 1), "who is in the era already stays where it is"

@@ -66,6 +66,11 @@ class Reader(Worker):
     def must_enter(self) -> bool:
         return self.piece is not None
 
+    def on_entered(self, session: Session, frame: Frame) -> None:
+        if not self.has_entered and max(self.stretch, frame.body[2]) % LOOP == LOOP - 1:
+            self.job.ledger.fail(f"{self.life} is to enter at the end of its loop, from where it cannot pause")
+        super().on_entered(session, frame)
+
     def _done_with(self, place: int) -> None: ...
 
     def _go_on(self) -> None:

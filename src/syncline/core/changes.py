@@ -153,8 +153,10 @@ class Change:
         stretch, number = self.turn()
         own = self._stretches.get(name, -1)
         if self.stretch <= own < stretch + LOOP:
-            inside = [s for s in self._standings() if s.stretch // LOOP == own // LOOP and not (s.left or s.fenced)]
-            stretch, number = next_turn(inside) if inside else (own // LOOP * LOOP, 0)
+            # Not at the loop's end, also where all others are there: from there nobody could pause in this loop.
+            beside = [s for s in self._standings() if s.stretch // LOOP == own // LOOP and not (s.left or s.fenced)]
+            inside = [s.turn() for s in beside if not has_left_loop(s)]
+            stretch, number = max(inside, default=(own // LOOP * LOOP, 0))
         return Standing(name, incarnation, clock, stretch, clock - number, position=self.back_at())
 
     def rolls(self) -> list[Roll]:
@@ -177,5 +179,10 @@ def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
     is still in the loop, and they, for the end of the epoch, maybe for it.
     """
     known = list(standings)
-    inside = [s.turn() for s in known if not (s.resting and s.stretch % LOOP == LOOP - 1)]
+    inside = [s.turn() for s in known if not has_left_loop(s)]
     return max(inside or [s.turn() for s in known], default=(0, 0))
+
+
+def has_left_loop(standing: Standing) -> bool:
+    """Whether it rests at the loop's end."""
+    return standing.resting and standing.stretch % LOOP == LOOP - 1

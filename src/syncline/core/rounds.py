@@ -177,10 +177,9 @@ class Rounds(Generic[T]):
             return
         self._era = stretch // ERA * ERA
         level = max((standing.position for standing in self.standings.values()), default=0)
-        for standing in self.standings.values():
+        for standing in [s for s in self.standings.values() if s.stretch < self._era]:
             standing.stretch, standing.stretch_began = self._era, standing.clock
-            standing.position = level
-            standing.resting = standing.away = False
+            standing.position, standing.resting, standing.away = level, False, False
 
     def _not_behind(self, standing: Standing, stretch: int) -> int:
         """With spare workers: one that was late may stand in a later stretch of this era than it has counted to."""
@@ -268,8 +267,7 @@ class Rounds(Generic[T]):
     def begin_anew(self, standings: Iterable[Standing], clocks: Mapping[tuple[str, int], int]) -> list[Commit[T]]:
         """Slices came or went: open commits are given back, to be made anew; `clocks` are what every slice has."""
         dropped = [commit for commits in self._open.values() for commit in commits.values()]
-        self._open.clear()
-        self._following.clear()
+        self._open, self._following = {}, {}
         self.standings = {s.name: s for s in standings}
         for standing in self.standings.values():
             clock = clocks.get((standing.name, standing.incarnation), 0)
@@ -279,7 +277,9 @@ class Rounds(Generic[T]):
             standing.late = standing.late if standing.late <= clock else 0  # it is decided anew
             if self.policy.spare:
                 stand_by(self.rolls.find(standing.name, standing.incarnation, clock), standing)
-        self._era = max((s.stretch // ERA * ERA for s in self.standings.values()), default=self._era)
+        newest = max((s.stretch for s in self.standings.values()), default=self._era)
+        self._era = min(newest // ERA * ERA, 0)
+        self._enter_era(newest)  # of one who enters behind a barrier, maybe: the others have passed it too
         return dropped
 
     def num_orphans(self) -> int:
