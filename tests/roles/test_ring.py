@@ -51,10 +51,6 @@ class Net(torch.nn.Module):
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
-    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5),
-    "Adadelta": torch.optim.Adadelta,
 }
 
 
@@ -73,10 +69,7 @@ def train(job: Any, rule: str, clip: float | None) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1).clone() for parameter in model.parameters()])
 
 
-MANY = [pytest.param(rule, None, marks=pytest.mark.proof) for rule in RULES if rule != "Adam"]
-
-
-@pytest.mark.parametrize(("rule", "clip"), [("Adam", None), ("SGD", 0.1), *MANY])
+@pytest.mark.parametrize(("rule", "clip"), [("Adam", None), ("SGD", 0.1)])
 def test_a_ring_and_servers_come_to_the_same(rule: str, clip: float | None) -> None:
     """Also where the round's mean is clipped, and where a worker has fewer steps."""
     found = {}
