@@ -97,17 +97,20 @@ def test_int8_is_spoilt_by_the_block_and_keeps_zeros() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 5000), st.integers(0, 5), st.sampled_from([0.01, 0.3]))
-def test_topk_has_the_largest_as_they_are(size: int, seed: int, share: float) -> None:
-    """Of equal ones the first: many are equal here."""
+@given(st.integers(0, 9000), st.integers(0, 5), st.sampled_from([0.01, 0.3]))
+def test_topk_has_the_largest(size: int, seed: int, share: float) -> None:
+    """Of equal ones the first: many are equal here. In small slices as they are, else a third off at most."""
     values = np.round(normal(size, seed) * 4) / 4
     codec = TopK(share)
-    found = through(codec, values)
+    found, packing = through(codec, values), codec.packing(size)
     kept = np.flatnonzero(found)
-    assert np.array_equal(found[kept], values[kept])
-    count = min(codec._most(size), int(np.count_nonzero(values)))
+    count = min(packing.count if packing else codec.bound(size) // 8, int(np.count_nonzero(values)))
     order = np.lexsort((np.arange(size), -np.abs(values)))
-    assert np.array_equal(kept, np.sort(order[:count])) and codec.encode(values).size == 8 * count
+    assert np.array_equal(kept, np.sort(order[:count]))
+    if packing is None:
+        assert np.array_equal(found[kept], values[kept]) and codec.encode(values).size == 8 * count
+    else:
+        assert np.all(np.abs(found[kept] - values[kept]) <= np.abs(values[kept]) / 3 * 1.0001)
     assert codec.encode(np.zeros(size, np.float32)).size == 0
 
 

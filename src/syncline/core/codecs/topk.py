@@ -1,4 +1,4 @@
-"""topk:R — of each slice only the largest numbers travel, with their places."""
+"""topk:R — of each slice only the largest numbers travel, with their places: as many as fit into 2 R of the bytes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.core.codecs.codec import Bytes, Floats
+from syncline.core.codecs.packing import Fit, fit, pack, unpack
 from syncline.errors import FrameError
 
 #: Numbers of which it is guessed how large the largest ones are.
@@ -16,14 +17,17 @@ _SAMPLE_ITEMS = 1 << 14
 _CHUNK_ITEMS = 1 << 15
 #: So many more than are wanted are looked at closely, by the guess.
 _MARGIN = 1.3
+#: Where the share is fewer numbers than this, there is little to win by packing them.
+LEAST_PACKED = 64
 
 _Places = npt.NDArray[np.intp]
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """The `share` of the numbers that is largest by magnitude, at least one: a uint32 place and a float32 each, in
-    the order of the places. Of equal ones the first; zeros never travel. All others are 0."""
+    """The `share` of the numbers that is largest by magnitude, at least one, and with its room as many more as it has
+    when they are packed: about six times the share, each rounded to a power of two. In small slices just the share,
+    each as it is. Of equal ones the first; zeros never travel. All others are 0."""
 
     share: float
     is_lossy = is_joint = True  # of a whole slice: what is largest there matters most, whichever parameter it is of
@@ -32,35 +36,44 @@ class TopK:
     def name(self) -> str:
         return f"topk:{self.share:g}"
 
-    def _most(self, num_items: int) -> int:
+    def _least(self, num_items: int) -> int:
         return min(num_items, max(1, math.ceil(self.share * num_items)))
 
     def bound(self, num_items: int) -> int:
-        return 8 * self._most(num_items)
+        return 8 * self._least(num_items)
+
+    def packing(self, num_items: int) -> Fit | None:
+        """How many travel of so many, at most; None: the share, as they are."""
+        return fit(self.bound(num_items), num_items) if self._least(num_items) >= LEAST_PACKED else None
 
     @np.errstate(all="ignore")
     def encode(self, values: Floats) -> Bytes:
-        places = self._largest(values)
+        packing = self.packing(values.size)
+        if packing is not None:
+            return pack(values, self._largest(values, packing.count), packing.low_bits)
+        places = self._largest(values, self._least(values.size))
         found = np.empty(8 * places.size, np.uint8)
         found[: 4 * places.size].view(np.uint32)[:] = places
         found[4 * places.size :].view(np.float32)[:] = values[places]
         return found
 
     def decode(self, data: Bytes, out: Floats) -> None:
-        count = data.size // 8
-        if data.size % 8 or data.size > self.bound(out.size):
+        packing = self.packing(out.size)
+        if data.size > self.bound(out.size) or (packing is None and data.size % 8):
             raise FrameError(f"{data.size} bytes of {self.name} for {out.size} numbers")
+        if packing is not None:
+            return unpack(data, packing, out)
+        count = data.size // 8
         places, values = data[: 4 * count].view(np.uint32), data[4 * count :].view(np.float32)
         if count and (places[-1] >= out.size or (places[1:] <= places[:-1]).any()):
             raise FrameError(f"{self.name}: places out of order, or beyond {out.size} numbers")
         out.fill(0)
         out[places] = values
 
-    def _largest(self, values: Floats) -> _Places:
-        """In ascending order."""
+    def _largest(self, values: Floats, most: int) -> _Places:
+        """So many of them, in ascending order."""
         if not values.size:
             return np.empty(0, np.intp)
-        most = self._most(values.size)
         places = self._candidates(values, self._guess(values, most))
         if places.size < most:  # the guess was too high
             places = self._candidates(values, np.float32(0))

@@ -1,0 +1,114 @@
+"""A few numbers among many, in few bits: each as a sign and a power of two, its place by the gap before it.
+
+The encoding: how many there are and the largest power (uint32 each), then bits: the codes and the low bits of the gaps,
+one bit of all after the other, and what is above the low bits in unary (Rice's code). Gaps come to less than all numbers
+in sum, so that it is known beforehand how many fit into how many bytes, wherever they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.core.codecs.codec import Bytes, Floats
+from syncline.errors import FrameError
+
+_HEAD_BYTES = 8
+#: A sign, and how many powers below the largest: what is smaller by more does not travel.
+_CODE_BITS, _NUM_POWERS = 5, 16
+_SIZE, _INF, _HALF_POWER = 0x7FFF_FFFF, 0x7F80_0000, 0x40_0000  # in bits of a float32
+_NOT_FINITE = 255
+_MOST_LOW_BITS = 24
+
+_Places = npt.NDArray[np.intp]
+_Bits = npt.NDArray[np.uint8]
+_Whole = npt.NDArray[np.unsignedinteger[Any]]
+
+
+class Fit(NamedTuple):
+    """How many numbers fit, at least, and how many low bits of a gap make it so many."""
+
+    count: int
+    low_bits: int
+
+
+def fit(num_bytes: int, num_items: int) -> Fit:
+    """Of so many numbers into so many bytes. Each takes its code, low bits and a one; zeros between the ones are
+    (num_items - count) >> low_bits at most."""
+    room = 8 * (num_bytes - _HEAD_BYTES)
+    found = Fit(0, 0)
+    for low in range(_MOST_LOW_BITS + 1):
+        count = ((room << low) - num_items) // ((_CODE_BITS + low + 1 << low) - 1)
+        if count > found.count:
+            found = Fit(count, low)
+    return found._replace(count=min(found.count, num_items))
+
+
+def pack(values: Floats, places: _Places, low_bits: int) -> Bytes:
+    """The numbers at these places, in ascending order. If there is NaN or Inf among them, hardly more than those."""
+    bits = values[places].view(np.uint32)
+    sizes = bits & _SIZE
+    powers = np.minimum((sizes + _HALF_POWER) >> 23, _NOT_FINITE - 1)  # the nearest power of two
+    powers[sizes >= _INF] = _NOT_FINITE
+    top = int(powers.max(initial=0))
+    travels = powers > max(top - _NUM_POWERS, 0)
+    places, powers, signs = places[travels], powers[travels], bits[travels] >> 31
+    if not places.size:
+        return np.empty(0, np.uint8)
+    codes = (top - powers | signs << _CODE_BITS - 1).astype(np.uint8)
+    gaps = np.diff(places, prepend=-1) - 1
+    low = (gaps & (1 << low_bits) - 1).astype(_whole(low_bits))
+    ends = np.cumsum((gaps >> low_bits) + 1)
+    above = np.zeros(ends[-1], np.uint8)
+    above[ends - 1] = 1
+    planes = [*_planes(codes, _CODE_BITS), *_planes(low, low_bits), above]
+    head = np.array([places.size, top], np.uint32)
+    return np.concatenate([head.view(np.uint8), np.packbits(np.concatenate(planes))])
+
+
+def unpack(data: Bytes, known: Fit, out: Floats) -> None:
+    """Writes all of `out`: what did not travel is 0."""
+    if not data.size:
+        return out.fill(0)
+    if data.size <= _HEAD_BYTES:
+        raise FrameError(f"{data.size} bytes of packed numbers")
+    count, top = map(int, data[:_HEAD_BYTES].view(np.uint32))
+    bits = np.unpackbits(data[_HEAD_BYTES:])
+    start = count * (_CODE_BITS + known.low_bits)
+    if not 0 < count <= known.count or not 0 < top <= _NOT_FINITE or start >= bits.size:
+        raise FrameError(f"{count} packed numbers, {known.count} at most, in {data.size} bytes, up to power {top}")
+    ends = np.flatnonzero(bits[start:].view(np.bool_))
+    if ends.size != count or bits.size - start - int(ends[-1]) > 8:
+        raise FrameError(f"{ends.size} places of {count} packed numbers, in {data.size} bytes")
+    planes = bits[:start].reshape(-1, count)
+    codes, low = _joined(planes[:_CODE_BITS]), _joined(planes[_CODE_BITS:])
+    above = np.diff(ends, prepend=-1) - 1
+    places = np.cumsum((above << known.low_bits) + low + 1) - 1
+    below = codes & np.uint8(_NUM_POWERS - 1)
+    if places[-1] >= out.size or int(below.max()) >= top:
+        raise FrameError(f"packed numbers beyond {out.size} places, or below all powers")
+    powers = np.uint32(top) - below
+    found = (powers << 23 | (codes >> _CODE_BITS - 1).astype(np.uint32) << 31).view(np.float32)
+    found[powers == _NOT_FINITE] = np.nan
+    out.fill(0)
+    out[places] = found
+
+
+def _whole(num_bits: int) -> type[np.unsignedinteger[Any]]:
+    return np.uint8 if num_bits <= 8 else np.uint32
+
+
+def _planes(values: _Whole, num_bits: int) -> Iterable[_Bits]:
+    """The n-th bit of all, one after the other."""
+    return ((values >> bit & 1).astype(np.uint8, copy=False) for bit in range(num_bits))
+
+
+def _joined(planes: _Bits) -> _Whole:
+    kind = _whole(len(planes))
+    found = np.zeros(planes.shape[1], kind)
+    for bit, plane in enumerate(planes):
+        found |= plane.astype(kind, copy=False) << bit
+    return found
