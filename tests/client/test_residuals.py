@@ -34,6 +34,23 @@ def test_what_is_left_out_is_part_of_the_next_push() -> None:
     np.testing.assert_array_equal(seen[-1], grads)
 
 
+def test_what_is_rounded_when_packed_comes_whole_in_the_end() -> None:
+    """Of a large slice many travel at once, as powers of two: 7 comes as 8, and then as -1."""
+    grads = np.random.default_rng(2).integers(-7, 8, 20_000).astype(np.float32)
+    with local_job(workers=1, transport="tcp", codec="topk:0.01") as jobs:
+        register(jobs[0], grads.size)
+        arrived = -push(jobs[0], x=grads)["x"]
+        assert np.count_nonzero(arrived) > 5 * 200 and set(np.abs(arrived)) == {0, 8}
+        for _ in range(60):
+            left = residual_of(jobs[0])
+            if left is None:
+                break
+            np.testing.assert_array_equal(arrived + left, grads)
+            arrived = -push(jobs[0], x=np.zeros_like(grads))["x"]
+    np.testing.assert_array_equal(arrived, grads)
+    assert left is None
+
+
 def test_training_converges_by_it_where_it_does_not_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quadratic in which a few directions are steep and noisy: they alone would always be the largest."""
     size = 40

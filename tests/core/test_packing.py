@@ -14,6 +14,8 @@ from syncline.errors import FrameError
 
 SIZE = 3000
 KNOWN = fit(TopK(0.05).bound(SIZE), SIZE)
+STEP = 1 << 16
+CODE = 4 + KNOWN.low_bits
 
 
 def through(values: Floats, known: Fit, places: np.ndarray | None = None) -> Floats:
@@ -25,6 +27,10 @@ def through(values: Floats, known: Fit, places: np.ndarray | None = None) -> Flo
 def bits_of(head: tuple[int, int], bits: str) -> Bytes:
     packed = np.packbits(np.array([int(b) for b in bits], np.uint8))
     return np.concatenate([np.array(head, np.uint32).view(np.uint8), packed])
+
+
+def normal(size: int) -> Floats:
+    return np.random.default_rng(0).standard_normal(size).astype(np.float32)
 
 
 def nearest_power(values: Floats) -> Floats:
@@ -57,7 +63,7 @@ def test_as_many_as_was_said_fit_wherever_they_lie(size: int, share: float, seed
 @given(st.integers(0, 50), st.floats(-100, 100))
 def test_a_number_comes_as_the_nearest_power_of_two(seed: int, octaves: float) -> None:
     rng = np.random.default_rng(seed)
-    values = (np.exp2(rng.uniform(-10, 0, 400) + octaves) * rng.choice([-1, 1], 400)).astype(np.float32)
+    values = (np.exp2(rng.uniform(-6, 0, 400) + octaves) * rng.choice([-1, 1], 400)).astype(np.float32)
     found = through(values, Fit(400, 3))
     assert np.array_equal(found, nearest_power(values))
     assert np.abs(found - values).max() <= np.abs(values).max() / 3
@@ -65,43 +71,56 @@ def test_a_number_comes_as_the_nearest_power_of_two(seed: int, octaves: float) -
 
 
 def test_what_is_far_below_the_largest_does_not_travel() -> None:
-    values = np.float32(3) * np.exp2(np.arange(0, -40, -1)).astype(np.float32)
-    found = through(values, Fit(40, 0))
-    assert np.flatnonzero(found).tolist() == list(range(16))
+    values = np.float32(3) * np.exp2(-np.append(np.zeros(40), np.arange(40))).astype(np.float32)
+    assert np.flatnonzero(through(values, Fit(80, 0))).tolist() == list(range(48))
     assert not through(np.array([1e-40, -1e-45], np.float32), Fit(2, 0)).any()
 
 
+def test_few_that_are_very_large_keep_nobody_from_travelling() -> None:
+    """Steps are longer then: what comes is smaller by less than a step, and a fourth more at most."""
+    values = normal(1000)
+    values[[3, 500]] = [1e6, -1e5]
+    found, is_small = through(values, Fit(1000, 2)), np.abs(values) < 10
+    assert found[3] == np.float32(2**20) and -1e5 / 3 < found[500] + 1e5 < 1e5
+    ratio = found[is_small] / values[is_small]
+    assert np.count_nonzero(ratio) > 500 and ratio.max() <= 4 / 3 and ratio[ratio > 0].min() > 2.0**-4
+    assert (values - found)[is_small].any()
+
+
 def test_what_is_not_finite_is_nan_and_what_is_very_large_stays_finite() -> None:
-    values = np.array([np.nan, 1, -np.inf, 3.4e38, -3.4e38, 0], np.float32)
+    values = np.array([np.nan, 3.4e38, -np.inf, 3.4e38, -3.4e38, 0, 1], np.float32)
     found = through(values, Fit(6, 1))
-    assert np.isnan(found).tolist() == [True, False, True, False, False, False]
-    assert found[[1, 5]].tolist() == [0, 0]
-    assert np.array_equal(through(values[3:], Fit(3, 1)), np.float32([2.0**127, -(2.0**127), 0]))
+    assert np.isnan(found).tolist() == [True, False, True, False, False, False, False]
+    assert found.tolist()[1] == 2.0**127 and found[6] == 0
+    assert np.array_equal(through(values[3:], Fit(3, 1)), np.float32([2.0**127, -(2.0**127), 0, 0]))
 
 
 def test_the_bits_are_as_said() -> None:
     """Two numbers, one low bit: -4 at place 2 and 1 at place 5."""
     values = np.array([0, 0, -4, 0, 0, 1], np.float32)
-    planes = ["00", "01", "00", "00", "10"]  # powers below the largest, lowest bit first; then the signs
+    planes = ["00", "01", "00", "10"]  # steps below the largest power, lowest bit first; then the signs
     gaps = ["00", "01" + "01"]  # 2 and 2: no low bit, once above
-    assert np.array_equal(pack(values, np.array([2, 5]), 1), bits_of((2, 127 + 2), "".join(planes + gaps)))
+    assert np.array_equal(pack(values, np.array([2, 5]), 1), bits_of((2, 1 << 16 | 127 + 2), "".join(planes + gaps)))
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (bits_of((1, 129), ""), "8 bytes of packed numbers"),
-        (bits_of((0, 129), "1" * 16), "0 packed numbers"),
-        (bits_of((KNOWN.count + 1, 129), "1" * 8 * 4000), f"{KNOWN.count} at most"),
-        (bits_of((1 << 31, 129), "1" * 16), "packed numbers"),
-        (bits_of((1, 0), "1" * 16), "up to power 0"),
-        (bits_of((1, 256), "1" * 16), "up to power 256"),
-        (bits_of((3, 129), "1" * 16), "in 10 bytes"),
-        (bits_of((1, 129), "0" * 16), "0 places of 1"),
-        (bits_of((2, 129), "0" * 2 * (5 + KNOWN.low_bits) + "1" * 4), "places of 2"),
-        (bits_of((1, 129), "0" * (5 + KNOWN.low_bits) + "1" + "0" * 16), "1 places of 1 packed numbers, in 11 bytes"),
-        (bits_of((1, 129), "0" * (5 + KNOWN.low_bits) + "0" * 4000 + "1"), "beyond 3000 places"),
-        (bits_of((1, 3), "1111" + "0" * (1 + KNOWN.low_bits) + "1"), "below all powers"),
+        (bits_of((1, STEP + 129), ""), "8 bytes of packed numbers"),
+        (bits_of((0, STEP + 129), "1" * 16), "0 packed numbers"),
+        (bits_of((KNOWN.count + 1, STEP + 129), "1" * 8 * 4000), f"{KNOWN.count} at most"),
+        (bits_of((1 << 31, STEP + 129), "1" * 16), "packed numbers"),
+        (bits_of((1, STEP), "1" * 16), "from power 0"),
+        (bits_of((1, STEP + 256), "1" * 16), "from power 256"),
+        (bits_of((1, 129), "1" * 16), "by steps of 0"),
+        (bits_of((1, 130 * STEP + 129), "1" * 16), "by steps of 130"),
+        (bits_of((4, STEP + 129), "1" * 16), "in 10 bytes"),
+        (bits_of((1, STEP + 129), "0" * 16), "0 places of 1"),
+        (bits_of((2, STEP + 129), "0" * 2 * CODE + "1" * 4), "places of 2"),
+        (bits_of((1, STEP + 129), "0" * CODE + "1" + "0" * 16), "1 places of 1 packed numbers, in 11 bytes"),
+        (bits_of((1, STEP + 129), "0" * CODE + "0" * 4000 + "1"), "beyond 3000 places"),
+        (bits_of((1, STEP + 3), "111" + "0" * (CODE - 3) + "1"), "below all powers"),
+        (bits_of((1, 50 * STEP + 200), "111" + "0" * (CODE - 3) + "1"), "below all powers"),
     ],
 )
 def test_what_is_no_packing_is_refused(data: Bytes, message: str) -> None:
@@ -110,10 +129,10 @@ def test_what_is_no_packing_is_refused(data: Bytes, message: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=400), st.integers(0, 40), st.integers(0, 255))
-def test_any_bytes_are_numbers_or_refused(data: bytes, count: int, top: int) -> None:
+@given(st.binary(max_size=400), st.integers(0, 40), st.integers(0, 255), st.integers(0, 40))
+def test_any_bytes_are_numbers_or_refused(data: bytes, count: int, top: int, step: int) -> None:
     out = np.full(SIZE, np.nan, np.float32)
-    head = np.array([count, top], np.uint32).tobytes()
+    head = np.array([count, top | step << 16], np.uint32).tobytes()
     for raw in (data, head + data):
         try:
             unpack(np.frombuffer(raw, np.uint8), KNOWN, out)

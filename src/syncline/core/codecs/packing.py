@@ -1,8 +1,9 @@
 """A few numbers among many, in few bits: each as a sign and a power of two, its place by the gap before it.
 
-The encoding: how many there are and the largest power (uint32 each), then bits: the codes and the low bits of the gaps,
-one bit of all after the other, and what is above the low bits in unary (Rice's code). Gaps come to less than all numbers
-in sum, so that it is known beforehand how many fit into how many bytes, wherever they lie.
+The encoding: how many there are (uint32), the largest power and the step between powers (uint16 each), then bits: the
+codes and the low bits of the gaps, one bit of all after the other, and what is above the low bits in unary (Rice's code).
+Gaps come to less than all numbers in sum, so that it is known beforehand how many fit into how many bytes, wherever they
+lie. A code is a sign and a number of steps below the largest power; a step is as long as it must be to reach half of them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from syncline.core.codecs.codec import Bytes, Floats
 from syncline.errors import FrameError
 
 _HEAD_BYTES = 8
-#: A sign, and how many powers below the largest: what is smaller by more does not travel.
-_CODE_BITS, _NUM_POWERS = 5, 16
+_CODE_BITS, _MOST_STEPS = 4, 7
 _SIZE, _INF, _HALF_POWER = 0x7FFF_FFFF, 0x7F80_0000, 0x40_0000  # in bits of a float32
 _NOT_FINITE = 255
 _MOST_LOW_BITS = 24
@@ -48,24 +48,28 @@ def fit(num_bytes: int, num_items: int) -> Fit:
 
 
 def pack(values: Floats, places: _Places, low_bits: int) -> Bytes:
-    """The numbers at these places, in ascending order. If there is NaN or Inf among them, hardly more than those."""
+    """The numbers at these places, in ascending order; but what is below the last step waits."""
     bits = values[places].view(np.uint32)
     sizes = bits & _SIZE
     powers = np.minimum((sizes + _HALF_POWER) >> 23, _NOT_FINITE - 1)  # the nearest power of two
     powers[sizes >= _INF] = _NOT_FINITE
     top = int(powers.max(initial=0))
-    travels = powers > max(top - _NUM_POWERS, 0)
-    places, powers, signs = places[travels], powers[travels], bits[travels] >> 31
-    if not places.size:
+    if not top:
         return np.empty(0, np.uint8)
-    codes = (top - powers | signs << _CODE_BITS - 1).astype(np.uint8)
+    half = (powers.size - 1) // 2
+    step = max(1, -(-(top - int(np.partition(powers, half)[half])) // _MOST_STEPS))
+    steps = (top - powers + (step - 1)) // step  # down, where a step is more than one power
+    travels = (steps <= _MOST_STEPS) & (steps * step < top)
+    if not travels.all():
+        places, steps, bits = places[travels], steps[travels], bits[travels]
+    codes = (steps | bits >> 31 << _CODE_BITS - 1).astype(np.uint8)
     gaps = np.diff(places, prepend=-1) - 1
     low = (gaps & (1 << low_bits) - 1).astype(_whole(low_bits))
     ends = np.cumsum((gaps >> low_bits) + 1)
     above = np.zeros(ends[-1], np.uint8)
     above[ends - 1] = 1
     planes = [*_planes(codes, _CODE_BITS), *_planes(low, low_bits), above]
-    head = np.array([places.size, top], np.uint32)
+    head = np.array([places.size, top | step << 16], np.uint32)
     return np.concatenate([head.view(np.uint8), np.packbits(np.concatenate(planes))])
 
 
@@ -75,11 +79,14 @@ def unpack(data: Bytes, known: Fit, out: Floats) -> None:
         return out.fill(0)
     if data.size <= _HEAD_BYTES:
         raise FrameError(f"{data.size} bytes of packed numbers")
-    count, top = map(int, data[:_HEAD_BYTES].view(np.uint32))
+    count, powers_said = map(int, data[:_HEAD_BYTES].view(np.uint32))
+    top, step = powers_said & 0xFFFF, powers_said >> 16
     bits = np.unpackbits(data[_HEAD_BYTES:])
     start = count * (_CODE_BITS + known.low_bits)
-    if not 0 < count <= known.count or not 0 < top <= _NOT_FINITE or start >= bits.size:
-        raise FrameError(f"{count} packed numbers, {known.count} at most, in {data.size} bytes, up to power {top}")
+    if not 0 < count <= known.count or not 0 < step <= top <= _NOT_FINITE or start >= bits.size:
+        raise FrameError(
+            f"{count} packed numbers, {known.count} at most, in {data.size} bytes, by steps of {step} from power {top}"
+        )
     ends = np.flatnonzero(bits[start:].view(np.bool_))
     if ends.size != count or bits.size - start - int(ends[-1]) > 8:
         raise FrameError(f"{ends.size} places of {count} packed numbers, in {data.size} bytes")
@@ -87,10 +94,10 @@ def unpack(data: Bytes, known: Fit, out: Floats) -> None:
     codes, low = _joined(planes[:_CODE_BITS]), _joined(planes[_CODE_BITS:])
     above = np.diff(ends, prepend=-1) - 1
     places = np.cumsum((above << known.low_bits) + low + 1) - 1
-    below = codes & np.uint8(_NUM_POWERS - 1)
+    below = (codes & _MOST_STEPS).astype(np.uint32) * step
     if places[-1] >= out.size or int(below.max()) >= top:
         raise FrameError(f"packed numbers beyond {out.size} places, or below all powers")
-    powers = np.uint32(top) - below
+    powers = top - below
     found = (powers << 23 | (codes >> _CODE_BITS - 1).astype(np.uint32) << 31).view(np.float32)
     found[powers == _NOT_FINITE] = np.nan
     out.fill(0)
