@@ -74,6 +74,9 @@ def test_what_is_far_below_the_largest_does_not_travel() -> None:
     values = np.float32(3) * np.exp2(-np.append(np.zeros(40), np.arange(40))).astype(np.float32)
     assert np.flatnonzero(through(values, Fit(80, 0))).tolist() == list(range(48))
     assert not through(np.array([1e-40, -1e-45], np.float32), Fit(2, 0)).any()
+    tiny = np.float32(2.0**-122) * np.exp2(-np.arange(8)).astype(np.float32)
+    least = np.float32(2.0**-126)  # nothing comes as less
+    assert np.array_equal(through(tiny, Fit(8, 0)), [*tiny[:5], least, 0, 0])
 
 
 def test_few_that_are_very_large_keep_nobody_from_travelling() -> None:
