@@ -104,7 +104,7 @@ def test_topk_has_the_largest(size: int, seed: int, share: float) -> None:
     codec = TopK(share)
     found, packing = through(codec, values), codec.packing(size)
     kept = np.flatnonzero(found)
-    count = min(packing.count if packing else codec.bound(size) // 8, int(np.count_nonzero(values)))
+    count = min(packing.num_items if packing else codec.bound(size) // 8, int(np.count_nonzero(values)))
     order = np.lexsort((np.arange(size), -np.abs(values)))
     assert np.array_equal(kept, np.sort(order[:count]))
     if packing is None:

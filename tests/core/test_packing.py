@@ -48,15 +48,17 @@ def test_as_many_as_was_said_fit_wherever_they_lie(size: int, share: float, seed
     if known is None:
         return
     ones = np.ones(size, np.float32)
-    anywhere = np.sort(np.random.default_rng(seed).choice(size, known.count, replace=False))
-    last, first = np.arange(size - known.count, size), np.arange(known.count)
+    anywhere = np.sort(np.random.default_rng(seed).choice(size, known.num_items, replace=False))
+    last, first = np.arange(size - known.num_items, size), np.arange(known.num_items)
     for places in (anywhere, last, first, np.append(first[:-1], size - 1)):
         assert pack(ones, places, known.low_bits).size <= codec.bound(size)
         out = np.full(size, 7, np.float32)
         unpack(pack(ones, places, known.low_bits), known, out)
         assert np.array_equal(np.flatnonzero(out), places)
     if share <= 0.05:
-        assert known.count > 5 * share * size * (1 - 8 / LEAST_PACKED), "docs/codecs.md says about six times the share"
+        assert known.num_items > 5 * share * size * (1 - 8 / LEAST_PACKED), (
+            "docs/codecs.md says about six times the share"
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -111,13 +113,13 @@ def test_the_bits_are_as_said() -> None:
     [
         (bits_of((1, STEP + 129), ""), "8 bytes of packed numbers"),
         (bits_of((0, STEP + 129), "1" * 16), "0 packed numbers"),
-        (bits_of((KNOWN.count + 1, STEP + 129), "1" * 8 * 4000), f"{KNOWN.count} at most"),
+        (bits_of((KNOWN.num_items + 1, STEP + 129), "1" * 8 * 4000), f"{KNOWN.num_items} at most"),
         (bits_of((1 << 31, STEP + 129), "1" * 16), "packed numbers"),
         (bits_of((1, STEP), "1" * 16), "from power 0"),
         (bits_of((1, STEP + 256), "1" * 16), "from power 256"),
         (bits_of((1, 129), "1" * 16), "by steps of 0"),
         (bits_of((1, 130 * STEP + 129), "1" * 16), "by steps of 130"),
-        (bits_of((4, STEP + 129), "1" * 16), "in 10 bytes"),
+        (bits_of((4, STEP + 129), "1" * 16), "0 places of 4 packed numbers, in 10 bytes"),
         (bits_of((1, STEP + 129), "0" * 16), "0 places of 1"),
         (bits_of((2, STEP + 129), "0" * 2 * CODE + "1" * 4), "places of 2"),
         (bits_of((1, STEP + 129), "0" * CODE + "1" + "0" * 16), "1 places of 1 packed numbers, in 11 bytes"),
@@ -141,4 +143,4 @@ def test_any_bytes_are_numbers_or_refused(data: bytes, count: int, top: int, ste
             unpack(np.frombuffer(raw, np.uint8), KNOWN, out)
         except FrameError:
             continue
-        assert np.count_nonzero(out) <= KNOWN.count
+        assert np.count_nonzero(out) <= KNOWN.num_items

@@ -1,9 +1,10 @@
 """A few numbers among many, in few bits: each as a sign and a power of two, its place by the gap before it.
 
 The encoding: how many there are (uint32), the largest power and the step between powers (uint16 each), then bits: the
-codes and the low bits of the gaps, one bit of all after the other, and what is above the low bits in unary (Rice's code).
-Gaps come to less than all numbers in sum, so that it is known beforehand how many fit into how many bytes, wherever they
-lie. A code is a sign and a number of steps below the largest power; a step is as long as it must be to reach half of them.
+codes and the low bits of the gaps, one bit of all after the other, and what is above the low bits in unary (Rice's
+code). Gaps come to less than all numbers in sum, so that it is known beforehand how many fit into how many bytes,
+wherever they lie. A code is a sign and a number of steps below the largest power; a step is as long as it must be to
+reach half of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Whole = npt.NDArray[np.unsignedinteger[Any]]
 class Fit(NamedTuple):
     """How many numbers fit, at least, and how many low bits of a gap make it so many."""
 
-    count: int
+    num_items: int
     low_bits: int
 
 
@@ -42,9 +43,9 @@ def fit(num_bytes: int, num_items: int) -> Fit:
     found = Fit(0, 0)
     for low in range(_MOST_LOW_BITS + 1):
         count = ((room << low) - num_items) // ((_CODE_BITS + low + 1 << low) - 1)
-        if count > found.count:
+        if count > found.num_items:
             found = Fit(count, low)
-    return found._replace(count=min(found.count, num_items))
+    return found._replace(num_items=min(found.num_items, num_items))
 
 
 def pack(values: Floats, places: _Places, low_bits: int) -> Bytes:
@@ -75,33 +76,34 @@ def pack(values: Floats, places: _Places, low_bits: int) -> Bytes:
 
 def unpack(data: Bytes, known: Fit, out: Floats) -> None:
     """Writes all of `out`: what did not travel is 0."""
+    out.fill(0)
     if not data.size:
-        return out.fill(0)
+        return
     if data.size <= _HEAD_BYTES:
         raise FrameError(f"{data.size} bytes of packed numbers")
     count, powers_said = map(int, data[:_HEAD_BYTES].view(np.uint32))
     top, step = powers_said & 0xFFFF, powers_said >> 16
+    if not 0 < count <= known.num_items or not 0 < step <= top <= _NOT_FINITE:
+        raise FrameError(f"{count} packed numbers, {known.num_items} at most, by steps of {step} from power {top}")
+    codes, places = _codes_and_places(data, count, known.low_bits)
+    below = (codes & _MOST_STEPS).astype(np.uint32) * step
+    if places[-1] >= out.size or int(below.max()) >= top:
+        raise FrameError(f"packed numbers beyond {out.size} places, or below all powers")
+    powers, signs = top - below, (codes >> _CODE_BITS - 1).astype(np.uint32)
+    found = (powers << 23 | signs << 31).view(np.float32)
+    found[powers == _NOT_FINITE] = np.nan
+    out[places] = found
+
+
+def _codes_and_places(data: Bytes, count: int, low_bits: int) -> tuple[_Whole, _Places]:
     bits = np.unpackbits(data[_HEAD_BYTES:])
-    start = count * (_CODE_BITS + known.low_bits)
-    if not 0 < count <= known.count or not 0 < step <= top <= _NOT_FINITE or start >= bits.size:
-        raise FrameError(
-            f"{count} packed numbers, {known.count} at most, in {data.size} bytes, by steps of {step} from power {top}"
-        )
+    start = count * (_CODE_BITS + low_bits)
     ends = np.flatnonzero(bits[start:].view(np.bool_))
     if ends.size != count or bits.size - start - int(ends[-1]) > 8:
         raise FrameError(f"{ends.size} places of {count} packed numbers, in {data.size} bytes")
     planes = bits[:start].reshape(-1, count)
-    codes, low = _joined(planes[:_CODE_BITS]), _joined(planes[_CODE_BITS:])
-    above = np.diff(ends, prepend=-1) - 1
-    places = np.cumsum((above << known.low_bits) + low + 1) - 1
-    below = (codes & _MOST_STEPS).astype(np.uint32) * step
-    if places[-1] >= out.size or int(below.max()) >= top:
-        raise FrameError(f"packed numbers beyond {out.size} places, or below all powers")
-    powers = top - below
-    found = (powers << 23 | (codes >> _CODE_BITS - 1).astype(np.uint32) << 31).view(np.float32)
-    found[powers == _NOT_FINITE] = np.nan
-    out.fill(0)
-    out[places] = found
+    gaps = (np.diff(ends, prepend=-1) - 1 << low_bits) + _joined(planes[_CODE_BITS:])
+    return _joined(planes[:_CODE_BITS]), np.cumsum(gaps + 1) - 1
 
 
 def _whole(num_bits: int) -> type[np.unsignedinteger[Any]]:

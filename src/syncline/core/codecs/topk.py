@@ -50,7 +50,7 @@ class TopK:
     def encode(self, values: Floats) -> Bytes:
         packing = self.packing(values.size)
         if packing is not None:
-            return pack(values, self._largest(values, packing.count), packing.low_bits)
+            return pack(values, self._largest(values, packing.num_items), packing.low_bits)
         places = self._largest(values, self._least(values.size))
         found = np.empty(8 * places.size, np.uint8)
         found[: 4 * places.size].view(np.uint32)[:] = places
@@ -62,7 +62,8 @@ class TopK:
         if data.size > self.bound(out.size) or (packing is None and data.size % 8):
             raise FrameError(f"{data.size} bytes of {self.name} for {out.size} numbers")
         if packing is not None:
-            return unpack(data, packing, out)
+            unpack(data, packing, out)
+            return
         count = data.size // 8
         places, values = data[: 4 * count].view(np.uint32), data[4 * count :].view(np.float32)
         if count and (places[-1] >= out.size or (places[1:] <= places[:-1]).any()):
