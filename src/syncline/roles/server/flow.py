@@ -137,10 +137,11 @@ class Flow:
         if self.clipping.is_for(work):
             self.clipping.measure(work)
             return
-        with self.order:
-            for slot in work.slots:
-                slot.queue.append(work)
         self.go_through(work)
+
+    def was_dropped(self, work: RoundWork) -> bool:
+        """Under `order`, in a ring: whether it was to be voted on, and seats have changed since."""
+        return work.waits_for_votes and self.voting is not None and not self.voting.expects(work)
 
     @property
     def is_applying(self) -> bool:
