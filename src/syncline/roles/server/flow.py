@@ -190,6 +190,8 @@ class Flow:
 
     def drain(self, slot: HostedSlice) -> None:
         for work in slot.drain():
+            if work.error is not None and work.waits_for_votes and isinstance(work, RoundWork):
+                self.fail(work, work.error)  # its sum could not be made: this server will not vote for it
             work.slice_done()
 
     def through(self, work: Work) -> None:
