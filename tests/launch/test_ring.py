@@ -106,11 +106,11 @@ def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any, su
 
 @pytest.mark.proof
 def test_who_ends_early_hands_over_and_who_is_told_to_leave_does_too(commands: Any) -> None:
-    """One script ends, one is told to, the third goes on to its end; nobody is taken for dead."""
+    """One script ends, one is told to, two go on to their end; nobody is taken for dead."""
     script = commands.script(
         SCRIPT.replace("range(int(sys.argv[1]))", "range(10 if job.name == 'worker-1' else int(sys.argv[1]))")
     )
-    job = commands.start("run", "-w", "3", "--exchange", "ring", script, "150", "0.1")
+    job = commands.start("run", "-w", "4", "--exchange", "ring", script, "150", "0.1")
     commands.wait_for("under way", "worker-2")
     os.kill(commands.members()["worker-2"], signal.SIGTERM)
     result = commands.finish(job)
