@@ -299,7 +299,7 @@ def test_who_has_ended_stays_as_a_second_copy() -> None:
     lose(deciding, "server-2")
     carried_out(deciding)
     seats = {**deciding.state.seats, **{seat.slice: seat for seat in deciding.plan(SIZES, [0, 1]).seats}}
-    assert [sorted(seat.names) for seat in seats.values()] == [["server-0", "server-1"]] * 2, "it was let go, and stays"
+    assert [sorted(seat.names) for seat in seats.values()] == [["server-0", "server-1"]] * 2, "and it stays"
     membership.state.finished.clear()  # as where it was told to leave
     deciding.has_left("server-0")
     deciding.retire("server-1")

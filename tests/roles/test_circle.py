@@ -12,16 +12,8 @@ import torch
 import torch.distributed as dist
 from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
-from tests.roles.test_ring import (
-    STEPS,
-    check_all_equal,
-    check_ledger,
-    copies,
-    kill,
-    push_cells,
-    start,
-    train,
-)
+from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_cells, start
+from tests.roles.test_ring import STEPS, train
 
 from syncline import Rule
 from syncline.errors import ConfigError, ProtocolError, RuleError
@@ -148,17 +140,6 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
         assert found["here"][1, :63].sum() >= acknowledged["worker-1"]
         eventually(lambda: "server-1" in jobs._process._servers["server-0"]._voting.votes.voters)
         check_all_equal(jobs)
-
-
-def test_the_last_one_goes_on_alone() -> None:
-    with local_job(workers=2, slice_bytes=64, **GLOO) as jobs:
-        acknowledged: dict[str, int] = {}
-        gone: set[str] = set()
-        threads = start(jobs, lambda job: push_cells(job, 40, acknowledged), gone)
-        eventually(lambda: acknowledged.get("worker-1", 0) >= 5)
-        kill(jobs, 1, gone)
-        threads[0].join(PATIENCE)
-        assert check_ledger(jobs[0], acknowledged)[0] == 40
 
 
 def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> None:

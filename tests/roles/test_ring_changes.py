@@ -15,7 +15,7 @@ from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_
 
 from syncline import Rule
 from syncline.core.control import Prepare, Retire
-from syncline.errors import ConnectionLost
+from syncline.errors import ConnectionLost, JobFailed
 from syncline.roles.server import hosting
 from syncline.roles.server.backups import Backups
 from syncline.testing import local_job
@@ -231,8 +231,9 @@ def test_two_that_die_at_once_cost_no_step() -> None:
         check_all_equal(jobs)
 
 
-def test_the_last_one_goes_on_alone() -> None:
-    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
+@pytest.mark.parametrize("sums", ["ours", "gloo"])
+def test_the_last_one_goes_on_alone(sums: str) -> None:
+    with local_job(workers=2, exchange="ring", sums=sums, slice_bytes=64) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         threads = start(jobs, lambda job: push_cells(job, 40, acknowledged), gone)
@@ -240,6 +241,21 @@ def test_the_last_one_goes_on_alone() -> None:
         kill(jobs, 1, gone)
         threads[0].join(PATIENCE)
         assert check_ledger(jobs[0], acknowledged)[0] == 40
+
+
+def test_when_all_have_ended_the_verdict_says_so_and_what_helps() -> None:
+    """Scripts that all fail at the same step, say. Who is started again finds nothing of what there was."""
+    with pytest.raises(JobFailed), local_job(workers=2, exchange="ring", most_workers=3) as jobs:
+        jobs.run(lambda job: job.kv.register({"x": np.zeros(64, np.float32)}, Rule("Add")))
+        membership = jobs._process.coordinator.membership
+        late = jobs.add_worker("worker-2")
+        for number in (0, 1):
+            kill(jobs, number, set())
+        eventually(lambda: membership.outcome is not None)
+        assert membership.outcome is not None
+        assert "every process that had 'x' has ended" in membership.outcome.reason
+        assert "with --checkpoint DIR" in membership.outcome.reason
+        late.barrier("over")
 
 
 def test_what_a_rule_remembers_is_everywhere_too() -> None:

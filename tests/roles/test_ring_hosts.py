@@ -263,7 +263,7 @@ def test_a_server_that_lies_about_a_sum_is_closed() -> None:
 
 
 def test_a_sum_that_cannot_be_made_is_said_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A codec of the user's own raises, for one slice of several: its server never votes, and nobody waits for that."""
+    """A codec of the user's own raises, for one slice of several: its server never votes, and nobody waits for it."""
     original = replication.encode_sum
 
     def encode(coder: Any, segment: Any, part: Any, has: Any, data: Any) -> Any:
@@ -295,9 +295,7 @@ def test_a_sum_that_comes_late_is_not_written_over_one_of_a_later_round() -> Non
         backups, voting = server._hosting.backups, server._voting
         number, backup = next((n, b) for n, b in sorted(backups.backups.items()) if b.primary == "server-0")
         assert number not in server._staging.copies.numbers, "by its primary"
-        late = Replicate(
-            number, 0, [], [], [0], [], 1.0, ballot=Ballot(voting.votes.generation, "worker-0", 1, 1)
-        )
+        late = Replicate(number, 0, [], [], [0], [], 1.0, ballot=Ballot(voting.votes.generation, "worker-0", 1, 1))
         peer = type("P", (), {"name": "server-0"})()
         (reading,) = backups.landing(peer, late)
         assert np.shares_memory(np.frombuffer(reading, np.uint8), own_region(backup, backup.slot).array)

@@ -125,7 +125,7 @@ class Change:
         return max(next_turn(self._standings()), (self.stretch, 0))
 
     def back_at(self) -> int:
-        """Beside the slowest: the same place on every server. While all rest, beside the one that is furthest: whoever
+        """Beside the slowest: the same place on every server. While all rest, beside the one that is furthest: who
         comes back first would else wait for all the steps that lie between."""
         return max((_slowest(answer.standings) for answer in self._speaking()), default=0)
 
