@@ -90,6 +90,14 @@ def test_what_gloo_and_nccl_need_is_said_at_launch(commands: Any, said: list[str
     assert result.code != 0 and remedy in result.output.replace("\n", " ") and "it ran" not in result.output
 
 
+def test_who_trusts_the_network_is_told_what_that_means(commands: Any) -> None:
+    """No host is reached here: what is said is said before."""
+    hosts = ("-H", "a:1,b:1", "--bind", "127.0.0.1", "--remote", "false", "--max-restarts", "0", "--trust-network")
+    result = commands.run("run", "--exchange", "ring", "--sums", "gloo", *hosts, commands.script("pass"))
+    told = "--trust-network: gloo speaks between a, b in the clear, and to anyone who connects"
+    assert result.code != 0 and result.output.replace("\n", " ").count(told) == 1, result.output
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("sums", ["ours", "gloo"])
 def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any, sums: str) -> None:
