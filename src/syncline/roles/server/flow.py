@@ -198,8 +198,9 @@ class Flow:
         """This work is on no way any more."""
         with self.order:
             self._busy.discard(work)
-            for commit in work.commits:
-                self._under_way.pop((commit.worker, commit.item.incarnation, commit.clock), None)
+            for key in map(key_of, work.commits):
+                if self._under_way.get(key) is work:  # else it was dropped, and is made anew
+                    del self._under_way[key]
             if self.going:
                 self.forget_gone()
             if not self._busy:
