@@ -117,14 +117,14 @@ def all_to_all(x: Any, *, splits: Sequence[int] | None = None, group: Group | No
     return _mine().all_to_all(x, splits, group, wait)
 
 
-def send(x: Any, to: int, *, wait: bool = True) -> Any:
-    """Gives x to the worker of this rank; returns when it has taken it, by `recv`."""
-    return _mine().pairs.send(x, to, wait)
+def send(x: Any, to: int, *, group: Group | None = None, wait: bool = True) -> Any:
+    """Gives x to the worker of this rank, which must be in the group; returns when it has taken it, by `recv`."""
+    return _mine().pairs.send(x, to, group, wait)
 
 
-def recv(source: int, *, out: Any = None, wait: bool = True) -> Any:
-    """What the worker of this rank sends to this one, in the order in which it does."""
-    return _mine().pairs.recv(source, out, wait)
+def recv(source: int, *, out: Any = None, group: Group | None = None, wait: bool = True) -> Any:
+    """What the worker of this rank, which must be in the group, sends to this one, in the order in which it does."""
+    return _mine().pairs.recv(source, out, group, wait)
 
 
 def barrier(*, group: Group | None = None, wait: bool = True) -> Any:

@@ -10,6 +10,7 @@ from tests.collectives.together import messages, together
 from tests.patience import PATIENCE
 
 from syncline import collectives
+from syncline.errors import CollectiveError
 from syncline.testing.local import LocalJob
 
 
@@ -66,3 +67,22 @@ def test_a_place_that_does_not_fit(three: LocalJob) -> None:
         three, lambda me: collectives.send(1, to=1) if me.rank == 0 else collectives.recv(0), ranks=[0, 1]
     )
     assert results == [None, 1]
+
+
+def test_in_a_group(three: LocalJob) -> None:
+    """Ranks are those of the job, and must be in it; who is in none of it says so before anything is sent."""
+
+    def work(me: Any) -> Any:
+        outer = collectives.group([0, 2])
+        if me.rank == 0:
+            try:
+                collectives.send(np.ones(3), to=1, group=outer)
+            except CollectiveError as error:
+                return collectives.send(np.arange(4), to=2, group=outer), str(error)
+        if me.rank == 2:
+            return collectives.recv(0, group=outer).tolist()
+        return collectives.recv(0, group=outer)
+
+    here, middle, there = together(three, work)
+    assert here == (None, "send: rank 1, worker-1, is not among those who take part") and there == [0, 1, 2, 3]
+    assert messages([middle]) == ["CollectiveError: worker-1 is not in this group: worker-0 and worker-2"]

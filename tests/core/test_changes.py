@@ -66,6 +66,26 @@ def test_who_is_the_primary_of_nothing_is_not_asked_where_workers_stand() -> Non
     assert one.settle() == [("worker-1", 4, 8)] and one.turn() == (0, 8) and one.back_at() == 8
 
 
+@pytest.mark.parametrize("kind", ["resting", "away"])
+def test_who_comes_while_all_others_stand_aside_is_not_behind_them(kind: str) -> None:
+    """In `bounded:2` two workers rest, or wait at a barrier, after a hundred steps; a third comes and pushes. The
+    first that goes on is answered: it does not wait for a hundred steps of the one that has just come."""
+    rounds: Rounds[str] = Rounds(parse_policy("bounded:2"), [("worker-1", 4), ("worker-2", 5)])
+    for clock in range(1, 101):
+        rounds.commit("worker-1", 4, clock, 0, "")
+        rounds.commit("worker-2", 5, clock, 0, "")
+    for name, life in (("worker-1", 4), ("worker-2", 5)):
+        rounds.rest(name, life, 0, away=kind == "away")
+    known = Prepared(list(rounds.standings.values()), 0)
+    one = answered(change(entering={"worker-3": 9}), known, Prepared([], 0, is_primary=False))
+    assert one.back_at() == 100
+    for standing in one.standings():
+        rounds.enter(standing)
+    rounds.commit("worker-3", 9, 1, one.places()["worker-3"].stretch, "", one.back_at())
+    rounds.commit("worker-1", 4, 101, 1, "")
+    assert rounds.may_answer("worker-1", 101) == (True, "within the bound")
+
+
 def test_before_anything_is_registered_all_are_heard() -> None:
     one = Change(7, {"server-0": 5}, fenced={}, entering={"worker-5": 9}, seats=[], moves=False)
     one.prepared("server-0", Prepared([Standing("worker-1", 4, stretch=3)], 0, is_primary=False))

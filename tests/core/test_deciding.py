@@ -284,6 +284,28 @@ def test_a_coordinator_that_comes_back_does_not_count_on_a_joiner_either() -> No
     assert back.moves and seats_of(back) == [("server-1", ""), ("server-1", "")]
 
 
+def test_who_has_ended_stays_as_a_second_copy() -> None:
+    """Its script has ended: it may leave while two others have everything. Who was told to leave may in any case."""
+    three = ("server-1", "server-2")
+    deciding = ring(Seat(0, "server-0", three), Seat(1, "server-0", three), num=3)
+    membership = Membership(deciding.state)
+    for name in ("worker-0", "worker-1"):
+        membership.leave(name)
+    carried_out(deciding)
+    deciding.retire("server-0")
+    with pytest.raises(ConfigError, match="server-1 stays: else only server-2 would have its slices"):
+        deciding.retire("server-1")
+    assert [seat.names for seat in deciding.plan(SIZES, [0, 1]).seats] == [three, three[::-1]]
+    lose(deciding, "server-2")
+    carried_out(deciding)
+    seats = {**deciding.state.seats, **{seat.slice: seat for seat in deciding.plan(SIZES, [0, 1]).seats}}
+    assert [sorted(seat.names) for seat in seats.values()] == [["server-0", "server-1"]] * 2, "and it stays"
+    membership.state.finished.clear()  # as where it was told to leave
+    deciding.has_left("server-0")
+    deciding.retire("server-1")
+    assert deciding.plan(SIZES, [0, 1]).reason == "server-1 leaves"
+
+
 def test_the_last_one_of_a_ring_leaves_when_another_has_everything() -> None:
     """Nothing is seeded before the change in a ring: who is to take it over is a backup first."""
     deciding = ring(*[Seat(k, "server-0") for k in (0, 1)], num=2)

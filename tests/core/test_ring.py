@@ -8,7 +8,7 @@ import pytest
 
 from syncline.config import JobConfig
 from syncline.core.membership import JobState, Membership
-from syncline.core.ring import check_ring, partner_of, protection_of, ring_settings
+from syncline.core.ring import check_ring, partner_of, protection_of, ring_settings, trust_told
 from syncline.core.seats import Seat
 from syncline.core.settings import check_settings
 from syncline.errors import ConfigError
@@ -21,6 +21,13 @@ def ring(workers: int = 2, **settings: Any) -> Membership:
 
 def vars_of(config: JobConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__struct_fields__}
+
+
+def test_trust_is_told_where_it_counts() -> None:
+    gloo = JobConfig(workers=2, exchange="ring", sums="gloo", trust_network=True)
+    assert trust_told(gloo, ["a", "b"]).startswith("--trust-network: gloo speaks between a, b in the clear")
+    assert not trust_told(gloo, ["a", "a"]), "on one host it listens on loopback"
+    assert not trust_told(JobConfig(workers=2, exchange="ring", trust_network=True), ["a", "b"])
 
 
 def test_a_worker_and_its_server_have_one_number() -> None:

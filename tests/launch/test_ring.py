@@ -90,6 +90,14 @@ def test_what_gloo_and_nccl_need_is_said_at_launch(commands: Any, said: list[str
     assert result.code != 0 and remedy in result.output.replace("\n", " ") and "it ran" not in result.output
 
 
+def test_who_trusts_the_network_is_told_what_that_means(commands: Any) -> None:
+    """No host is reached here: what is said is said before."""
+    hosts = ("-H", "a:1,b:1", "--bind", "127.0.0.1", "--remote", "false", "--max-restarts", "0", "--trust-network")
+    result = commands.run("run", "--exchange", "ring", "--sums", "gloo", *hosts, commands.script("pass"))
+    told = "--trust-network: gloo speaks between a, b in the clear, and to anyone who connects"
+    assert result.code != 0 and result.output.replace("\n", " ").count(told) == 1, result.output
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("sums", ["ours", "gloo"])
 def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any, sums: str) -> None:
@@ -106,11 +114,11 @@ def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any, su
 
 @pytest.mark.proof
 def test_who_ends_early_hands_over_and_who_is_told_to_leave_does_too(commands: Any) -> None:
-    """One script ends, one is told to, the third goes on to its end; nobody is taken for dead."""
+    """One script ends, one is told to, two go on to their end; nobody is taken for dead."""
     script = commands.script(
         SCRIPT.replace("range(int(sys.argv[1]))", "range(10 if job.name == 'worker-1' else int(sys.argv[1]))")
     )
-    job = commands.start("run", "-w", "3", "--exchange", "ring", script, "150", "0.1")
+    job = commands.start("run", "-w", "4", "--exchange", "ring", script, "150", "0.1")
     commands.wait_for("under way", "worker-2")
     os.kill(commands.members()["worker-2"], signal.SIGTERM)
     result = commands.finish(job)

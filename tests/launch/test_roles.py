@@ -95,26 +95,3 @@ def test_a_script_ends_under_the_launcher_as_it_does_alone(commands: Any) -> Non
     assert result.code == 0, result.output
     assert (commands.folder / "handler").read_text() == "ran"
     assert (commands.folder / "saved").read_text() == "whole"
-
-
-def test_bytes_sent_early_before_a_rest_count_after_it(commands: Any) -> None:
-    """Over TCP: three batches and a step every two. The third backward is sent before the rest, and counts after."""
-    script = commands.script("""
-        import torch, syncline
-        from syncline.torch import DataLoader, DistributedOptimizer
-        job = syncline.init()
-        model = torch.nn.Linear(3, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
-        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
-        number = 0
-        loader = DataLoader(torch.ones(3, 3), batch_size=1)
-        for _ in range(2):
-            for x in loader:
-                model(x).sum().backward()
-                number += 1
-                if number % 2 == 0:
-                    opt.step(); opt.zero_grad()
-        print("WEIGHT", model.weight.tolist(), job.step)
-    """)
-    result = commands.run("run", "--transport", "tcp", script)
-    assert "WEIGHT [[-6.0, -6.0, -6.0]] 3" in result.output, result.output

@@ -12,24 +12,20 @@ import torch
 import torch.distributed as dist
 from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
-from tests.roles.test_ring import (
-    STEPS,
-    check_all_equal,
-    check_ledger,
-    copies,
-    kill,
-    push_cells,
-    start,
-    train,
-)
+from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_cells, start
+from tests.roles.test_ring import STEPS, train
 
 from syncline import Rule
 from syncline.errors import ConfigError, ProtocolError, RuleError
 from syncline.roles.server import circle, introductions
 from syncline.roles.server.circle import Circle
+from syncline.roles.server.clipping import Clipping
+from syncline.roles.server.flow import Flow
 from syncline.roles.server.introductions import Heard, Introductions
 from syncline.roles.server.replication import Replica
+from syncline.roles.server.summing import Summing
 from syncline.testing import local_job
+from syncline.torch import DistributedOptimizer
 
 GLOO: dict[str, Any] = {"exchange": "ring", "sums": "gloo"}
 
@@ -146,17 +142,6 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
         check_all_equal(jobs)
 
 
-def test_the_last_one_goes_on_alone() -> None:
-    with local_job(workers=2, slice_bytes=64, **GLOO) as jobs:
-        acknowledged: dict[str, int] = {}
-        gone: set[str] = set()
-        threads = start(jobs, lambda job: push_cells(job, 40, acknowledged), gone)
-        eventually(lambda: acknowledged.get("worker-1", 0) >= 5)
-        kill(jobs, 1, gone)
-        threads[0].join(PATIENCE)
-        assert check_ledger(jobs[0], acknowledged)[0] == 40
-
-
 def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One server's sums are kept back: the others have theirs, and nobody applies the round."""
     stops, goes_on = threading.Event(), threading.Event()
@@ -192,6 +177,101 @@ def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> 
             thread.join(PATIENCE)
         assert {slot.state.version for slots in copies(jobs).values() for slot in slots.values()} == {2}
         check_all_equal(jobs)
+
+
+def test_a_slice_that_is_looked_at_early_does_not_vote_before_all_sums_are_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Somebody drains the slices here, late and for another reason, when a round's sums have just come: a vote at
+    that moment would have others apply it, and this server only its own slices."""
+    original = Summing.hold
+
+    def hold(self: Any, work: Any) -> bool:
+        for slot in work.slots:
+            self._flow.drain(slot)
+        return original(self, work)
+
+    monkeypatch.setattr(Summing, "hold", hold)
+    with local_job(workers=2, slice_bytes=256, **GLOO) as jobs:
+        acknowledged: dict[str, int] = {}
+        jobs.run(lambda job: (push_cells(job, 6, acknowledged), job.barrier("all")))
+        check_all_equal(jobs)
+        assert check_ledger(jobs[0], acknowledged)[:2] == [6, 6]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_change_that_is_not_to_be_is_over_and_the_sums_count_once(
+    clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is prepared between a round's sums and their being held, and let go after that."""
+    original, frozen = Summing.hold, set[int]()
+
+    def hold(self: Any, work: Any) -> bool:
+        if id(work) in frozen:
+            return original(self, work)
+        frozen.add(id(work))
+        kept.append(work)
+        self._voting.freeze()
+        assert not original(self, work) and not any(work in slot.queue for slot in work.slots)
+        self._voting.thaw()
+        assert not any(list(slot.queue).count(work) > 1 for slot in work.slots)
+        return False
+
+    kept: list[Any] = []
+    found = {}
+    for name, settings in {"servers": {}, "gloo": GLOO}.items():
+        monkeypatch.setattr(Summing, "hold", hold)
+        with local_job(workers=2, slice_bytes=128, **settings) as jobs:
+            found[name] = jobs.run(lambda job: train(job, "SGD", clip))[0]
+            if name == "gloo":
+                check_all_equal(jobs)
+    assert kept and all(work.applied and not work.has_more for work in kept)
+    torch.testing.assert_close(found["servers"], found["gloo"])
+
+
+@pytest.mark.parametrize("point", ["summed", "clipped"])
+def test_what_a_change_has_dropped_gets_into_no_slice(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process dies, and the change after that is over, between a round's sums (or the word on its norm) and the
+    slices' queues: there the round would stand in the way of all that follow."""
+    clip, goes_on = (0.1 if point == "clipped" else None), threading.Event()
+    owner, name = (Clipping, "_apply_clipped") if point == "clipped" else (Flow, "summed")
+    original, late = getattr(owner, name), list[Any]()
+
+    def slow(self: Any, work: Any, *given: Any) -> None:
+        flow = getattr(self, "_flow", self)
+        if armed.is_set() and flow is first.commits.flow and not late:
+            late.append(work)
+            goes_on.wait(PATIENCE)
+        original(self, work, *given)
+
+    armed = threading.Event()
+    monkeypatch.setattr(owner, name, slow)
+    with local_job(workers=3, slice_bytes=256, **GLOO) as jobs:
+        first, gone, steps = jobs._process._servers["server-0"], set[str](), dict[str, int]()
+
+        def work(job: Any) -> None:
+            model = torch.nn.Linear(16, 16)
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = DistributedOptimizer(plain, model=model, clip_norm=clip, job=job)
+            for number in range(6):
+                model(torch.ones(1, 16)).sum().backward()
+                optimizer.step()
+                steps[job.name] = number + 1
+                if number == 1:
+                    armed.wait(PATIENCE)
+
+        threads = start(jobs, work, gone)
+        eventually(lambda: list(steps.values()) == [2, 2, 2])
+        armed.set()
+        eventually(lambda: bool(late))
+        generation = first._voting.votes.generation
+        kill(jobs, 2, gone)
+        eventually(lambda: first._voting.votes.generation > generation)
+        goes_on.set()
+        for thread in threads[:2]:
+            thread.join(PATIENCE)
+        assert steps["worker-0"] == steps["worker-1"] == 6
+        assert not any(late[0] in slot.queue or slot.is_summing(late[0]) for slot in first._slices.values())
 
 
 def test_a_script_uses_torch_distributed_as_it_likes(reduced: list[int]) -> None:

@@ -15,9 +15,12 @@ from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_
 
 from syncline import Rule
 from syncline.core.control import Prepare, Retire
-from syncline.errors import ConnectionLost
+from syncline.core.policy import parse_policy
+from syncline.core.verdicts import Commit
+from syncline.errors import ConnectionLost, JobFailed, RuleError
 from syncline.roles.server import hosting
 from syncline.roles.server.backups import Backups
+from syncline.roles.server.work import Contribution, RoundWork, key_of
 from syncline.testing import local_job
 
 STEPS = 12
@@ -231,8 +234,9 @@ def test_two_that_die_at_once_cost_no_step() -> None:
         check_all_equal(jobs)
 
 
-def test_the_last_one_goes_on_alone() -> None:
-    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
+@pytest.mark.parametrize("sums", ["ours", "gloo"])
+def test_the_last_one_goes_on_alone(sums: str) -> None:
+    with local_job(workers=2, exchange="ring", sums=sums, slice_bytes=64) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         threads = start(jobs, lambda job: push_cells(job, 40, acknowledged), gone)
@@ -240,6 +244,34 @@ def test_the_last_one_goes_on_alone() -> None:
         kill(jobs, 1, gone)
         threads[0].join(PATIENCE)
         assert check_ledger(jobs[0], acknowledged)[0] == 40
+
+
+def test_what_was_dropped_and_fails_late_takes_nothing_from_what_is_made_anew() -> None:
+    """The same commit, in a round that counts nowhere and in the one that takes its place."""
+    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
+        flow = jobs._process._servers["server-0"].commits.flow
+        commit = Commit("worker-0", 1, 7, Contribution(1, 0, 0))
+        dropped, anew = (RoundWork((commit,), (), commit, parse_policy("sync"), lambda work: None) for _ in range(2))
+        flow._under_way[key_of(commit)] = anew
+        flow.fail(dropped, RuleError("late"))
+        assert flow._under_way == {key_of(commit): anew} and dropped.failed is not None
+        flow.through(anew)
+        assert not flow._under_way
+
+
+def test_when_all_have_ended_the_verdict_says_so_and_what_helps() -> None:
+    """Scripts that all fail at the same step, say. Who is started again finds nothing of what there was."""
+    with pytest.raises(JobFailed), local_job(workers=2, exchange="ring", most_workers=3) as jobs:
+        jobs.run(lambda job: job.kv.register({"x": np.zeros(64, np.float32)}, Rule("Add")))
+        membership = jobs._process.coordinator.membership
+        late = jobs.add_worker("worker-2")
+        for number in (0, 1):
+            kill(jobs, number, set())
+        eventually(lambda: membership.outcome is not None)
+        assert membership.outcome is not None
+        assert "every process that had 'x' has ended" in membership.outcome.reason
+        assert "with --checkpoint DIR" in membership.outcome.reason
+        late.barrier("over")
 
 
 def test_what_a_rule_remembers_is_everywhere_too() -> None:

@@ -17,7 +17,9 @@ from tests.roles.test_ring import Net, train
 from syncline import Rule
 from syncline.core.traffic import CommitStaged, Replicate, Stage
 from syncline.core.votes import Ballot
-from syncline.errors import FrameError, ProtocolError
+from syncline.errors import FrameError, ProtocolError, RuleError
+from syncline.roles.server import replication
+from syncline.roles.server.backup import own_region
 from syncline.roles.server.backups import Backups
 from syncline.roles.server.voting import Voting
 from syncline.testing import local_job
@@ -258,6 +260,53 @@ def test_a_server_that_lies_about_a_sum_is_closed() -> None:
         endpoint.call(lie("bf16", [31]), buffers=[memoryview(bytes(31))], payload_bytes=31)
         eventually(lambda: not endpoint.is_open)
         assert backup.held is None
+
+
+def test_a_sum_that_cannot_be_made_is_said_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A codec of the user's own raises, for one slice of several: its server never votes, and nobody waits for it."""
+    original = replication.encode_sum
+
+    def encode(coder: Any, segment: Any, part: Any, has: Any, data: Any) -> Any:
+        if part.id == 1:
+            raise ZeroDivisionError("an odd block")
+        return original(coder, segment, part, has, data)
+
+    monkeypatch.setattr(replication, "encode_sum", encode)
+    errors = list[str]()
+
+    def work(job: Any) -> None:
+        job.kv.register({"x": np.zeros(96, np.float32)}, Rule("Add"))
+        try:
+            job.kv.push({"x": np.ones(96, np.float32)}).wait()
+        except RuleError as error:
+            errors.append(str(error))
+
+    with local_job(workers=3, exchange="ring", slice_bytes=64, transport="tcp", pull_codec="bf16") as jobs:
+        jobs.run(work)
+    assert len(errors) == 3 and all("an odd block" in text for text in errors)
+
+
+def test_a_sum_that_comes_late_is_not_written_over_one_of_a_later_round() -> None:
+    """A primary's bytes are on their way, slowly, when a third process dies. After that the slice is spread, and this
+    server sums it up itself, where those bytes would have been put."""
+    with local_job(workers=3, exchange="ring", slice_bytes=64, transport="tcp") as jobs:
+        jobs.run(lambda job: job.kv.register({"x": np.zeros(96, np.float32)}, Rule("Add"), reduce="sum"))
+        server = jobs._process._servers["server-1"]
+        backups, voting = server._hosting.backups, server._voting
+        number, backup = next((n, b) for n, b in sorted(backups.backups.items()) if b.primary == "server-0")
+        assert number not in server._staging.copies.numbers, "by its primary"
+        late = Replicate(number, 0, [], [], [0], [], 1.0, ballot=Ballot(voting.votes.generation, "worker-0", 1, 1))
+        peer = type("P", (), {"name": "server-0"})()
+        (reading,) = backups.landing(peer, late)
+        assert np.shares_memory(np.frombuffer(reading, np.uint8), own_region(backup, backup.slot).array)
+        kill(jobs, 2, set())
+        eventually(lambda: voting.votes.voters == {"server-0", "server-1"})
+        assert backups.backups[number] is backup and number in server._staging.copies.numbers
+        mine = own_region(backup, backup.slot).array
+        (again,) = backups.landing(peer, late)
+        for view in (reading, again):
+            view[:] = bytes([255]) * len(view)
+        assert not mine.any()
 
 
 def test_a_copy_that_is_being_written_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ import syncline.client.numbers
 import syncline.torch.data
 from syncline.core.handing import LeaveEpoch
 from syncline.errors import ConfigError
+from syncline.testing import local_job
+from syncline.torch import DistributedOptimizer
 from syncline.torch.data import DataLoader
 
 
@@ -367,3 +369,25 @@ def test_what_cannot_be_split_is_refused_with_a_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         DataLoader(dataset, **options)
+
+
+def test_bytes_sent_early_before_a_rest_count_after_it() -> None:
+    """Over sockets: three batches, a step every two. The third backward is sent before the rest, and counts after."""
+
+    def work(job: Any) -> tuple[Any, int]:
+        model = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        number, loader = 0, DataLoader(torch.ones(3, 3), batch_size=1)
+        for _ in range(2):
+            for x in loader:
+                model(x).sum().backward()
+                number += 1
+                if number % 2 == 0:
+                    opt.step()
+                    opt.zero_grad()
+            assert job.exchange.placement.needs_bytes and (job.exchange._sending._sent or number == 6)
+        return model.weight.tolist(), job.step
+
+    with local_job(workers=1, transport="tcp") as local:
+        assert local.run(work) == [([[-6.0, -6.0, -6.0]], 3)]

@@ -125,12 +125,9 @@ class Change:
         return max(next_turn(self._standings()), (self.stretch, 0))
 
     def back_at(self) -> int:
-        """Beside the slowest: the same place on every server."""
-        slowest = [
-            min((s.position for s in answer.standings if s.active and not s.fenced), default=0)
-            for answer in self._speaking()
-        ]
-        return max(slowest, default=0)
+        """Beside the slowest: the same place on every server. While all rest, beside the one that is furthest: who
+        comes back first would else wait for all the steps that lie between."""
+        return max((_slowest(answer.standings) for answer in self._speaking()), default=0)
 
     def standings(self) -> list[Standing]:
         """What every server counts from now on: those who enter; all, where primaries change."""
@@ -170,6 +167,12 @@ class Change:
 
     def install(self, members: Sequence[Member]) -> Install:
         return Install(self.generation, list(members), self.settle(), self.standings(), self.rolls())
+
+
+def _slowest(standings: Iterable[Standing]) -> int:
+    there = [standing for standing in standings if not (standing.left or standing.fenced)]
+    active = [standing.position for standing in there if standing.active]
+    return min(active) if active else max((standing.position for standing in there), default=0)
 
 
 def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from syncline.core.changes import Change, Loss
 from syncline.core.control import Entered, Install
 from syncline.core.members import Member
 from syncline.core.membership import Membership
+from syncline.core.ring import partner_of
 from syncline.core.seats import Plan, Seat, plan, rehome, without
 from syncline.core.words import counted
 from syncline.errors import ConfigError
@@ -76,7 +77,13 @@ class Deciding:
         staying = [server for server in self._membership.servers() if server not in self.retiring | {name}]
         if not staying and self.state.seats:
             raise ConfigError(f"{name} is the last server: its slices cannot go anywhere")
+        if len(staying) < 2 and self.state.seats and self._may_stay(name):
+            raise ConfigError(f"{name} stays: else only {staying[0]} would have its slices")
         self.retiring.add(name)
+
+    def _may_stay(self, name: str) -> bool:
+        """In a ring: its script has ended, and nobody wants it gone."""
+        return self.state.config.is_ring and partner_of(name) in self.state.finished
 
     # -- what to do next ----------------------------------------------------------------------------------
 
@@ -97,6 +104,8 @@ class Deciding:
         leaving = self.retiring & set(hosts)
         if state.config.is_ring and any(leaving.issuperset(seat.names) for seat in seats):
             leaving = set()  # nobody seeds before the change: first those who stay get everything
+        if len(set(hosts) - leaving) < 2:  # others have died since they were let go
+            leaving = {name for name in leaving if not self._may_stay(name)}
         found = plan(seats, sizes, hosts, replicas=replicas, leaving=leaving)
         if state.config.is_ring and found.seeds:
             names = sorted({name for seat in found.seats for name in seat.names})

@@ -98,6 +98,16 @@ def check_circle_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
         )
 
 
+def trust_told(config: JobConfig, hosts: Iterable[str]) -> str:
+    """What somebody has allowed by --trust-network, where it counts. `hosts`: of each server."""
+    found = sorted(set(hosts))
+    if not config.has_circle or len(found) < 2:
+        return ""
+    return (
+        f"--trust-network: {config.sums} speaks between {', '.join(found)} in the clear, and to anyone who connects"
+    )
+
+
 def check_circle_gpus(config: JobConfig, num_workers: int, num_gpus: int, where: str = "this machine") -> None:
     """Raises ConfigError where workers of one host would have no GPU of their own."""
     if config.sums == "nccl" and num_gpus < num_workers:

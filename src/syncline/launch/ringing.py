@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from syncline import config as configuration
 from syncline.core.ring import check_circle_gpus, partner_of
 from syncline.errors import ConfigError, JobFailed, SynclineError, WaitTimeout
+from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.hosts import local_place
 from syncline.launch.jobfile import JobFile
 from syncline.net.hatch import Hatch
@@ -45,9 +46,8 @@ class OwnServer:
     def begin(self, process: str, on_refused: Callable[[], None]) -> None:
         """Asks to be a member, beside the worker of the same process. `on_refused`: it cannot be."""
         from syncline.launch.serving import Serving
-        from syncline.roles.server.rules import leave_out_the_compiler
 
-        leave_out_the_compiler()  # a script that compiles loads it all the same
+        leave_out_the_compiler()  # torch is loaded now, also where the script has not
         self._on_refused = on_refused
         num_threads = min(MOST_THREADS, configuration.num_threads())
         self.hatch = self._open_hatch()

@@ -14,7 +14,14 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.config import JobConfig
-from syncline.core.ring import check_circle_gpus, check_circle_hosts, check_said, protection_of, ring_settings
+from syncline.core.ring import (
+    check_circle_gpus,
+    check_circle_hosts,
+    check_said,
+    protection_of,
+    ring_settings,
+    trust_told,
+)
 from syncline.core.settings import check_settings
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
@@ -104,7 +111,9 @@ def run_job(
     with listen(config) as sock, hold(config) as folder:
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
         plans = Plans(file, config, script, sock.fileno())
-        screen.line("launcher", f"syncline: {protection_of(config, server_hosts(config))}")
+        for told in (protection_of(config, server_hosts(config)), trust_told(config, server_hosts(config))):
+            if told:
+                screen.line("launcher", f"syncline: {told}")
         launcher = Launcher(
             plans.first(),
             screen,

@@ -18,6 +18,7 @@ from syncline.core.control import Joined, Over, Retire, Roster
 from syncline.core.members import Address, Member
 from syncline.errors import FencedError, SynclineError
 from syncline.launch import lifeline
+from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.lives import LEAVES
 from syncline.launch.membership import connect, join, local_address, myself, reach, say, unix_name
@@ -30,7 +31,6 @@ from syncline.net.transport import Connection, Peer
 from syncline.roles.server.hatched import HatchedHome
 from syncline.roles.server.homes import home_of
 from syncline.roles.server.pool import ThreadPool
-from syncline.roles.server.rules import leave_out_the_compiler
 from syncline.roles.server.server import Server
 
 

@@ -12,6 +12,7 @@ from syncline import config as configuration
 from syncline.client.current import current_job, has_current_job, make_current
 from syncline.client.job import Job
 from syncline.errors import ConfigError, SynclineError
+from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.ringing import OwnServer
 
@@ -45,6 +46,7 @@ def init(**defaults: Any) -> Job:
     known = configuration.check_known(defaults, "init()")
     for key in configuration.LAUNCH_ONLY.intersection(known):
         raise ConfigError(f"init({key}=…): this is said at launch, e.g. syncline run -w 2 -s 1, or in syncline.toml")
+    leave_out_the_compiler()
     if _invitation is not None:
         from syncline.launch.working import join_as_worker
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.compiler import assume_constant_result, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 Parameters = dict[str, torch.nn.Parameter | None]
 #: Waits for a parameter; told whether it alone was read. Whether nothing of it is awaited any more.
@@ -157,11 +157,14 @@ class Guard:
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]  # so that it is called, not traced
 def _read_by_the_compiler() -> bool:
     for guard in list(_guards):
         guard.read_by_the_compiler()
     return True
+
+
+#: As torch.compiler.assume_constant_result does, which loads the compiler for it: so that it is called, not traced.
+vars(_read_by_the_compiler)["_dynamo_marked_constant"] = True
 
 
 def _kept_by(module: torch.nn.Module) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from syncline.client.arrays import Bytes, dtype_of, is_torch
 from syncline.client.collectives.calls import Calls
+from syncline.client.collectives.groups import Group
 from syncline.client.collectives.hearing import CHUNK_BYTES
 from syncline.client.collectives.moving import make_room
 from syncline.client.collectives.streams import Inbox, Stream
@@ -17,7 +18,6 @@ from syncline.client.collectives.tickets import Lane
 from syncline.client.collectives.values import Value, made, own_bytes, put, value_of
 from syncline.client.collectives.waiting import Gone, Waiting
 from syncline.client.peers import Way
-from syncline.client.rosters import ranked
 from syncline.core.collecting import Broken, Offer, Piece, Take, Taken, Withdraw
 from syncline.core.collectives import INLINE_BYTES, ITEM_BYTES, MAX_BYTES, MAX_DIMENSIONS, crossing_words, num_bytes
 from syncline.core.members import Member
@@ -42,8 +42,8 @@ class Pairs:
 
     # -- sending ------------------------------------------------------------------------------------------
 
-    def send(self, x: Any, to: int, wait: bool) -> Any:
-        value, member = value_of(x), self._member(to, "send")
+    def send(self, x: Any, to: int, group: Group | None, wait: bool) -> Any:
+        value, member = value_of(x), self._member(to, group, "send")
         what = f"send to {member.name}"
         lane = self._lane("send", member)
         return self._calls.go(what, lambda is_script: self._send(value, member, what, is_script, wait), wait, lane)
@@ -101,8 +101,8 @@ class Pairs:
 
     # -- receiving ----------------------------------------------------------------------------------------
 
-    def recv(self, source: int, out: Any, wait: bool) -> Any:
-        member = self._member(source, "recv")
+    def recv(self, source: int, out: Any, group: Group | None, wait: bool) -> Any:
+        member = self._member(source, group, "recv")
         what = f"recv from {member.name}"
         lane = self._lane("recv", member)
         return self._calls.go(what, lambda is_script: self._recv(out, member, what, is_script), wait, lane)
@@ -170,13 +170,13 @@ class Pairs:
 
     # -- both ---------------------------------------------------------------------------------------------
 
-    def _member(self, rank: int, verb: str) -> Member:
-        workers = ranked(self._calls.world.roster)
-        if not 0 <= rank < len(workers):
-            raise CollectiveError(f"{verb}: there is no rank {rank}, the job has {len(workers)} workers")
-        if workers[rank].incarnation == self._me.incarnation:
+    def _member(self, rank: int, group: Group | None, verb: str) -> Member:
+        world = self._calls.world
+        members = {member.incarnation: member for member in world.members(group)[0]}
+        found = members[world.root(rank, list(members), verb)]
+        if found.incarnation == self._me.incarnation:
             raise CollectiveError(f"{verb}: rank {rank} is {self._me.name} itself")
-        return workers[rank]
+        return found
 
     def _lane(self, verb: str, member: Member) -> Lane:
         key = (verb, member.incarnation)

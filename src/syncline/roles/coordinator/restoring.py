@@ -221,10 +221,12 @@ def _give_up(coordinator: Coordinator, number: int, segments: Iterable[Segment])
         for piece in segment.pieces(part)
     ]
     shown = ", ".join(repr(name) for name in names[:3])
-    remedy = "with --replicas 2 a server's death costs nothing"
+    reason = f"no server and no worker has a copy of {shown}; with --replicas 2 a server's death costs nothing"
     if coordinator.config.is_ring:
-        remedy = "with --checkpoint DIR the same command goes on from the last save"
-    reason = f"no server and no worker has a copy of {shown}; {remedy}"
+        reason = (
+            f"every process that had {shown} has ended: why is said above; with --checkpoint DIR the same command "
+            "goes on from the last save"
+        )
     with coordinator.lock:
         coordinator.membership.fail("server", reason)
     coordinator.ending.conclude()

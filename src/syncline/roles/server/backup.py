@@ -42,6 +42,11 @@ def is_held(backup: Backup, message: Seed | Replicate) -> bool:
     return backup.held[0].ballot == message.ballot
 
 
+def is_of(message: Replicate, generation: int) -> bool:
+    """In a ring: what is late, from before a change, may come while the sum of a round after it is made."""
+    return message.ballot is None or message.ballot.generation == generation
+
+
 def own_region(backup: Backup, slot: HostedSlice) -> Region:
     if backup.own is None:
         backup.own = Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype)

@@ -19,7 +19,7 @@ from syncline.core.votes import Ballot
 from syncline.errors import FencedError, FrameError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
-from syncline.roles.server.backup import Backup, is_held, own_region, slot_of
+from syncline.roles.server.backup import Backup, is_held, is_of, own_region, slot_of
 from syncline.roles.server.blocks import Blocks
 from syncline.roles.server.encoded_sums import SumDecoder
 from syncline.roles.server.homes import Home
@@ -79,6 +79,7 @@ class Backups:
         with self._lock:
             backup = self.backups.get(message.slice)
             is_free = backup is not None and not backup.is_busy and backup.held is None
+            is_free = is_free and (self.voting is None or is_of(message, self.voting.votes.generation))
             if backup is not None and backup.slot is not None and is_free and backup.primary == peer.name:
                 backup.landed = backup.slot.rules.bytes_of_pieces(own_region(backup, backup.slot).array, message.has)
                 return backup.landed
@@ -337,6 +338,13 @@ class Backups:
                 backup.queue = collections.deque(r for r in requests if not isinstance(r.message, Replicate))
         for request in refused:
             request.refuse(FencedError("seats have changed since that round"))
+
+    def begin_anew(self) -> None:
+        """Votes are of another generation from now on. What is still being read belongs to those before: it goes on
+        into memory that nobody looks at any more."""
+        with self._lock:
+            for backup in self.backups.values():
+                backup.own = backup.landed = None
 
     # -- seats --------------------------------------------------------------------------------------------
 

@@ -47,7 +47,10 @@ class Clipping:
         try:
             share = slot.norm(work)
         except Exception as error:  # whoever waits must hear of it, whatever it is
-            self._flow.fail(work, error)
+            with self._flow.order:
+                is_dropped = self._flow.was_dropped(work)  # and what its workers staged is gone
+            if not is_dropped:
+                self._flow.fail(work, error)
             return
         if work.norm_done(slot.part.id, share):
             self._norms_known(work)
@@ -58,6 +61,8 @@ class Clipping:
             self._apply_clipped(work, work.share)
             return
         with self._flow.order:
+            if self._flow.was_dropped(work):
+                return  # whoever is in it makes it anew
             requests = [(c.clock, item.request) for c in work.commits for item in c.item.sayings()]
             for commit in work.commits:
                 self._flow.take_requests([commit])  # GiveClip asks anew
@@ -92,7 +97,9 @@ class Clipping:
         if math.isnan(squared_norm):
             work.scale = math.nan
         with self._flow.order:
-            for slot in work.slots:
+            if self._flow.was_dropped(work):
+                return
+            for slot in work.slots if not work.is_summed else ():
                 slot.queue.append(work)
         self._flow.go_through(work)
 

@@ -137,10 +137,11 @@ class Flow:
         if self.clipping.is_for(work):
             self.clipping.measure(work)
             return
-        with self.order:
-            for slot in work.slots:
-                slot.queue.append(work)
         self.go_through(work)
+
+    def was_dropped(self, work: RoundWork) -> bool:
+        """Under `order`, in a ring: whether it was to be voted on, and seats have changed since."""
+        return work.waits_for_votes and self.voting is not None and not self.voting.expects(work)
 
     @property
     def is_applying(self) -> bool:
@@ -189,14 +190,17 @@ class Flow:
 
     def drain(self, slot: HostedSlice) -> None:
         for work in slot.drain():
+            if work.error is not None and work.waits_for_votes and isinstance(work, RoundWork):
+                self.fail(work, work.error)  # its sum could not be made: this server will not vote for it
             work.slice_done()
 
     def through(self, work: Work) -> None:
         """This work is on no way any more."""
         with self.order:
             self._busy.discard(work)
-            for commit in work.commits:
-                self._under_way.pop((commit.worker, commit.item.incarnation, commit.clock), None)
+            for key in map(key_of, work.commits):
+                if self._under_way.get(key) is work:  # else it was dropped, and is made anew
+                    del self._under_way[key]
             if self.going:
                 self.forget_gone()
             if not self._busy:

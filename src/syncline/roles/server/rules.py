@@ -378,14 +378,3 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
     """`step` without torch's hooks and profiling around it, which take longer than a small update itself."""
     step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(optimizer).step)
     return step
-
-
-def leave_out_the_compiler() -> None:
-    """For a server's own process: torch's first optimizer loads its compiler, a second's worth of modules.
-
-    A server never compiles. torch looks for the marked function before it loads the compiler to mark it; where it
-    does not, nothing is lost but that second.
-    """
-    inner = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
-    if inner is not None:
-        setattr(inner, "__dynamo_disable", inner)

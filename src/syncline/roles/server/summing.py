@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from syncline.config import JobConfig
 from syncline.core.members import Member
@@ -43,7 +43,8 @@ class Summing:
         self.heard = Heard()
         self._circle: Circle | None = None
         self._ended: list[Circle] = []
-        self._unheld: list[RoundWork] = []  # summed while a change was on its way
+        # Summed while a change was on its way, and what was to come next.
+        self._unheld: list[tuple[RoundWork, Callable[[RoundWork], None]]] = []
 
     # -- circles ------------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Summing:
                 return  # dropped
             work.sums = sums
             if self._voting.is_frozen:
-                self._unheld.append(work)
+                self._unheld.append((work, self._flow.summed))
                 return
             self._flow.resumes(work)
         self._flow.summed(work)
@@ -149,22 +150,25 @@ class Summing:
         """The change is not to be."""
         with self._order:
             unheld, self._unheld = self._unheld, []
-            works = [work for work in unheld if self._voting.expects(work)]
-            for work in works:
+            unheld = [(work, go_on) for work, go_on in unheld if self._voting.expects(work)]
+            for work, _ in unheld:
                 self._flow.resumes(work)
-        for work in works:
-            self._flow.summed(work)
+        for work, go_on in unheld:
+            go_on(work)
 
     def hold(self, work: RoundWork) -> bool:
-        """All sums of other servers' slices are here too: they are held. False while a change is on its way: it waits
-        for the end of that."""
+        """All sums of other servers' slices are here too: they are held, and then the slices here get theirs, never
+        before: this server's vote says that it holds all. False while a change is on its way: it waits for that."""
         with self._order:
             if not self._voting.expects(work):
                 return False
             if self._voting.is_frozen:
-                self._unheld.append(work)
+                self._flow.waits(work)
+                self._unheld.append((work, self._flow.go_through))
                 return False
             hold_sums(self._hosting.backups, work)
+            for slot in work.slots:
+                slot.queue.append(work)
             return True
 
 

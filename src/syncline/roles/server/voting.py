@@ -71,6 +71,7 @@ class Voting:
         """Seats have changed. Nothing is on its way."""
         with self._order:
             self.votes.begin(generation, voters)
+            self._backups.begin_anew()
             self.spreading.begin()
             self.is_frozen = False
             self._unsaid.clear()

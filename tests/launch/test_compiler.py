@@ -1,0 +1,47 @@
+"""torch's compiler is loaded by scripts that compile, and by nobody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from tests.patience import JOB_PATIENCE
+
+from syncline.launch.compiler import leave_out_the_compiler
+
+SCRIPT = """
+    import sys, torch, syncline
+    from syncline.torch import DistributedOptimizer
+    job = syncline.init()
+    model = torch.nn.Linear(4, 2)
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model=model)
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(job.step, "torch._dynamo" in sys.modules, model.weight.grad)
+    model(torch.ones(1, 4)).sum().backward()
+    torch.compile(optimizer.zero_grad, backend="eager")()
+    optimizer.zero_grad()
+    marked = torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable
+    print(model.weight.grad, getattr(marked, "_torchdynamo_disable", False))
+"""
+
+
+def test_a_script_that_trains_does_not_load_it_and_one_that_compiles_does() -> None:
+    """Worker and server are in one process here; what torch marks is marked as ever once the compiler is there."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=JOB_PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 False None", "None True"]
+
+
+def test_where_it_is_loaded_already_nothing_is_changed() -> None:
+    import torch._dynamo
+
+    before = vars(torch.optim.Optimizer.add_param_group.__wrapped__).copy()
+    leave_out_the_compiler()
+    assert vars(torch.optim.Optimizer.add_param_group.__wrapped__) == before
