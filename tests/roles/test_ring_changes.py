@@ -259,10 +259,16 @@ def test_what_was_dropped_and_fails_late_takes_nothing_from_what_is_made_anew() 
         assert not flow._under_way
 
 
-def test_when_all_have_ended_the_verdict_says_so_and_what_helps() -> None:
-    """Scripts that all fail at the same step, say. Who is started again finds nothing of what there was."""
-    with pytest.raises(JobFailed), local_job(workers=2, exchange="ring", most_workers=3) as jobs:
+def test_when_all_have_ended_the_verdict_says_so_and_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts that all fail at the same step, say. Who was started meanwhile has nothing of what there was; and it
+    waits for nobody in a job that is over."""
+
+    def never(*_: Any) -> None:
+        raise ConnectionLost("not yet")
+
+    with pytest.raises(JobFailed, match="every process"), local_job(2, exchange="ring", most_workers=3) as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(64, np.float32)}, Rule("Add")))
+        monkeypatch.setattr(hosting, "supply", never)
         membership = jobs._process.coordinator.membership
         late = jobs.add_worker("worker-2")
         for number in (0, 1):

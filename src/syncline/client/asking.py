@@ -53,7 +53,7 @@ class Asking:
                         return self._link.call(message, seconds, self._while_resting(called_away))
                 if isinstance(message, Barrier):
                     return self._link.call(message, seconds, self._while_resting(called_away))
-                look = self._while_resting(meanwhile) if isinstance(message, _ASIDE) else job.leave_if_retiring
+                look = self._while_resting(meanwhile) if isinstance(message, _ASIDE) else self._look
                 return self._link.call(message, seconds, look if isinstance(message, _FOR_OTHERS) else None)
         except WaitTimeout:
             why = self._why()
@@ -65,11 +65,16 @@ class Asking:
         except ConnectionLost as error:
             raise self.explain(error) from None
 
+    def _look(self) -> None:
+        """Nobody comes any more to a job that has failed, and who is to leave waits no longer."""
+        self._hearing.check()
+        self._job.leave_if_retiring()
+
     def _while_resting(self, meanwhile: Callable[[], None]) -> Callable[[], None]:
         """A server that has come meanwhile, and knows nobody, must not wait for this one."""
 
         def look() -> None:
-            self._job.leave_if_retiring()
+            self._look()
             self._job.exchange.follow()
             meanwhile()
 
