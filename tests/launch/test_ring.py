@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -126,3 +127,19 @@ def test_who_ends_early_hands_over_and_who_is_told_to_leave_does_too(commands: A
     for name in ("server-1", "server-2"):
         assert f"{name} has handed over its slices and leaves" in result.output
     assert " is out" not in result.output and "starts again" not in result.output
+
+
+@pytest.mark.proof
+def test_who_trains_alone_at_the_end_may_die_too(commands: Any) -> None:
+    """The other's script has ended, and its process stays as a second copy: whoever comes back goes on from that."""
+    script = commands.script(
+        SCRIPT.replace("range(int(sys.argv[1]))", "range(4 if job.name == 'worker-0' else int(sys.argv[1]))")
+    )
+    job = commands.start("run", "-w", "2", "--exchange", "ring", script, "80", "0.1")
+    commands.wait_for("ended", "worker-0")
+    time.sleep(3.0)  # by then it has asked to leave, more than once
+    os.kill(commands.members()["worker-1"], signal.SIGKILL)
+    result = commands.finish(job)
+    assert result.code == 0, result.output
+    assert "worker-1 was killed by SIGKILL" in result.output and result.output.count("ended") >= 2
+    assert "server-0 has handed over" not in result.output and "revoke" not in result.output
