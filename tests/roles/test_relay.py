@@ -1,0 +1,352 @@
+"""A ring with several workers on a host, inside one process: sums are made inside hosts, and each crosses once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.patience import PATIENCE
+from tests.roles.conftest import eventually
+from tests.roles.rings import check_all_equal, check_ledger, kill, push_cells, start
+from tests.roles.test_circle import odd_pushes
+from tests.roles.test_ring import MANY, train
+from tests.roles.test_ring_hosts import _ends, rank_of
+
+from syncline import Rule
+from syncline.core.message import Done
+from syncline.core.traffic import HostSum, LendSums, WholeSum
+from syncline.core.votes import Ballot
+from syncline.errors import ProtocolError
+from syncline.net.memory import HeapMemory, MemoryConnection
+from syncline.roles.server.relay import Relay
+from syncline.roles.server.replication import Replica
+from syncline.testing import local_job
+
+FLOATS, STEPS = 1 << 16, 2
+AABB = ["a", "a", "b", "b"]
+
+
+def ring(on: list[str], **settings: Any) -> Any:
+    return local_job(workers=len(on), exchange="ring", on=on, **{"slice_bytes": 256, **settings})
+
+
+def relay_of(jobs: Any, name: str) -> Relay:
+    relay = jobs._process._servers[name]._voting.relays._relay
+    assert relay is not None
+    return relay
+
+
+def crossing(jobs: Any, on: list[str]) -> dict[str, list[int]]:
+    """By host: bytes sent to other hosts, and received from them."""
+    found = {host: [0, 0] for host in on}
+    for end, (one, two) in {id(end): (end, names) for names, end in _ends(jobs)}.values():
+        if on[one] != on[two]:
+            stats = end.stats()
+            for sender, receiver, count in ((one, two, stats.bytes_received), (two, one, stats.bytes_sent)):
+                found[on[sender]][0] += count
+                found[on[receiver]][1] += count
+    return found
+
+
+def crossed(on: list[str], **settings: Any) -> float:
+    """The most bytes that a host sends or receives in a step, in models."""
+    counts: list[dict[str, list[int]]] = []
+    with ring(on, slice_bytes=FLOATS // 2, **settings) as jobs:
+
+        def work(job: Any) -> Any:
+            job.kv.register({"w": np.zeros(FLOATS, np.float32)}, Rule("SGD", lr=0.1))
+            for stage in range(2):
+                job.barrier(f"before {stage}")
+                if job.rank == 0:
+                    counts.append(crossing(jobs, on))
+                job.barrier(f"after {stage}")
+                for _ in range(STEPS if stage == 0 else 0):
+                    job.kv.push_pull({"w": np.full(FLOATS, job.rank + 1.0, np.float32)})
+            return np.asarray(job.kv.pull(["w"])["w"]).copy()
+
+        found = jobs.run(work)
+        check_all_equal(jobs)
+    mean = sum(range(1, len(on) + 1)) / len(on)
+    assert all(np.allclose(one, -0.1 * STEPS * mean) for one in found)
+    before, after = counts
+    return max(b - a for host in before for a, b in zip(before[host], after[host], strict=True)) / STEPS / 4 / FLOATS
+
+
+@pytest.mark.parametrize(
+    ("on", "most"),
+    [(AABB, 1.0), (["a", "b", "a", "b"], 1.0), (["a", "b", "b", "b"], 1.0), (["a", "a", "b", "c"], 1.5)],
+)
+def test_what_a_host_sends_in_a_step(on: list[str], most: float) -> None:
+    """In models, each way: 2 (h-1) / h, whoever has how many workers; a little more where one of three hosts has more
+    primaries than others. Each worker by itself would send more."""
+    assert crossed(on) <= most * 1.02 < crossed(on, transport="tcp") - 0.2
+
+
+@pytest.mark.parametrize(("rule", "clip"), [("Adam", None), ("SGD", 0.1), *MANY])
+def test_a_ring_of_hosts_and_servers_come_to_the_same(rule: str, clip: float | None) -> None:
+    """Also where the round's mean is clipped, weights differ, and a worker has fewer steps."""
+    found = {}
+    for name, settings in {"servers": {}, "ring": {"exchange": "ring", "on": ["a", "b", "b"]}}.items():
+        with local_job(workers=3, slice_bytes=256, **settings) as jobs:
+            found[name] = jobs.run(lambda job: train(job, rule, clip))
+            if name == "ring":
+                check_all_equal(jobs)
+                assert relay_of(jobs, "server-2")._over, "sums went by deputies"
+    for one, two in zip(found["servers"], found["ring"], strict=True):
+        torch.testing.assert_close(one, two)
+        assert torch.equal(two, found["ring"][0]), "all ranks have the same, bit by bit"
+
+
+@pytest.mark.parametrize("on", [["a", "b", "b"], ["a", "b", "a"]])
+def test_whatever_is_pushed_means_the_same(on: list[str]) -> None:
+    """Halves, integers, assigned values, what one host alone pushes, weights that differ, one that weighs nothing."""
+    found = {}
+    for name, settings in {"servers": {}, "ring": {"exchange": "ring", "on": on}}.items():
+        with local_job(workers=3, slice_bytes=64, **settings) as jobs:
+            found[name] = jobs.run(odd_pushes)[0]
+    for name, value in found["servers"].items():
+        torch.testing.assert_close(found["ring"][name], value, msg=lambda text, name=name: f"{name}: {text}")
+    assert (found["ring"]["nobody"] == 7.0).all() and found["ring"]["alone"].all()
+
+
+def test_where_memory_cannot_be_lent_sums_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Relay, "_lend", lends := Relay._lend)
+    monkeypatch.setattr(MemoryConnection, "can_carry", lambda self, memory: False)
+    with ring(["a", "a", "b"]) as jobs:
+        acknowledged: dict[str, int] = {}
+        jobs.run(lambda job: (push_cells(job, 3, acknowledged), job.barrier("all")))
+        assert lends and not any(relay_of(jobs, f"server-{rank}")._readers for rank in range(3))
+        check_all_equal(jobs)
+        assert check_ledger(jobs[0], acknowledged) == [3, 3, 3, 0]
+
+
+def test_no_sum_goes_from_a_primary_to_each_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Replica.parcel
+
+    def parcel(self: Any, slot: Any, update: Any) -> Any:
+        assert not update.has, "a sum was sent to a backup"
+        return original(self, slot, update)
+
+    monkeypatch.setattr(Replica, "parcel", parcel)
+    with ring(AABB) as jobs:
+        jobs.run(lambda job: push_cells(job, 2, {}))
+
+
+# -- deaths, and who comes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_a_process_that_dies_costs_nobody_a_step(victim: int) -> None:
+    """Each is a primary of some slices, a deputy of others, and a neighbour."""
+    with ring(AABB, slice_bytes=512) as jobs:
+        acknowledged: dict[str, int] = {}
+        gone: set[str] = set()
+        threads = start(jobs, lambda job: push_cells(job, 20, acknowledged), gone)
+        eventually(lambda: acknowledged.get(f"worker-{victim}", 0) >= 3)
+        kill(jobs, victim, gone)
+        left = [rank for rank in range(4) if rank != victim]
+        for rank in left:
+            threads[rank].join(PATIENCE)
+        counts = check_ledger(jobs[left[0]], acknowledged)
+        assert [counts[rank] for rank in left] == [20] * 3
+        check_all_equal(jobs)
+
+
+#: Where a round stops: which part of which server's work is not done.
+MOMENTS: dict[str, tuple[str, Callable[[Relay], bool]]] = {
+    "host b has added up nothing": ("_add", lambda relay: relay._host == "b"),
+    "sums of hosts are there, and nothing is finished": ("_finish", lambda relay: True),
+    "a deputy has it, and its neighbour does not": ("_got", lambda relay: relay._name == "server-3"),
+    "one host has it, and the other does not": ("_got", lambda relay: relay._host == "b"),
+}
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("at", MOMENTS)
+def test_a_death_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch, at: str, victim: int) -> None:
+    """The round is made anew by those who are there, and what was on its way goes nowhere."""
+    stops, kept = threading.Event(), list[Callable[[], None]]()
+    method, is_the_one = MOMENTS[at]
+    original = getattr(Relay, method)
+
+    def stop(self: Relay, *given: Any) -> None:
+        if stops.is_set() and is_the_one(self):
+            kept.append(lambda: original(self, *given))
+        else:
+            original(self, *given)
+
+    monkeypatch.setattr(Relay, method, stop)
+    with ring(AABB, slice_bytes=512) as jobs:
+        acknowledged: dict[str, int] = {}
+        gone: set[str] = set()
+        passed, go = threading.Barrier(5), threading.Event()
+
+        def work(job: Any) -> None:
+            push_cells(job, 2, acknowledged)
+            passed.wait(PATIENCE)
+            go.wait(PATIENCE)
+            cell = np.zeros((4, 64), np.float32)
+            cell[rank_of(job.name), 2] = 1.0
+            job.kv.push({"here": cell, "there": cell}).wait()
+            acknowledged[job.name] = 3
+
+        threads = start(jobs, work, gone)
+        passed.wait(PATIENCE)
+        stops.set()
+        go.set()
+        eventually(lambda: kept)
+        kill(jobs, victim, gone)
+        stops.clear()
+        left = [rank for rank in range(4) if rank != victim]
+        for rank in left:
+            threads[rank].join(PATIENCE)
+        for late in kept:
+            late()  # its generation is over
+        assert [check_ledger(jobs[left[0]], acknowledged)[rank] for rank in range(4)] == [
+            3 if rank in left else 2 for rank in range(4)
+        ]
+        check_all_equal(jobs)
+
+
+@pytest.mark.parametrize("host", ["a", "b", "c"])
+def test_one_that_comes_to_a_host_takes_part(host: str) -> None:
+    """Of one worker on each of two hosts all give each other all pushes; with a neighbour sums go by deputies; with
+    one on each of three, by primaries. Nobody goes by what was before."""
+    with ring(["a", "b"], most_workers=3) as jobs:
+        acknowledged: dict[str, int] = {}
+
+        def work(job: Any) -> None:
+            push_cells(job, 30 if job.name != "worker-2" else 5, acknowledged)
+            job.barrier("all")
+
+        first = start(jobs, work, set())
+        eventually(lambda: acknowledged.get("worker-0", 0) >= 2)
+        servers = jobs._process._servers
+        assert all(server._voting.relays._relay is None for server in servers.values())
+        late = jobs.add_worker("worker-2", on=host)
+        for thread in [*first, *start([late], work, set())]:
+            thread.join(PATIENCE)
+        assert check_ledger(late, acknowledged)[:3] == [30, 30, 5]
+        eventually(lambda: "server-2" in servers["server-0"]._voting.votes.voters)
+        assert all((s._voting.relays._relay is not None) == (host != "c") for s in servers.values())
+        check_all_equal(jobs)
+
+
+def test_the_last_of_a_host_leaves_a_ring_of_one_host() -> None:
+    with ring(["a", "a", "b"]) as jobs:
+        acknowledged: dict[str, int] = {}
+        gone: set[str] = set()
+        threads = start(jobs, lambda job: push_cells(job, 20, acknowledged), gone)
+        eventually(lambda: acknowledged.get("worker-2", 0) >= 3)
+        kill(jobs, 2, gone)
+        for thread in threads[:2]:
+            thread.join(PATIENCE)
+        assert check_ledger(jobs[0], acknowledged)[:2] == [20, 20]
+        assert all(server._voting.relays._relay is None for server in jobs._process._servers.values())
+        check_all_equal(jobs)
+
+
+# -- what is on its way ---------------------------------------------------------------------------------------
+
+
+def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour that has not said that it has applied the last round keeps the next one from being added up."""
+    late: list[Any] = []
+    original = Relay.is_through
+
+    def is_through(self: Relay, work: Any) -> None:
+        if self._name == "server-1" and self._turn is not None and not late:
+            late.extend(self._turn.unanswered)
+            assert late, "it reads what server-0 has lent"
+            self._turn.unanswered = []
+        original(self, work)
+
+    monkeypatch.setattr(Relay, "is_through", is_through)
+    with ring(["a", "a", "b"], slice_bytes=512) as jobs:
+        acknowledged: dict[str, int] = {}
+        threads = start(jobs, lambda job: push_cells(job, 2, acknowledged), set())
+        eventually(lambda: len(acknowledged) == 3)
+        places = relay_of(jobs, "server-0")._places
+        assert places is not None
+        eventually(lambda: any(place.waiting for place in places.values()))
+        assert set(acknowledged.values()) == {1}
+        for request in late:
+            request.reply(Done())
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert check_ledger(jobs[0], acknowledged) == [2, 2, 2, 0]
+        check_all_equal(jobs)
+
+
+@pytest.mark.parametrize("kind", [HostSum, WholeSum])
+def test_what_a_broken_connection_has_lost_is_said_again(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """Before it came, and after: then the answer is lost, and what comes twice counts once."""
+    counts = {"before": 0, "after": 0}
+    hear = Relay.hear
+
+    def lose(self: Relay, request: Any, message: Any) -> None:
+        when = "before" if counts["before"] < 3 else "after" if counts["after"] < 3 else ""
+        if isinstance(message, kind) and request.endpoint.is_open and when:
+            counts[when] += 1
+            if when == "after":
+                hear(self, request, message)
+            request.endpoint.close("a cable was pulled")
+            return
+        hear(self, request, message)
+
+    monkeypatch.setattr(Relay, "hear", lose)
+    with ring(["a", "a", "b"], slice_bytes=512) as jobs:
+        acknowledged: dict[str, int] = {}
+        jobs.run(lambda job: (push_cells(job, 6, acknowledged), job.barrier("all")))
+        assert counts == {"before": 3, "after": 3}
+        assert check_ledger(jobs[0], acknowledged) == [6, 6, 6, 0]
+        check_all_equal(jobs)
+
+
+def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
+    with ring(AABB, slice_bytes=512) as jobs:
+        jobs.run(lambda job: push_cells(job, 1, {}))
+        server = jobs._process._servers["server-0"]
+        relays, relay = server._voting.relays, relay_of(jobs, "server-0")
+        ballot = Ballot(relay.generation, "worker-0", 1, 99)
+        mine = next(iter(server._slices))
+        theirs = next(n for n, b in server._hosting.backups.backups.items() if b.primary == "server-1")
+        carrier = relay._deputies.of(mine)["b"]
+        other = next(name for name in ("server-2", "server-3") if name != carrier)
+
+        def landing(name: str, message: Any) -> list[int]:
+            peer = type("P", (), {"name": name, "role": "server", "__str__": lambda self: self.name})()
+            return [len(buffer) for buffer in relays.landing(peer, message)]
+
+        assert landing(carrier, HostSum(ballot, mine)) == [512]
+        assert landing("server-1", WholeSum(ballot, theirs)) == [512]
+        for name, message in (
+            (other, HostSum(ballot, mine)), ("server-1", HostSum(ballot, mine)), (carrier, HostSum(ballot, theirs)),
+            (carrier, WholeSum(ballot, theirs)), ("server-1", WholeSum(ballot, mine)),
+            (carrier, HostSum(ballot, 1 << 20)), ("server-1", WholeSum(Ballot(99, "worker-0", 1, 1), 1 << 20)),
+        ):  # fmt: skip
+            with pytest.raises(ProtocolError):
+                landing(name, message)
+        with pytest.raises(ProtocolError, match="only servers"):
+            server._voting.relays and server.landing(
+                type("P", (), {"name": "worker-1", "role": "worker"})(), HostSum(ballot, mine), 512
+            )
+
+
+@pytest.mark.parametrize("places", [[(0, -64)], [(0, 4000)], [(1 << 20, 0)]])
+def test_who_lends_what_cannot_be_is_refused(places: list[tuple[int, int]]) -> None:
+    with ring(["a", "a", "b"], slice_bytes=512) as jobs:
+        jobs.run(lambda job: push_cells(job, 1, {}))
+        first, second = (jobs._process._servers[f"server-{rank}"] for rank in range(2))
+        member = jobs._process.coordinator.membership.state.members["server-1"]
+        endpoint = first._hosting.partner(member).connect()
+        generation = relay_of(jobs, "server-0").generation
+        with pytest.raises(ProtocolError):
+            endpoint.call(LendSums(generation + 1, 4096, places), attachment=HeapMemory(4096)).wait(PATIENCE)
+        with pytest.raises(ProtocolError, match="did not come"):
+            endpoint.call(LendSums(generation + 1, 4096, [])).wait(PATIENCE)
+        assert generation + 1 not in second._voting.relays._lent
