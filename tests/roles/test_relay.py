@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -205,7 +206,8 @@ def test_a_death_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch, at: s
         for rank in left:
             threads[rank].join(PATIENCE)
         for late in kept:
-            late()  # its generation is over
+            with contextlib.suppress(KeyError):  # what a dead worker had staged is gone
+                late()  # its generation is over
         assert [check_ledger(jobs[left[0]], acknowledged)[rank] for rank in range(4)] == [
             3 if rank in left else 2 for rank in range(4)
         ]
