@@ -115,12 +115,11 @@ def test_whatever_is_pushed_means_the_same(on: list[str]) -> None:
 
 
 def test_where_memory_cannot_be_lent_sums_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Relay, "_lend", lends := Relay._lend)
     monkeypatch.setattr(MemoryConnection, "can_carry", lambda self, memory: False)
     with ring(["a", "a", "b"]) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 3, acknowledged), job.barrier("all")))
-        assert lends and not any(relay_of(jobs, f"server-{rank}")._readers for rank in range(3))
+        assert not any(relay_of(jobs, f"server-{rank}")._laid.readers for rank in range(3))
         check_all_equal(jobs)
         assert check_ledger(jobs[0], acknowledged) == [3, 3, 3, 0]
 
@@ -272,8 +271,7 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
         acknowledged: dict[str, int] = {}
         threads = start(jobs, lambda job: push_cells(job, 2, acknowledged), set())
         eventually(lambda: len(acknowledged) == 3)
-        places = relay_of(jobs, "server-0")._places
-        assert places is not None
+        places = relay_of(jobs, "server-0")._laid.places
         eventually(lambda: any(place.waiting for place in places.values()))
         assert set(acknowledged.values()) == {1}
         for request in late:

@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from syncline.core.deputies import Deputies
-from syncline.core.layout import ITEM_BYTES, Segment, Slice, aligned
+from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.message import Done
-from syncline.core.traffic import HostSum, LendSums, WholeSum
+from syncline.core.traffic import HostSum, WholeSum
 from syncline.core.votes import Ballot
 from syncline.errors import ProtocolError, SynclineError
-from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
-from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.hosting import Hosting
+from syncline.roles.server.laying import Laid, lay_out
 from syncline.roles.server.pool import Pool
-from syncline.roles.server.replication import Partner, Region
 from syncline.roles.server.rules import Bytes
 from syncline.roles.server.saying import Saying
 from syncline.roles.server.summing import Failed, Summed
@@ -35,12 +34,11 @@ from syncline.roles.server.turn import Place, Turn
 from syncline.roles.server.work import RoundWork
 
 _LOOK_SECONDS = 0.005
-#: For a neighbour to take what is lent; otherwise it is sent sums.
-LEND_SECONDS = 10.0
 #: Ballots of rounds that are through: of what is said again of them, nothing is kept.
 _NUM_OVER = 64
 #: Finds what a neighbour has lent for this generation, by slice.
 Lent = Callable[[str], "dict[int, Bytes]"]
+_NOTHING = Laid({}, {}, frozenset())
 
 
 class Relay:
@@ -64,9 +62,7 @@ class Relay:
         self._lent, self._summed, self._failed = lent, summed, failed
         self._name, self._host = hosting.name, deputies.host_of(hosting.name)
         self._lock = threading.Lock()  # nothing is sent, and nobody else's lock is taken, under it
-        self._places: dict[int, Place] | None = None  # before the first sum
-        self._partners: dict[str, Partner] = {}
-        self._readers: set[str] = set()  # neighbours that read sums in place
+        self._laid = _NOTHING  # before the first sum
         self._works: collections.deque[RoundWork] = collections.deque()  # whole here, in their order
         self._turn: Turn | None = None  # the round that is added up, until it is applied
         self._over: collections.deque[Ballot] = collections.deque(maxlen=_NUM_OVER)
@@ -96,7 +92,7 @@ class Relay:
         if self._closed.is_set():
             return
         try:
-            places = self._lay_out()
+            laid = lay_out(self.generation, self.names, self._deputies, self._hosting)
         except Exception as error:  # whoever waits must hear of it, whatever it is
             with self._lock:
                 works = list(self._works)
@@ -104,48 +100,15 @@ class Relay:
                 self._failed(work, error)
             return
         with self._lock:
-            self._places = places
+            self._laid = laid
         self._go_on()
-
-    def _lay_out(self) -> dict[int, Place]:
-        slots = {slot.part.id: slot for slot in self._hosting.copies()}
-        mine = [number for number in sorted(slots) if self.is_deputy(number)]
-        offsets, total = dict[int, int](), 0
-        for number in mine:
-            offsets[number], total = total, total + aligned(slots[number].part.num_bytes)
-        memory = self._memory(total)
-        self._lend(memory, total, offsets)
-        found = {}
-        for number, slot in slots.items():
-            size, start = slot.part.num_bytes, offsets.get(number)
-            view = memory.array[start : start + size] if start is not None else None
-            region = Region(view, slot.part.dtype) if view is not None else None
-            found[number] = Place(slot, self._deputies.of(number), region)
-        return found
-
-    def _memory(self, num_bytes: int) -> Memory:
-        if self._deputies.neighbours(self._name):
-            with contextlib.suppress(OSError):  # too little to share: sums are sent
-                return self._hosting.create_memory(max(1, num_bytes))
-        return HeapMemory(num_bytes)
-
-    def _lend(self, memory: Memory, num_bytes: int, offsets: dict[int, int]) -> None:
-        near = self._deputies.neighbours(self._name)
-        for partner in self._hosting.partners_named(self.names):
-            self._partners[partner.name] = partner
-            with contextlib.suppress(SynclineError, OSError):  # what is said to it is said again, with bytes
-                endpoint = partner.connect()
-                if partner.name in near and offsets and endpoint.shares_memory and endpoint.can_carry(memory):
-                    message = LendSums(self.generation, num_bytes, list(offsets.items()))
-                    endpoint.call(message, attachment=memory).wait(LEND_SECONDS)
-                    self._readers.add(partner.name)
 
     def close(self) -> None:
         self._closed.set()
         with self._lock:
             turn, self._turn = self._turn, None
             waiting = [*self._kept.values(), *(turn.unanswered if turn is not None else ())]
-            places = list((self._places or {}).values())
+            places = list(self._laid.places.values())
             self._works.clear()
             self._kept.clear()
         for saying in [*(turn.sayings if turn is not None else ()), *(s for place in places for s in place.given)]:
@@ -184,10 +147,10 @@ class Relay:
 
     def _go_on(self) -> None:
         with self._lock:
-            places = self._places
-            if self._closed.is_set() or places is None or self._turn is not None or not self._works:
+            laid = self._laid
+            if self._closed.is_set() or laid is _NOTHING or self._turn is not None or not self._works:
                 return
-            turn = self._turn = Turn(self._works.popleft(), places.values(), self._deputies.host_of)
+            turn = self._turn = Turn(self._works.popleft(), laid.places.values(), self._deputies.host_of)
             kept = [self._kept.pop(key) for key in list(self._kept) if key[0] == turn.ballot]
         if not turn.places:
             self._summed(turn.work, turn.sums)
@@ -253,7 +216,7 @@ class Relay:
         if self._is_primary(place):
             self._has_come(turn, place, self._host)
         else:
-            primary = self._partners[self._deputies.primary(place.number)]
+            primary = self._laid.partners[self._deputies.primary(place.number)]
             self._say(turn, Saying(primary, HostSum(turn.ballot, place.number), [place.wide_bytes]))
 
     def _has_come(self, turn: Turn, place: Place, host: str) -> None:
@@ -285,13 +248,15 @@ class Relay:
         near = self._deputies.neighbours(self._name)
         far = [name for name in place.deputies.values() if name != self._name] if self._is_primary(place) else []
         freed = functools.partial(self._freed, place)
-        given = [Saying(self._partners[name], message, then=freed) for name in near if name in self._readers]
+        given = [
+            Saying(self._laid.partners[name], message, then=freed) for name in near if name in self._laid.readers
+        ]
         with self._lock:
             place.given = given
         for saying in given:
             saying.send()
-        for name in [*(name for name in near if name not in self._readers), *far]:
-            self._say(turn, Saying(self._partners[name], message, data))
+        for name in [*(name for name in near if name not in readers), *far]:
+            self._say(turn, Saying(partners[name], message, data))
         self._has(turn, place)
 
     def _say(self, turn: Turn, saying: Saying) -> None:
@@ -316,7 +281,7 @@ class Relay:
         self._check(peer, message)
         segment, part = self._hosting.find(message.slice)
         with self._lock:
-            turn, place = self._turn, (self._places or {}).get(message.slice)
+            turn, place = self._turn, self._laid.places.get(message.slice)
             if isinstance(message, HostSum):
                 spare = place.spare if place is not None else []
                 return [buffer_of(spare.pop() if spare else np.empty(wide_bytes(segment, part), np.uint8))]
