@@ -42,11 +42,7 @@ def lay_out(generation: int, names: Sequence[str], deputies: Deputies, hosting: 
     for name, partner in partners.items():
         with contextlib.suppress(SynclineError, OSError):  # what is said to it is said again, with bytes
             partner.connect()
-            if (
-                name in near
-                and offsets
-                and _lend(partner, memory, LendSums(generation, total, list(offsets.items())))
-            ):
+            if name in near and offsets and _lend(partner, memory, message):
                 readers.add(name)
     places = {}
     for number, slot in slots.items():

@@ -247,10 +247,8 @@ class Relay:
         message, data = WholeSum(turn.ballot, place.number), [buffer_of(place.region.array)]
         near = self._deputies.neighbours(self._name)
         far = [name for name in place.deputies.values() if name != self._name] if self._is_primary(place) else []
-        freed = functools.partial(self._freed, place)
-        given = [
-            Saying(self._laid.partners[name], message, then=freed) for name in near if name in self._laid.readers
-        ]
+        partners, readers, freed = self._laid.partners, self._laid.readers, functools.partial(self._freed, place)
+        given = [Saying(partners[name], message, then=freed) for name in near if name in readers]
         with self._lock:
             place.given = given
         for saying in given:
