@@ -25,6 +25,7 @@ from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory, MemoryConnection
 from syncline.roles.server.relay import Relay
 from syncline.roles.server.replication import Replica
+from syncline.roles.server.voting import Voting
 from syncline.testing import local_job
 
 FLOATS, STEPS = 1 << 16, 2
@@ -157,29 +158,31 @@ def test_a_process_that_dies_costs_nobody_a_step(victim: int) -> None:
 
 
 #: Where a round stops: which part of which server's work is not done.
-MOMENTS: dict[str, tuple[str, Callable[[Relay], bool]]] = {
-    "host b has added up nothing": ("_add", lambda relay: relay._host == "b"),
-    "sums of hosts are there, and nothing is finished": ("_finish", lambda relay: True),
-    "a deputy has it, and its neighbour does not": ("_got", lambda relay: relay._name == "server-3"),
-    "one host has it, and the other does not": ("_got", lambda relay: relay._host == "b"),
+MOMENTS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
+    "host b has added up nothing": (Relay, "_add", lambda relay: relay._host == "b"),
+    "sums of hosts are there, and nothing is finished": (Relay, "_finish", lambda relay: True),
+    "a deputy has it, and its neighbour does not": (Relay, "_got", lambda relay: relay._name == "server-3"),
+    "one host has it, and the other does not": (Relay, "_got", lambda relay: relay._host == "b"),
+    "all hold it": (Voting, "held", lambda voting: True),
 }
 
 
 @pytest.mark.parametrize("victim", [1, 2])
 @pytest.mark.parametrize("at", MOMENTS)
 def test_a_death_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch, at: str, victim: int) -> None:
-    """The round is made anew by those who are there, and what was on its way goes nowhere."""
+    """The round is made anew by those who are there, and what was on its way goes nowhere; where all hold it, it
+    counts, with what the dead one brought."""
     stops, kept = threading.Event(), list[Callable[[], None]]()
-    method, is_the_one = MOMENTS[at]
-    original = getattr(Relay, method)
+    owner, method, is_the_one = MOMENTS[at]
+    original, number = getattr(owner, method), 4 if at == "all hold it" else 1
 
-    def stop(self: Relay, *given: Any) -> None:
+    def stop(self: Any, *given: Any) -> None:
         if stops.is_set() and is_the_one(self):
             kept.append(lambda: original(self, *given))
         else:
             original(self, *given)
 
-    monkeypatch.setattr(Relay, method, stop)
+    monkeypatch.setattr(owner, method, stop)
     with ring(AABB, slice_bytes=512) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
@@ -198,7 +201,7 @@ def test_a_death_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch, at: s
         passed.wait(PATIENCE)
         stops.set()
         go.set()
-        eventually(lambda: kept)
+        eventually(lambda: len(kept) >= number)
         kill(jobs, victim, gone)
         stops.clear()
         left = [rank for rank in range(4) if rank != victim]
@@ -207,9 +210,8 @@ def test_a_death_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch, at: s
         for late in kept:
             with contextlib.suppress(KeyError):  # what a dead worker had staged is gone
                 late()  # its generation is over
-        assert [check_ledger(jobs[left[0]], acknowledged)[rank] for rank in range(4)] == [
-            3 if rank in left else 2 for rank in range(4)
-        ]
+        counts = check_ledger(jobs[left[0]], acknowledged)
+        assert counts == [3 if rank in left or at == "all hold it" else 2 for rank in range(4)]
         check_all_equal(jobs)
 
 
@@ -274,6 +276,8 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
         places = relay_of(jobs, "server-0")._laid.places
         eventually(lambda: any(place.waiting for place in places.values()))
         assert set(acknowledged.values()) == {1}
+        waits = jobs._process._servers["server-0"].beat
+        eventually(lambda: {name for wait in waits().waits for name in wait.for_whom} == {"server-1"})
         for request in late:
             request.reply(Done())
         for thread in threads:

@@ -17,6 +17,7 @@ import numpy as np
 from syncline.core.deputies import Deputies
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.message import Done
+from syncline.core.standings import by_name
 from syncline.core.traffic import HostSum, WholeSum
 from syncline.core.votes import Ballot
 from syncline.errors import ProtocolError, SynclineError
@@ -27,7 +28,7 @@ from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.laying import Laid, lay_out
 from syncline.roles.server.pool import Pool
 from syncline.roles.server.rules import Bytes
-from syncline.roles.server.saying import Saying
+from syncline.roles.server.saying import Outbox, Saying
 from syncline.roles.server.summing import Failed, Summed
 from syncline.roles.server.sums import divide, lay_shares, narrow, pieces_of, wide_of
 from syncline.roles.server.turn import Place, Turn
@@ -63,6 +64,7 @@ class Relay:
         self._name, self._host = hosting.name, deputies.host_of(hosting.name)
         self._lock = threading.Lock()  # nothing is sent, and nobody else's lock is taken, under it
         self._laid = _NOTHING  # before the first sum
+        self._outboxes: dict[str, Outbox] = {}
         self._works: collections.deque[RoundWork] = collections.deque()  # whole here, in their order
         self._turn: Turn | None = None  # the round that is added up, until it is applied
         self._over: collections.deque[Ballot] = collections.deque(maxlen=_NUM_OVER)
@@ -111,6 +113,8 @@ class Relay:
             places = list(self._laid.places.values())
             self._works.clear()
             self._kept.clear()
+            for outbox in self._outboxes.values():
+                outbox.close()
         for saying in [*(turn.sayings if turn is not None else ()), *(s for place in places for s in place.given)]:
             saying.take_back()
         if waiting:  # not here: nothing is sent under `order`
@@ -174,6 +178,23 @@ class Relay:
             saying.take_back()  # if it has not come, it was not needed
         _answer(turn.unanswered)
         self._go_on()
+
+    def awaited(self) -> tuple[RoundWork, list[str]] | None:
+        """The round that is added up, and of whom something is missing here."""
+        with self._lock:
+            turn = self._turn
+            if turn is None or not turn.left:
+                return None
+            names = {name for number in turn.left for name in self._missing(turn, turn.by_number[number])}
+            return turn.work, sorted(names - {self._name}, key=by_name)
+
+    def _missing(self, turn: Turn, place: Place) -> list[str]:
+        reading = [saying.partner.name for saying in place.given if not saying.is_acknowledged]
+        if reading:
+            return reading
+        if self._is_primary(place):
+            return [place.deputies[host] for host in turn.missing[place.number]]
+        return [self._deputies.primary(place.number) if self.is_deputy(place.number) else place.deputies[self._host]]
 
     def _is_primary(self, place: Place) -> bool:
         return self._deputies.primary(place.number) == self._name
@@ -258,10 +279,14 @@ class Relay:
         self._has(turn, place)
 
     def _say(self, turn: Turn, saying: Saying) -> None:
+        name = saying.partner.name
         with self._lock:
+            if self._closed.is_set():
+                return
             turn.sayings.append(saying)
-        if not self._closed.is_set():
-            saying.send()
+            if name not in self._outboxes:
+                self._outboxes[name] = Outbox(name)
+            self._outboxes[name].put(saying)
 
     def _has(self, turn: Turn, place: Place) -> None:
         with self._lock:

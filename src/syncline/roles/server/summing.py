@@ -38,6 +38,9 @@ class Adder(Protocol):
     def is_through(self, work: RoundWork) -> None:
         """A round is applied here, or never will be."""
 
+    def awaited(self) -> tuple[RoundWork, list[str]] | None:
+        """The round that is added up, and the servers of whom something is missing here, where that is known."""
+
     def close(self) -> None:
         """Its generation is over, under `order`: whatever is on its way goes nowhere. Nobody waits for that."""
 
@@ -90,6 +93,11 @@ class Summing:
         adder = self._adder
         if adder is not None:
             adder.supplied()
+
+    def awaited(self) -> list[tuple[RoundWork, list[str]]]:
+        """Under `order`: for whom a round waits to be added up."""
+        found = self._adder.awaited() if self._adder is not None else None
+        return [found] if found is not None and found[1] else []
 
     def _is_through(self, work: RoundWork) -> None:
         adder = self._adder

@@ -130,9 +130,11 @@ class Voting:
         self._look(work.ballot)
 
     def missing(self, now: float) -> list[tuple[int, list[str], float]]:
-        """Of rounds that it has voted for: a step, whose votes there are not yet, and for how long."""
+        """Of rounds that it has voted for: a step, whose votes there are not yet, and for how long. Likewise of one
+        that it adds up: of whom something is missing."""
         cast = [work for ballot, work in self._works.items() if self._name not in self.votes.missing(ballot)]
         found = [(w.commits[0], self.votes.missing(w.ballot)) for w in cast if w.ballot is not None]
+        found += [(w.commits[0], names) for w, names in (self.summing.awaited() if self.summing is not None else ())]
         return [(commit.clock, names, now - commit.item.since) for commit, names in found if names]
 
     def hear(self, request: Request, message: Vote) -> None:
