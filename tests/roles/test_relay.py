@@ -23,6 +23,7 @@ from syncline.core.traffic import HostSum, LendSums, WholeSum
 from syncline.core.votes import Ballot
 from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory, MemoryConnection
+from syncline.net.rpc import Request
 from syncline.roles.server.relay import Relay
 from syncline.roles.server.replication import Replica
 from syncline.roles.server.voting import Voting
@@ -308,6 +309,22 @@ def test_what_a_broken_connection_has_lost_is_said_again(monkeypatch: pytest.Mon
         jobs.run(lambda job: (push_cells(job, 6, acknowledged), job.barrier("all")))
         assert counts == {"before": 3, "after": 3}
         assert check_ledger(jobs[0], acknowledged) == [6, 6, 6, 0]
+        check_all_equal(jobs)
+
+
+def test_what_comes_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer was lost, and its round is not through yet."""
+    hear = Relay.hear
+
+    def twice(self: Relay, request: Any, message: Any) -> None:
+        hear(self, request, message)
+        hear(self, Request(request.endpoint, 0, message, list(request.payload), None), message)
+
+    monkeypatch.setattr(Relay, "hear", twice)
+    with ring(["a", "a", "b", "c"], slice_bytes=256) as jobs:
+        acknowledged: dict[str, int] = {}
+        jobs.run(lambda job: (push_cells(job, 4, acknowledged), job.barrier("all")))
+        assert check_ledger(jobs[0], acknowledged) == [4, 4, 4, 4]
         check_all_equal(jobs)
 
 
