@@ -41,6 +41,16 @@ class Deputies:
         seat = self._seats.get(number)
         return seat.primary if seat is not None else ""
 
+    def carries(self, sender: str, number: int, to: str) -> bool:
+        """Whether this server gives that one its host's sum of a slice: a deputy, the primary."""
+        host = self.host_of(sender)
+        return self.primary(number) == to and host != self.host_of(to) and self.of(number).get(host) == sender
+
+    def gives(self, sender: str, number: int, to: str) -> bool:
+        """Whether it gives it the sum of all: the primary a deputy, a deputy its neighbours."""
+        deputy, primary = self.of(number).get(self.host_of(to)), self.primary(number)
+        return to not in ("", primary) and sender == (primary if deputy == to else deputy)
+
     def neighbours(self, name: str) -> list[str]:
         """The other servers on its host."""
         host = self._hosts[name]

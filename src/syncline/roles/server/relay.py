@@ -134,7 +134,7 @@ class Relay:
             assert isinstance(request.message, HostSum | WholeSum)
             key = (request.message.ballot, request.message.slice, request.peer.name)
             with contextlib.suppress(SynclineError):
-                self._check(request.peer, request.message)
+                self._check(request.peer, request.message, request)
                 self._kept[key] = request
 
     # -- rounds -------------------------------------------------------------------------------------------
@@ -314,19 +314,17 @@ class Relay:
                 return [buffer_of(place.region.array)]
         return [buffer_of(np.empty(part.num_bytes, np.uint8))]
 
-    def _check(self, peer: Peer, message: HostSum | WholeSum) -> None:
-        deputies, primary = self._deputies.of(message.slice), self._deputies.primary(message.slice)
-        if isinstance(message, HostSum):
-            host = self._deputies.host_of(peer.name)
-            is_its = primary == self._name and host != self._host and deputies.get(host) == peer.name
-        else:
-            mine = deputies.get(self._host)
-            is_its = peer.name == (primary if mine == self._name else mine) != self._name
-        if not is_its:
+    def _check(self, peer: Peer, message: HostSum | WholeSum, request: Request | None = None) -> None:
+        """`request`: all of it is here, with its bytes, or where they lie."""
+        may = self._deputies.carries if isinstance(message, HostSum) else self._deputies.gives
+        if not may(peer.name, message.slice, self._name):
             raise ProtocolError(f"{peer} gives a sum of slice {message.slice}, which it is not the one to give")
+        is_lent = isinstance(message, WholeSum) and message.slice in self._lent(peer.name)
+        if request is not None and not request.payload and not is_lent:
+            raise ProtocolError(f"{peer} gives a sum of slice {message.slice} without its bytes")
 
     def hear(self, request: Request, message: HostSum | WholeSum) -> None:
-        self._check(request.peer, message)
+        self._check(request.peer, message, request)
         key = (message.ballot, message.slice, request.peer.name)
         with self._lock:
             turn = self._turn
@@ -374,10 +372,7 @@ class Relay:
         if not self._is_free(turn, place, functools.partial(self._got, turn, place, sender, data)):
             return
         if data is None:
-            view = self._lent(sender).get(place.number)
-            if view is None:
-                raise ProtocolError(f"{sender} names memory for slice {place.number} that it has not lent")
-            place.read_in(view)
+            place.read_in(self._lent(sender)[place.number])
         else:
             place.take(data)
         if self.is_deputy(place.number):
