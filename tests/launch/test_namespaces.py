@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +66,45 @@ def test_one_command_two_hosts_and_tls_between_them(commands: Any, two_hosts: tu
     assert result.code == 0, result.output
     lines = sorted(line.rpartition("HOST ")[2] for line in result.output.splitlines() if "HOST " in line)
     assert lines == ["worker-0 0 ['PlainStream'] False", "worker-1 0 ['TlsStream'] True"]
+    commands.check_nothing_left()
+
+
+RING = """
+    import numpy as np, syncline, time
+    job = syncline.init(wait_seconds=120.0)
+    job.kv.register({"x": np.zeros(3_000_000, np.float32)}, syncline.Rule("Adam", lr=0.1))
+    draw = np.random.default_rng(job.rank)
+    for step in range(40):
+        job.kv.push_pull({"x": draw.standard_normal(3_000_000).astype(np.float32)}).wait()
+        if job.own_step == 5:
+            print("under way", flush=True)
+        time.sleep(0.1)
+    job.barrier("end")
+    found = np.asarray(job.kv.pull(["x"])["x"])
+    print("HOST digest", int(found.view(np.uint32).astype(np.uint64).sum()), flush=True)
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("victim", ["", "worker-1", "worker-2"])
+def test_a_ring_over_hosts_with_two_workers_each(commands: Any, two_hosts: tuple[str, str], victim: str) -> None:
+    """Sums are made inside hosts and go between them by TLS; whoever is killed comes back, and all have the same."""
+    one, two = two_hosts
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", one, sys.executable, "-m", "syncline", "run", "-H", f"{one}:2,{two}:2",
+         "--exchange", "ring", "--remote", "ip netns exec {host}", "--bind", "10.77.0.1", "--name", "hosts",
+         commands.script(RING)],
+        cwd=commands.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    if victim:
+        commands.wait_for("under way", victim)
+        os.kill(commands.members()[victim], signal.SIGKILL)
+    result = commands.finish(process)
+    assert result.code == 0, result.output
+    lines = [line.rpartition("HOST ")[2] for line in result.output.splitlines() if "HOST digest" in line]
+    assert len(lines) == 4 and len(set(lines)) == 1, result.output
+    assert "could not add up" not in result.output
+    assert not victim or f"{victim} was killed by SIGKILL" in result.output
     commands.check_nothing_left()
 
 

@@ -1,4 +1,4 @@
-"""Every rule, three ways: a ring, servers, and one process that has the whole batch come to the same parameters."""
+"""Every rule, several ways: rings, servers, and one process that has the whole batch come to the same parameters."""
 
 from __future__ import annotations
 
@@ -84,11 +84,12 @@ def together(job: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def landed() -> dict[str, list[dict[str, torch.Tensor]]]:
-    """By exchange, rank and rule."""
-    found = {}
-    for exchange in ("servers", "ring"):
-        with local_job(workers=WORKERS, exchange=exchange, slice_bytes=256) as jobs:
-            found[exchange] = jobs.run(together)
+    """By exchange, rank and rule; also of a ring in which one host has several workers."""
+    found, hosts = {}, {"servers": [], "ring": [], "ring of hosts": ["a", "b", "b"]}
+    for name, on in hosts.items():
+        exchange = name.partition(" ")[0]
+        with local_job(workers=WORKERS, exchange=exchange, slice_bytes=256, on=on) as jobs:
+            found[name] = jobs.run(together)
             if exchange == "ring":
                 check_all_equal(jobs)
     return found

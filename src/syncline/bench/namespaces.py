@@ -121,19 +121,22 @@ def _run(*words: str) -> None:
 
 
 class SpannedJobSide(ProcessSide):
-    """`syncline run -H` over namespaces, with a worker in each; with one server, it is in the first.
+    """`syncline run -H` over namespaces, with a worker in each, or several; with one server, it is in the first.
 
     A host has a worker at least, so that the server's has one too: it registers, and then rests, as a bystander; or
     all work.
     """
 
-    def __init__(self, task: Task, over: Hosts, *, options: Sequence[str] = ("-s", "1"), side: str = "ours") -> None:
-        super().__init__(WORKER, task, processes=len(over.hosts), side=side)
-        self._over, self._options = over, options
+    def __init__(
+        self, task: Task, over: Hosts, *, options: Sequence[str] = ("-s", "1"), side: str = "ours", each: int = 1
+    ) -> None:
+        """`each`: workers of a host."""
+        super().__init__(WORKER, task, processes=each * len(over.hosts), side=side)
+        self._over, self._options, self._each = over, options, each
 
     def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:
         options = [
-            "-H", ",".join(f"{host}:1" for host in self._over.hosts), *self._options,
+            "-H", ",".join(f"{host}:{self._each}" for host in self._over.hosts), *self._options,
             "--remote", " ".join(inside("{host}")),
             "--bind", SERVER_ADDRESS, "--name", self._side, "--runs", str(folder),
             "--wait-seconds", f"{WAIT_SECONDS:g}", "-m", WORKER,

@@ -12,7 +12,7 @@ from syncline.bench.moving import adam, crowd, push_pull, replicas, sync, sync_s
 from syncline.bench.reading import parquet
 from syncline.bench.row import Reach, Row
 from syncline.bench.saves import checkpoint
-from syncline.bench.spanning import ring_beside_servers, ring_codec, ring_net
+from syncline.bench.spanning import ring_beside_servers, ring_codec, ring_hosts, ring_net
 from syncline.bench.starting import start
 from syncline.bench.training import beside_ddp, beside_nccl, beside_strangers, embedded, on_device
 from syncline.bench.words import KIB, MIB
@@ -76,6 +76,8 @@ def _spanning_rows() -> list[Row]:
             ring_codec(f"ring-{tag}-time", LARGE, codec, rate="1gbit", reach=printed, unit="seconds")
             for codec, tag in tags.items()
         ),
+        ring_hosts("ring-hosts", LARGE, each=2, rate="1gbit", unit="seconds"),
+        ring_hosts("ring-hosts-bytes", LARGE, each=2, rate="1gbit", unit="bytes"),
         *(
             ring_beside_servers(f"ring-servers-{n}-{rate}", 16 * MIB, workers=n, rate=rate)
             for rate in ("1gbit", "10gbit")

@@ -60,6 +60,35 @@ def ring_codec(name: str, num_bytes: int, codec: str, *, rate: str, reach: Reach
     )
 
 
+def ring_hosts(name: str, num_bytes: int, *, each: int, rate: str, unit: Unit) -> Row:
+    """Several workers on each of two hosts, beside a circle of the same, whose ranks gloo takes as they come."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="push_pull", num_bytes=num_bytes, num_uncounted=_UNCOUNTED)
+        with switch(2, rate) as hosts:
+            ours = SpannedJobSide(task, hosts, options=_RING, each=each)
+            options = (*_RING, "--sums", "gloo", "--trust-network")
+            gloo = SpannedJobSide(task, hosts, options=options, side="reference", each=each)
+            if unit == "seconds":
+                return play(ours, gloo, effort)
+            meter = Meter(hosts)
+
+            def read(num_operations: int) -> float:
+                return meter.read(num_operations + _UNCOUNTED)
+
+            return play(ours, gloo, effort, gauges={"ours": read, "reference": read})
+
+    what = "sent by both hosts" if unit == "bytes" else "time"
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} step of a ring, SGD, 2 hosts with {each} workers each at {rate}: {what}",
+        reference="the same with --sums gloo, in the clear",
+        reach=Reach("printed"),
+        measure=measure,
+        unit=unit,
+    )
+
+
 def ring_beside_servers(name: str, num_bytes: int, *, workers: int, rate: str) -> Row:
     """One worker a host: the ring, beside as many servers, one on each host."""
 

@@ -15,6 +15,7 @@ from syncline.client.reading import ServerReader
 from syncline.config import JobConfig
 from syncline.core.codecs.named import NONE, codecs_of
 from syncline.core.control import AskWhy, GivenWhy, Roster
+from syncline.core.deputies import Deputies, deputies_of
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.message import Message
@@ -51,6 +52,7 @@ class Placement:
         self.primaries: dict[int, str] = {}  # by slice
         self._seats: dict[int, Seat] = {}
         self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
+        self._deputies: Deputies | None = None  # in a ring: where hosts have several workers
         #: By server, by their ids: of which it is the primary; whose pushes it gets; that are read there.
         self.hosted: dict[str, list[Slice]] = {}
         self.taken: dict[str, list[Slice]] = {}
@@ -139,6 +141,7 @@ class Placement:
         hosts = {member.name: member.host for member in roster.members}
         parts = ((segment, part) for segment in self.layout.segments for part in segment.slices)
         self.spread = self._spread.of(parts, self._seats, hosts)
+        self._deputies = deputies_of(self._config, self._seats, hosts)
         self.taken = self._taken(by_server)
         read = self._sorted({} if self._own else by_server, lambda part: (self.source(part.id),))
         for name in self.names:
@@ -166,16 +169,23 @@ class Placement:
         return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
 
     def _taken(self, by_server: Mapping[str, list[Slice]]) -> dict[str, list[Slice]]:
-        if not self._config.has_circle:
+        if not self._config.has_circle and self._deputies is None:
             return self._sorted(by_server, lambda part: self.names if part.id in self.spread else ())
         if by_server and self._own not in by_server:
             raise Refresh(f"{self._own}, in this process, has no slices yet")
-        return self._sorted({}, lambda part: (self._own,))
+        return self._sorted({}, lambda part: (self._adder(part.id),))
+
+    def _adder(self, number: int) -> str:
+        """In a ring where servers come to sums themselves: the one that gets what is pushed of a slice here."""
+        if self._deputies is None:
+            return self._own
+        found = self._deputies.of(number).get(self._deputies.host_of(self._own))
+        return found or self.primaries[number]  # it has no copies yet: nobody pushes it
 
     def takes(self, server: str, part: Slice) -> bool:
         """Whether this server gets what is pushed of a slice."""
-        if self._config.has_circle:
-            return server == self._own
+        if self._config.has_circle or self._deputies is not None:
+            return server == self._adder(part.id)
         return part.id in self.spread or self.primaries.get(part.id) == server
 
     def source(self, number: int) -> str:
@@ -264,7 +274,7 @@ class Placement:
     @property
     def needs_bytes(self) -> bool:
         """Whether any server gets its bytes over a socket."""
-        return not all(endpoint.shares_memory for endpoint in self.endpoints.values())
+        return not all(end.shares_memory for name, end in self.endpoints.items() if self.taken.get(name))
 
     def mapped(self) -> list[Bytes]:
         return [array for reader in self.readers.values() for array in reader.mapped()]

@@ -120,8 +120,10 @@ from syncline.core.traffic import (
     GivenPlace,
     GivenState,
     Hosted,
+    HostSum,
     Introduce,
     Lend,
+    LendSums,
     LoadState,
     Map,
     Mapped,
@@ -140,9 +142,10 @@ from syncline.core.traffic import (
     Verified,
     Verify,
     Vote,
+    WholeSum,
 )
 
-PROTOCOL = 7
+PROTOCOL = 8
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -158,7 +161,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Come, Called, Attend, Begin, Begun, AskStint, GivenStint, AskReading, GivenReading,
     Own, WriteOwn, WrittenOwn,
     Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
-    Vote, Introduce,
+    Vote, Introduce, LendSums, HostSum, WholeSum,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -173,6 +176,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Beat, Retire, Leave, Lend, Seed, Replicate, Vote, Introduce,
+        LendSums, HostSum, WholeSum,
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,

@@ -137,6 +137,30 @@ class Introduce(Message, frozen=True):
     value: bytes
 
 
+class LendSums(Message, frozen=True):
+    """In a ring with deputies, from one to its neighbours: where sums will lie. The memory comes with the frame."""
+
+    generation: int
+    num_bytes: int
+    places: list[tuple[int, int]]  # slice, offset
+
+
+class HostSum(Message, frozen=True):
+    """From a deputy to the primary of a slice: the sum of its host's gradients. Its bytes follow, as wide as they are
+    added up."""
+
+    ballot: Ballot
+    slice: int
+
+
+class WholeSum(Message, frozen=True):
+    """A round's sum of a slice: from its primary to deputies, from them to their neighbours. Its bytes follow, or lie
+    in lent memory: then they are there until this is answered."""
+
+    ballot: Ballot
+    slice: int
+
+
 class Replicated(Message, frozen=True):
     """The backup has it, and is at this version."""
 

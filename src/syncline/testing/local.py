@@ -74,15 +74,16 @@ class LocalJob:
         worker-1 and server-1 are one process."""
         self._process.kill(name)
 
-    def add_server(self, name: str) -> None:
-        """A server joins, or one that was killed comes back."""
-        self._process.add_server(name).wait(CLOSE_SECONDS)
+    def add_server(self, name: str, on: str = "local") -> None:
+        """A server joins, or one that was killed comes back; `on`: its host, by name."""
+        self._process.add_server(name, on).wait(CLOSE_SECONDS)
 
-    def add_worker(self, name: str) -> Job:
-        """A worker joins the running job, or one that was killed comes back; in a ring, with its server."""
+    def add_worker(self, name: str, on: str = "local") -> Job:
+        """A worker joins the running job, or one that was killed comes back; in a ring, with its server. `on`: its
+        host, by name."""
         if self._process.coordinator.config.is_ring:
-            self.add_server(partner_of(name))
-        link, hearing, stamp, call = self._process.ask_to_join(name, {})
+            self.add_server(partner_of(name), on)
+        link, hearing, stamp, call = self._process.ask_to_join(name, {}, on)
         joined = call.wait(CLOSE_SECONDS)
         assert isinstance(joined, Joined)
         job = self._process.make_job(link, hearing, stamp, joined, embedded=False)

@@ -91,6 +91,12 @@ class Circle:
         """The others have had from here what they lacked: from now on slices may change."""
         self._is_supplied.set()
 
+    def is_through(self, work: RoundWork) -> None:
+        """Its memory may be used again: rounds of all come one after the other."""
+
+    def awaited(self) -> None:
+        """torch.distributed does not say."""
+
     def _begin(self) -> None:
         """Before the first sum: nobody's copy is on its way any more, from here or to here."""
         while not self._closed.is_set() and not (self._is_supplied.is_set() and self._is_whole()):

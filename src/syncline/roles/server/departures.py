@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from syncline.core.rounds import Rounds
 from syncline.core.slices import Identity
@@ -32,7 +32,12 @@ class Departures:
         self._rounds, self._slices, self._flow, self._staging, self._staged = rounds, slices, flow, staging, staged
         self._gone = gone
         flow.forget_gone = self._forget_gone
-        self.only_of = ""  # with a circle: the worker that stages here, all slices; others say what they push
+        #: The slices of which this worker, by name, stages what it pushes here; of others it only says so.
+        self.staged_by: Callable[[str], Iterable[HostedSlice]] = self.staged_here
+
+    def staged_here(self, worker: str) -> Iterable[HostedSlice]:
+        """By every worker, of the slices here; in a ring, of spread ones too."""
+        return (*self._slices.values(), *self._staging.copies.slots())
 
     def fence(self, name: str, incarnation: int) -> list[Contribution]:
         """Nothing more is taken from this worker; whom to tell that it is out."""
@@ -124,9 +129,7 @@ class Departures:
 
     def not_staged(self, worker: Identity, contribution: Contribution, have: set[int]) -> int | None:
         """A slice here whose bytes a commit would need, and does not have."""
-        if self.only_of and worker[0] != self.only_of:
-            return None
-        for slot in (*self._slices.values(), *self._staging.copies.slots()):
+        for slot in self.staged_by(worker[0]):
             if slot.part.id in have or self._staging.is_shared(worker, contribution.slot, slot.part):
                 continue
             if slot.touched_by(contribution.pushed):

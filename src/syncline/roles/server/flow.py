@@ -45,6 +45,7 @@ class Flow:
         self.going: set[Identity] = set()  # workers that are out, and forgotten when nothing of theirs is open
         self.voting: Voting | None = None  # in a ring
         self.say: Callable[[str], None] = lambda line: None
+        self.is_through: Callable[[RoundWork], None] = lambda work: None  # applied, or not to be; not under `order`
         self.forget_gone: Callable[[], None] = lambda: None  # under `order`, after a round is through
         self._busy: set[Work] = set()
         self._under_way: dict[Key, RoundWork] = {}
@@ -228,6 +229,7 @@ class Flow:
                 commit.item.clocks, commit.item.is_skipped = work.clocks, work.skip
             self._parked += ready
             self.through(work)
+        self.is_through(work)
         self.release()
 
     def fail(self, work: RoundWork, error: Exception) -> None:
@@ -238,6 +240,7 @@ class Flow:
             failed = work.failed = RuleError(f"the update could not be applied: {error}")
             asked = self.take_requests(work.commits)
             self.through(work)
+        self.is_through(work)
         self.refuse(asked, failed)
 
     # -- answers ------------------------------------------------------------------------------------------

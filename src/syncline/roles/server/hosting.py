@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from syncline.config import JobConfig
 from syncline.core.control import Host
+from syncline.core.deputies import Deputies, deputies_of
 from syncline.core.layout import Segment, Slice, aligned
 from syncline.core.members import Member
 from syncline.core.seats import Seat
@@ -40,6 +42,7 @@ class Hosting:
         log: Callable[[str], None],
     ) -> None:
         self._pool, self.home, self._dial, self._drain, self._log = pool, home, dial, drain, log
+        self.create_memory = create_memory
         self.name = ""
         self.segments: dict[int, Segment] = {}
         self._parts: dict[int, tuple[Segment, Slice]] = {}
@@ -59,6 +62,10 @@ class Hosting:
         if found is None:
             raise ProtocolError(f"{self.name} knows of no slice {number}")
         return found
+
+    @property
+    def num_slices(self) -> int:
+        return len(self._parts)
 
     def knows(self, number: int) -> bool:
         return number in self._parts
@@ -171,8 +178,20 @@ class Hosting:
             )
         return self._partners[key]
 
+    def servers(self) -> list[Member]:
+        return [member for member in self._members.values() if member.role == "server"]
+
     def members_named(self, names: Collection[str]) -> list[Member]:
         return [self._members[name] for name in names if name in self._members]
+
+    def copies(self) -> list[HostedSlice]:
+        """All that are here, of whatever primaries."""
+        return [*self.slices.values(), *self.backups.slots()]
+
+    def deputies_by(self, config: JobConfig) -> Deputies | None:
+        """In a ring: through whom sums go between hosts, by the seats as they are."""
+        hosts = {member.name: member.host for member in self._members.values()}
+        return deputies_of(config, dict(self._seats), hosts)
 
     def spread_by(self, spread: Spread) -> frozenset[int]:
         """In a ring: the slices that are spread by the seats as they are."""
@@ -193,13 +212,12 @@ class Hosting:
     def fence_servers(self, there: Collection[Identity], generation: int) -> None:
         """These are all that there were; what others have sent so far is taken in, and nothing more. Who has come
         since is none of those."""
-        servers = [m for m in self._members.values() if m.role == "server" and m.since <= generation]
-        known = {(m.name, m.incarnation) for m in servers}
+        known = {(m.name, m.incarnation) for m in self.servers() if m.since <= generation}
         self._out |= known.difference(there) if there else set()
 
     def fence(self, workers: Collection[Identity]) -> None:
         """On every copy here."""
-        for slot in [*self.slices.values(), *self.backups.slots()] if workers else ():
+        for slot in self.copies() if workers else ():
             with slot.lock:
                 for worker in workers:
                     slot.state.fence(worker)
@@ -290,7 +308,7 @@ class Hosting:
 
     def highest_clocks(self) -> dict[Identity, int]:
         """Of every worker, its latest commit that is on any copy here."""
-        return highest_clocks(_state_of(slot).clocks for slot in [*self.slices.values(), *self.backups.slots()])
+        return highest_clocks(_state_of(slot).clocks for slot in self.copies())
 
     def reach(
         self, seats: Iterable[Seat], fenced: Iterable[Identity], staged: Callable[[Identity], int]

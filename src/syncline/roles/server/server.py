@@ -39,7 +39,7 @@ from syncline.core.traffic import (
     Attach,
     CommitStaged,
     GiveClip,
-    Introduce,
+    HostSum,
     Lend,
     LoadState,
     Map,
@@ -52,7 +52,7 @@ from syncline.core.traffic import (
     Unpin,
     Upload,
     Verify,
-    Vote,
+    WholeSum,
 )
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
 from syncline.extensions import load
@@ -76,7 +76,7 @@ from syncline.roles.server.staging import Staging
 from syncline.roles.server.states import StateTransfer
 from syncline.roles.server.uses import uses_handlers
 from syncline.roles.server.values import Values
-from syncline.roles.server.voting import Voting, hear_introduction, hear_vote, voting_of
+from syncline.roles.server.voting import Voting, landing_of_sum, ring_handlers, voting_of
 from syncline.roles.server.waits import beat_of
 from syncline.roles.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
@@ -148,14 +148,9 @@ class Server:
         rounds: Rounds[Contribution] = Rounds(policy_of(config), workers)
         flow = Flow(rounds, self._slices, self._pool, self._pulls, num_servers)
         commits = Commits(
-            rounds,
-            self._slices,
-            flow,
-            self._pulls,
-            self._staging,
-            segments=self._hosting.segments,
-            find=self._hosting.find,
-        )
+            rounds, self._slices, flow, self._pulls, self._staging,
+            segments=self._hosting.segments, find=self._hosting.find,
+        )  # fmt: skip
         self._hosting.hear(joined.members, ())
         commits.ranks.hear(joined.members)
         codecs = codecs_of(config, load)
@@ -231,6 +226,8 @@ class Server:
             return self.commits.landing(peer, message)
         if isinstance(message, Replicate | Seed):
             return self._hosting.backups.landing(peer, message)
+        if isinstance(message, HostSum | WholeSum):
+            return landing_of_sum(self._voting, peer, message)
         if isinstance(message, Upload | Restore):
             return self._values.landing(peer, message, self.commits)
         if isinstance(message, LoadState):
@@ -278,8 +275,7 @@ class Server:
             AskState: self._states.give,
             LoadState: self._load_state,
             Lend: self._hosting.backups.lenders.lend,
-            Vote: lambda request, message: hear_vote(self._voting, request, message),
-            Introduce: lambda request, message: hear_introduction(self._voting, request, message),
+            **ring_handlers(lambda: self._voting),
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),
             Install: lambda request, message: self._changes().install(request, message),

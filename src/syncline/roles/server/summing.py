@@ -1,119 +1,123 @@
-"""A server's part in the sums of its ring, where torch.distributed makes them: every server holds all of them itself.
+"""A server's part in the sums of its ring, where every server comes to all of them itself: by a circle or a relay.
 
-A round that is whole here waits for its circle; then it is held, voted on and applied as every round of a ring.
+A round that is whole here waits for its sums; then it is held, voted on and applied as every round of a ring.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
-from syncline.config import JobConfig
-from syncline.core.members import Member
-from syncline.core.message import Done
-from syncline.core.ring import check_circle_hosts, partner_of
 from syncline.core.standings import by_name
-from syncline.core.traffic import Introduce, Replicate
+from syncline.core.traffic import Replicate
 from syncline.errors import SynclineError
-from syncline.net.rpc import Request
 from syncline.roles.server.backups import Backups
-from syncline.roles.server.circle import GROUPS, Circle, Formed
 from syncline.roles.server.flow import Flow
-from syncline.roles.server.hosted import HostedSlice
-from syncline.roles.server.hosting import Hosting
-from syncline.roles.server.introductions import Heard, Introductions
-from syncline.roles.server.saying import Saying
-from syncline.roles.server.sums import RoundSums, Sums
+from syncline.roles.server.sums import RoundSums
 from syncline.roles.server.voting import Voting
 from syncline.roles.server.work import RoundWork, late_of, uses_of
 
-_LOOPBACK = "127.0.0.1"
-#: For a circle that is over to be out of torch, at the end of a server.
+#: For what made sums in a generation that is over to be out of it, at the end of a server.
 CLOSE_SECONDS = 5.0
+Summed = Callable[[RoundWork, RoundSums], None]
+Failed = Callable[[RoundWork, Exception], None]
+
+
+class Adder(Protocol):
+    """What makes the sums of one generation: a circle, or a relay."""
+
+    names: Sequence[str]
+
+    def submit(self, work: RoundWork) -> None:
+        """A round is whole here."""
+
+    def supplied(self) -> None:
+        """The others have had from here what they lacked: from now on slices may change."""
+
+    def is_through(self, work: RoundWork) -> None:
+        """A round is applied here, or never will be."""
+
+    def awaited(self) -> tuple[RoundWork, list[str]] | None:
+        """The round that is added up, and the servers of whom something is missing here, where that is known."""
+
+    def close(self) -> None:
+        """Its generation is over, under `order`: whatever is on its way goes nowhere. Nobody waits for that."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any of its threads may still be at it."""
+
+    def join(self, seconds: float) -> None:
+        """Waits for them."""
+
+
+class Adders(Protocol):
+    """Makes an adder for each generation."""
+
+    @property
+    def what(self) -> str:
+        """In words."""
+
+    def begin(self, generation: int, names: Sequence[str], summed: Summed, failed: Failed) -> Adder | None:
+        """Under `order`: seats have changed. None where sums are made by primaries, in this generation."""
+
+    def close(self) -> None:
+        """The server ends."""
 
 
 class Summing:
-    """The circle of the current generation, and what has come of it while a change is on its way."""
+    """What adds up in the current generation, and what has come of it while a change is on its way."""
 
-    def __init__(self, config: JobConfig, flow: Flow, voting: Voting, hosting: Hosting) -> None:
-        self._config, self._flow, self._voting, self._hosting = config, flow, voting, hosting
+    def __init__(self, adders: Adders, flow: Flow, voting: Voting, backups: Backups) -> None:
+        self._adders, self._flow, self._voting, self._backups = adders, flow, voting, backups
         self._order: threading.RLock = flow.order
-        self.heard = Heard()
-        self._circle: Circle | None = None
-        self._ended: list[Circle] = []
+        self._adder: Adder | None = None
+        self._ended: list[Adder] = []
         # Summed while a change was on its way, and what was to come next.
         self._unheld: list[tuple[RoundWork, Callable[[RoundWork], None]]] = []
+        flow.is_through = self._is_through
 
-    # -- circles ------------------------------------------------------------------------------------------
+    @property
+    def is_on(self) -> bool:
+        """Under `order`: whether rounds of this generation are added up this way."""
+        return self._adder is not None
 
     def begin(self, generation: int, names: Collection[str]) -> None:
-        """Under `order`: seats have changed. All servers make the same circle, when a round is whole."""
+        """Under `order`: seats have changed."""
         self._end()
         self._unheld.clear()
-        self.heard.begin(generation)
-        if len(names) < 2:
-            return
-        ordered = sorted(names, key=by_name)
-        sums = Sums(self._slots, partner_of(self._hosting.name))
-        self._circle = Circle(
-            ordered, functools.partial(self._form, generation, ordered), sums, self._hosting.home,
-            timeout_seconds=self._config.wait_seconds, is_whole=self._hosting.has_all,
-            summed=self._summed, failed=self._failed,
-        )  # fmt: skip
+        self._adder = self._adders.begin(generation, sorted(names, key=by_name), self._summed, self._failed)
 
     def supplied(self) -> None:
-        circle = self._circle
-        if circle is not None:
-            circle.supplied()
+        adder = self._adder
+        if adder is not None:
+            adder.supplied()
 
-    def _slots(self) -> list[HostedSlice]:
-        return [*self._hosting.slices.values(), *self._hosting.backups.slots()]
+    def awaited(self) -> list[tuple[RoundWork, list[str]]]:
+        """Under `order`: for whom a round waits to be added up."""
+        found = self._adder.awaited() if self._adder is not None else None
+        return [found] if found is not None and found[1] else []
 
-    def _form(self, generation: int, names: list[str]) -> Formed:
-        members = self._hosting.members_named(names)
-        check_circle_hosts(self._config, [member.host for member in members])
-        others = self._hosting.partners_named(names)
-        for partner in others:
-            with contextlib.suppress(SynclineError, OSError):  # what is said to it is said again
-                partner.connect()
-
-        def tell(key: str, value: bytes) -> None:
-            for partner in others:
-                Saying(partner, Introduce(generation, key, value)).send()
-
-        seconds = self._config.wait_seconds
-        store = Introductions(generation, self.heard, tell, seconds)
-        rank, address = names.index(self._hosting.name), self._address(members)
-        return Formed(GROUPS[self._config.sums](store, rank, len(names), seconds, address), store)
-
-    def _address(self, members: Collection[Member]) -> str:
-        """On one host nobody outside of it can connect."""
-        if len({member.host for member in members}) == 1:
-            return _LOOPBACK
-        mine = next(member for member in members if member.name == self._hosting.name)
-        return mine.address.host if mine.address is not None else _LOOPBACK
-
-    def hear(self, request: Request, message: Introduce) -> None:
-        self.heard.hear(message.generation, message.key, message.value)
-        request.reply(Done())
+    def _is_through(self, work: RoundWork) -> None:
+        adder = self._adder
+        if adder is not None and work.is_summed:
+            adder.is_through(work)
 
     def _end(self) -> None:
-        """The circle is over; it is kept until it is out of torch."""
-        circle, self._circle = self._circle, None
-        if circle is not None:
-            circle.close()
-            self._ended = [*(old for old in self._ended if old.is_alive), circle]
+        """It is kept until it is out of what it does."""
+        adder, self._adder = self._adder, None
+        if adder is not None:
+            adder.close()
+            self._ended = [*(old for old in self._ended if old.is_alive), adder]
 
     def close(self) -> None:
-        """Also the introductions end: whoever waits for some does not any more."""
         with self._order:
             self._end()
             ended, self._ended = self._ended, []
-        self.heard.begin(1 << 62)
-        for circle in ended:
-            circle.join(CLOSE_SECONDS)
+        self._adders.close()
+        for adder in ended:
+            adder.join(CLOSE_SECONDS)
 
     # -- rounds -------------------------------------------------------------------------------------------
 
@@ -123,9 +127,9 @@ class Summing:
             if not self._voting.expects(work):
                 return
             self._flow.waits(work)
-            circle = self._circle
-        assert circle is not None
-        circle.submit(work)
+            adder = self._adder
+        assert adder is not None
+        adder.submit(work)
 
     def _summed(self, work: RoundWork, sums: RoundSums) -> None:
         with self._order:
@@ -142,8 +146,8 @@ class Summing:
         with self._order:
             if not self._voting.expects(work):
                 return
-        names = ", ".join(self._circle.names) if self._circle is not None else "the circle"
-        text = f"{self._config.sums} could not add up gradients among {names}: {type(error).__name__}: {error}"
+        names = ", ".join(self._adder.names) if self._adder is not None else "servers"
+        text = f"{self._adders.what} could not add up gradients among {names}: {type(error).__name__}: {error}"
         self._flow.fail(work, SynclineError(text))
 
     def thaw(self) -> None:
@@ -166,7 +170,7 @@ class Summing:
                 self._flow.waits(work)
                 self._unheld.append((work, self._flow.go_through))
                 return False
-            hold_sums(self._hosting.backups, work)
+            hold_sums(self._backups, work)
             for slot in work.slots:
                 slot.queue.append(work)
             return True

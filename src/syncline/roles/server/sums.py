@@ -1,4 +1,4 @@
-"""A round's sums, as a circle makes them: every server's own worker's gradients, added up in memory of their own."""
+"""A round's sums, as a circle or a relay makes them: gradients of some workers, added up in memory of their own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from syncline.core.layout import INTEGERS
+from syncline.core.layout import INTEGERS, Piece, Segment, Slice
 from syncline.core.verdicts import Commit
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.replication import Region
+from syncline.roles.server.rules import Source
 from syncline.roles.server.work import Contribution, RoundWork
 
 #: Slices are added up together until they have so many bytes: each call has its price.
@@ -70,27 +71,22 @@ class Sums:
 
     def make(self, work: RoundWork, reduce: Reduce) -> RoundSums:
         """All servers call this for the same rounds, in the same order: a round's slices follow from its commits."""
-        weights = [commit.item.weight for commit in work.commits if commit.item.weight > 0]
-        equal = weights[0] if weights and all(weight == weights[0] for weight in weights) else None
-        found = RoundSums()
-        if work.skip or not weights:
+        found, counted, equal = RoundSums(), counted_in(work), equal_weight(work)
+        if not counted:
             return found
-        own = next((commit for commit in work.commits if commit.worker == self._own_worker), None)
-        counted = [commit for commit in work.commits if commit.item.weight > 0]
+        own = [commit for commit in work.commits if commit.worker == self._own_worker]
         pending: list[tuple[Pending, list[tuple[HostedSlice, _Sum]]]] = []
         for segment, slots in self._touched(counted):
             for bucket in self._buckets_of(segment, slots):
                 here = [(slot, bucket.sums[slot.part.id]) for slot in slots if slot.part.id in bucket.sums]
                 for slot, (wide, _) in here:
-                    lay_own_share(slot, own, wide, equal)
+                    lay_shares(slot, own, wide, equal)
                 pending.append((reduce(bucket.flat), here))
         for under_way, here in pending:
             under_way.wait()
             for slot, summed in here:
                 has = divide(slot, counted, summed.wide, work.weight, equal)
-                if summed.region.flat is not summed.wide:
-                    is_mean = slot.part.dtype in INTEGERS and summed.wide.is_floating_point()
-                    summed.region.flat.copy_(summed.wide.round_() if is_mean else summed.wide)
+                narrow(slot, summed.wide, summed.region.flat)
                 found.put(slot, summed.region, has)
         return found
 
@@ -119,13 +115,24 @@ class Sums:
         return self._buckets[segment]
 
 
+def counted_in(work: RoundWork) -> list[Commit[Contribution]]:
+    """The commits of a round of which anything is added up."""
+    return [] if work.skip else [commit for commit in work.commits if commit.item.weight > 0]
+
+
+def equal_weight(work: RoundWork) -> float | None:
+    """What each of them weighs, where all weigh the same: nothing is weighted then before it is added up."""
+    weights = {commit.item.weight for commit in counted_in(work)}
+    return weights.pop() if len(weights) == 1 else None
+
+
 class RoundSums:
     """The sums of one round, by slice."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[SumRegion, list[int]]] = {}
+        self._found: dict[int, tuple[Region, list[int]]] = {}
 
-    def put(self, slot: HostedSlice, region: SumRegion, has: list[int]) -> None:
+    def put(self, slot: HostedSlice, region: Region, has: list[int]) -> None:
         self._found[slot.part.id] = (region, has)
 
     def region(self, slot: HostedSlice) -> Region | None:
@@ -142,48 +149,71 @@ class RoundSums:
         return slot.rules.as_pieces(region.flat, self.has(slot)) if region is not None else [None] * len(slot.pieces)
 
 
-def averages(slot: HostedSlice) -> list[bool]:
+def averages(segment: Segment, pieces: Sequence[Piece]) -> list[bool]:
     """Of which pieces the mean counts, not the sum."""
-    segment = slot.segment
-    return [segment.reduce == "mean" or assigned for assigned in _assigned(slot)]
+    return [segment.reduce == "mean" or assigned for assigned in _assigned(segment, pieces)]
 
 
-def _assigned(slot: HostedSlice) -> list[bool]:
-    segment = slot.segment
-    return [segment.rule_of(segment.parameters[piece.parameter]).name == "Assign" for piece in slot.pieces]
+def _assigned(segment: Segment, pieces: Sequence[Piece]) -> list[bool]:
+    return [segment.rule_of(segment.parameters[piece.parameter]).name == "Assign" for piece in pieces]
 
 
-def wide_type(slot: HostedSlice) -> torch.dtype:
+def wide_of(segment: Segment, part: Slice) -> torch.dtype:
     """In which a slice is added up: halves in single precision, means of integers as fractions."""
-    kind = slot.rules.flat.dtype
-    if slot.part.dtype in INTEGERS:
-        return torch.float64 if any(averages(slot)) else torch.int64
+    kind: torch.dtype = getattr(torch, part.dtype)
+    if part.dtype in INTEGERS:
+        return torch.float64 if any(averages(segment, segment.pieces(part))) else torch.int64
     return torch.float32 if kind in _HALF else kind
 
 
-def lay_own_share(
-    slot: HostedSlice, own: Commit[Contribution] | None, wide: torch.Tensor, equal: float | None
+def wide_type(slot: HostedSlice) -> torch.dtype:
+    return wide_of(slot.segment, slot.part)
+
+
+def lay_shares(
+    slot: HostedSlice, commits: Sequence[Commit[Contribution]], wide: torch.Tensor, equal: float | None
 ) -> None:
-    """What this process's own worker has pushed, weighted unless all weigh the same; else zeros."""
-    has = slot.has(own.item.pushed) if own is not None and own.item.weight > 0 else []
-    if own is None or not any(has):
-        wide.zero_()
-        return
-    source = own.item.arrays(slot.part)
-    assert source is not None, "pushed, and not staged"
-    weighs = [equal is None and averaged for averaged in averages(slot)]
-    if all(has) and len(set(weighs)) == 1:
-        wide.copy_(source)
-        if weighs[0]:
-            wide.mul_(own.item.weight)
+    """What these have pushed, added up in their order, weighted unless all weigh the same; else zeros."""
+    sources: list[Source] = []
+    for item in (commit.item for commit in commits if commit.item.weight > 0):
+        if any(has := slot.has(item.pushed)):
+            array = item.arrays(slot.part)
+            assert array is not None, "pushed, and not staged"
+            sources.append((array, item.weight, has))
+    weighs = [equal is None and averaged for averaged in averages(slot.segment, slot.pieces)]
+    if sources and all(all(has) for _, _, has in sources) and len(set(weighs)) == 1:
+        _add_up([(array, weight) for array, weight, _ in sources], wide, weighs[0])
         return
     wide.zero_()
-    for index, (pushed, weighted) in enumerate(zip(has, weighs, strict=True)):
-        if pushed:
-            view = slot.rules.view(wide, index)
-            view.copy_(slot.rules.view(source, index))
-            if weighted:
-                view.mul_(own.item.weight)
+    for index, weighted in enumerate(weighs):
+        here = [(slot.rules.view(array, index), weight) for array, weight, has in sources if has[index]]
+        if here:
+            _add_up(here, slot.rules.view(wide, index), weighted)
+
+
+def _add_up(sources: Sequence[tuple[torch.Tensor, float]], wide: torch.Tensor, weighted: bool) -> None:
+    (first, weight), *rest = sources
+    if rest and not weighted and first.dtype == wide.dtype:
+        torch.add(first, rest.pop(0)[0], out=wide)
+    else:
+        wide.copy_(first)
+        if weighted:
+            wide.mul_(weight)
+    for tensor, weight in rest:
+        wide.add_(tensor, alpha=weight if weighted else 1)
+
+
+def pieces_of(slot: HostedSlice, commits: Sequence[Commit[Contribution]]) -> list[int]:
+    """Those of a slice that any of these has pushed."""
+    pushed = [slot.has(commit.item.pushed) for commit in commits]
+    return [index for index in range(len(slot.pieces)) if any(has[index] for has in pushed)]
+
+
+def narrow(slot: HostedSlice, wide: torch.Tensor, flat: torch.Tensor) -> None:
+    """A sum, in the type of its slice."""
+    if flat is not wide:
+        is_mean = slot.part.dtype in INTEGERS and wide.is_floating_point()
+        flat.copy_(wide.round_() if is_mean else wide)
 
 
 def divide(
@@ -193,7 +223,8 @@ def divide(
     pushed it. Returns the pieces that anybody has pushed."""
     pushed = [(slot.has(commit.item.pushed), commit.item.weight) for commit in commits]
     found, by = [], list[float]()
-    for index, (averaged, assigned) in enumerate(zip(averages(slot), _assigned(slot), strict=True)):
+    means, assigns = averages(slot.segment, slot.pieces), _assigned(slot.segment, slot.pieces)
+    for index, (averaged, assigned) in enumerate(zip(means, assigns, strict=True)):
         there = [each for has, each in pushed if has[index]]
         total = sum(there) if assigned else weight
         by.append((total / (equal or 1.0)) if averaged and there else 1.0)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from syncline import faults
 from syncline.config import JobConfig
-from syncline.core.message import Done
+from syncline.core.message import Done, Message
 from syncline.core.ring import partner_of
 from syncline.core.slices import Identity
 from syncline.core.spread import Spread
-from syncline.core.traffic import Introduce, Vote
+from syncline.core.traffic import HostSum, Introduce, LendSums, Vote, WholeSum
 from syncline.core.votes import Ballot, Votes, ballot_of
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, Peer
 from syncline.roles.server.backups import Backups
 from syncline.roles.server.commits import Commits
 from syncline.roles.server.hosting import Hosting
@@ -27,6 +28,8 @@ from syncline.roles.server.spreading import Spreading
 from syncline.roles.server.work import RoundWork
 
 if TYPE_CHECKING:
+    from syncline.roles.server.circles import Circles
+    from syncline.roles.server.relays import Relays
     from syncline.roles.server.summing import Summing
 
 #: A round of at most this many bytes is applied by the thread that brings the last vote.
@@ -59,7 +62,9 @@ class Voting:
         self._works: dict[Ballot, RoundWork] = {}  # whole here, in their order
         self._unsaid: list[RoundWork] = []  # held by all since it was frozen
         self.is_frozen = False  # a change is prepared
-        self.summing: Summing | None = None  # where torch.distributed makes the sums
+        self.summing: Summing | None = None  # where every server comes to all sums itself
+        self.circles: Circles | None = None  # torch.distributed's
+        self.relays: Relays | None = None  # ours
         backups.voting = self
 
     @property
@@ -92,7 +97,7 @@ class Voting:
             work.ballot, work.waits_for_votes = ballot_of(self.votes.generation, commits), True
             self._works[work.ballot] = work
             self.spreading.expect(work)
-            work.is_summed = self.summing is not None
+            work.is_summed = self.summing is not None and self.summing.is_on
 
     def expects(self, work: RoundWork) -> bool:
         """Under `order`: whether this round waits here, and was not dropped."""
@@ -125,9 +130,11 @@ class Voting:
         self._look(work.ballot)
 
     def missing(self, now: float) -> list[tuple[int, list[str], float]]:
-        """Of rounds that it has voted for: a step, whose votes there are not yet, and for how long."""
+        """Of rounds that it has voted for: a step, whose votes there are not yet, and for how long. Likewise of one
+        that it adds up: of whom something is missing."""
         cast = [work for ballot, work in self._works.items() if self._name not in self.votes.missing(ballot)]
         found = [(w.commits[0], self.votes.missing(w.ballot)) for w in cast if w.ballot is not None]
+        found += [(w.commits[0], names) for w, names in (self.summing.awaited() if self.summing is not None else ())]
         return [(commit.clock, names, now - commit.item.since) for commit, names in found if names]
 
     def hear(self, request: Request, message: Vote) -> None:
@@ -252,21 +259,52 @@ def voting_of(config: JobConfig, commits: Commits, hosting: Hosting, pool: Pool,
     spreading.find, spreading.holds, spreading.fail = hosting.spread_by, voting.keeps, flow.fail
     spreading.primaries = lambda: list(hosting.slices.values())
     commits.holding.passed, flow.voting = voting.look, voting
-    if config.has_circle:
-        from syncline.roles.server.summing import Summing  # torch.distributed, which not every torch has
+    from syncline.roles.server.relays import Relays
+    from syncline.roles.server.summing import Adders, Summing
 
-        voting.summing = Summing(config, flow, voting, hosting)
-        commits.departures.only_of, commits.decoding.takes_all = partner_of(hosting.name), True
+    adders: Adders
+    if config.has_circle:
+        from syncline.roles.server.circles import Circles  # torch.distributed, which not every torch has
+
+        adders = voting.circles = Circles(config, hosting)
+        own, departures = partner_of(hosting.name), commits.departures
+        departures.staged_by = lambda worker: departures.staged_here(worker) if worker == own else ()
+        commits.decoding.takes_all = True
+    else:
+        adders = voting.relays = Relays(config, commits, hosting, pool)
+    voting.summing = Summing(adders, flow, voting, hosting.backups)
     return voting
 
 
-def hear_vote(voting: Voting | None, request: Request, message: Vote) -> None:
-    if voting is None or request.peer.role != "server":
-        raise ProtocolError(f"{request.peer} votes; only servers of a ring do")
-    voting.hear(request, message)
+def ring_handlers(voting: Callable[[], Voting | None]) -> dict[type[Message], Callable[[Request, Any], None]]:
+    """What servers of a ring say to each other."""
+
+    def vote(request: Request, message: Vote) -> None:
+        known = voting()
+        if known is None or request.peer.role != "server":
+            raise ProtocolError(f"{request.peer} votes; only servers of a ring do")
+        known.hear(request, message)
+
+    def introduction(request: Request, message: Introduce) -> None:
+        known = voting()
+        if known is None or known.circles is None or request.peer.role != "server":
+            raise ProtocolError(f"{request.peer} introduces itself; only servers of a circle do")
+        known.circles.hear(request, message)
+
+    return {
+        Vote: vote,
+        Introduce: introduction,
+        LendSums: lambda request, message: _relays(voting(), request.peer).lend(request, message),
+        HostSum: lambda request, message: _relays(voting(), request.peer).hear(request, message),
+        WholeSum: lambda request, message: _relays(voting(), request.peer).hear(request, message),
+    }
 
 
-def hear_introduction(voting: Voting | None, request: Request, message: Introduce) -> None:
-    if voting is None or voting.summing is None or request.peer.role != "server":
-        raise ProtocolError(f"{request.peer} introduces itself; only servers of a circle do")
-    voting.summing.hear(request, message)
+def landing_of_sum(voting: Voting | None, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
+    return _relays(voting, peer).landing(peer, message)
+
+
+def _relays(voting: Voting | None, peer: Peer) -> Relays:
+    if voting is None or voting.relays is None or peer.role != "server":
+        raise ProtocolError(f"{peer} gives sums; only servers of a ring do, that add up themselves")
+    return voting.relays

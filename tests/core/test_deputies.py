@@ -1,0 +1,62 @@
+"""Who carries what between hosts: the same for all who ask, one for each host, and as even as primaries are."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from syncline.config import JobConfig
+from syncline.core.deputies import deputies_of
+from syncline.core.seats import Seat
+
+RING = JobConfig(exchange="ring", workers=4)
+
+
+def seats_of(servers: list[str], num_slices: int) -> dict[int, Seat]:
+    """As they are made: primaries in turn."""
+    found = {}
+    for number in range(num_slices):
+        primary = servers[number % len(servers)]
+        found[number] = Seat(number, primary, tuple(name for name in servers if name != primary))
+    return found
+
+
+@pytest.mark.parametrize("on", ["aabb", "abab", "abbb", "aabbcc", "abcabc", "aaab", "aabc"])
+def test_every_host_has_one_deputy_of_each_slice_and_they_are_even(on: str) -> None:
+    hosts = {f"server-{rank}": host for rank, host in enumerate(on)}
+    seats = seats_of(list(hosts), 24 * len(on))
+    found = deputies_of(RING, seats, {**hosts, "worker-0": "elsewhere"})
+    assert found is not None
+    counts: collections.Counter[str] = collections.Counter()
+    for number, seat in seats.items():
+        deputies = found.of(number)
+        assert list(deputies) == sorted(set(on)), "one for each, in the order of hosts"
+        assert all(hosts[name] == host for host, name in deputies.items())
+        assert deputies[hosts[seat.primary]] == seat.primary == found.primary(number)
+        counts.update(deputies.values())
+    for host in set(on):
+        shares = [counts[name] for name, where in hosts.items() if where == host]
+        assert max(shares) - min(shares) <= 24, f"host {host}: {shares}"
+    assert found.neighbours("server-0") == [n for n, host in hosts.items() if host == on[0] and n != "server-0"]
+    assert found.host_of("worker-1") == found.host_of("server-1") == on[1] and not found.host_of("worker-99")
+
+
+@pytest.mark.parametrize(
+    ("on", "settings"),
+    [
+        ("aaaa", {}), ("abcd", {}), ("a", {}), ("aabb", {"exchange": "servers"}), ("aabb", {"sums": "gloo"}),
+        ("aabb", {"codec": "bf16"}), ("aabb", {"pull_codec": "bf16"}), ("aabb", {"transport": "tcp"}),
+    ],
+)  # fmt: skip
+def test_where_sums_go_straight(on: str, settings: dict[str, str]) -> None:
+    hosts = {f"server-{rank}": host for rank, host in enumerate(on)}
+    config = JobConfig(**{"exchange": "ring", "workers": len(on), **settings})  # type: ignore[arg-type]
+    assert deputies_of(config, seats_of(list(hosts), 8), hosts) is None
+
+
+def test_a_slice_without_copies_has_its_primary_alone() -> None:
+    hosts = {f"server-{rank}": host for rank, host in enumerate("aab")}
+    seats = {**seats_of(list(hosts), 2), 2: Seat(2, "server-0"), 3: Seat(3, "")}
+    found = deputies_of(RING, seats, hosts)
+    assert found is not None and found.of(2) == {"a": "server-0"} and found.of(3) == {} == found.of(4)
