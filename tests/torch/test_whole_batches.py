@@ -34,7 +34,10 @@ class Between:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
         self._begins, self.is_over = threading.Event(), threading.Event()
+        self._stands = False
+        self._workers = threading.Barrier(num_workers, action=self._decide)
         self._all_there = threading.Barrier(num_workers + 1)
+        monkeypatch.setattr(saving, "CUT_SECONDS", SECONDS)  # after that any level place would do
         find_level = saving.find_level
 
         def late(*args: Any) -> Any:
@@ -46,11 +49,19 @@ class Between:
 
         monkeypatch.setattr(saving, "find_level", late)
 
-    def stand(self) -> None:
-        """Called by every script once, between its two steps."""
-        assert self._begins.wait(SECONDS)
-        self._all_there.wait(SECONDS)
-        time.sleep(0.2)
+    def _decide(self) -> None:
+        self._stands = self._begins.is_set()
+
+    def stand(self, number: int) -> None:
+        """Called by a script between its two steps of a batch: all stand in the same one, the first after the cut
+        has begun. It begins when they have come to a boundary."""
+        if number < 2 or self._stands:
+            return
+        self._begins.wait(0.1 * number)
+        self._workers.wait(SECONDS)
+        if self._stands:
+            self._all_there.wait(SECONDS)
+            time.sleep(0.2)
 
 
 def work(job: Any, between: Between) -> None:
@@ -67,8 +78,8 @@ def work(job: Any, between: Between) -> None:
             opt.zero_grad()
             model(batch).square().mean().backward()
             opt.step()
-            if opt is opts[0] and number == 3:
-                between.stand()
+            if opt is opts[0]:
+                between.stand(number)
         time.sleep(0.01)
 
 
