@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST := $(BIN)/python -m pytest -q
 PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800
 # So many tests at a time: most of them wait, for processes that start or for deadlines.
-JOBS ?= 3
+JOBS ?= 4
 
 # Bytecode is kept, whatever the machine is set to: tests start hundreds of processes, which would all compile the same.
 export PYTHONDONTWRITEBYTECODE :=

@@ -19,7 +19,7 @@ from .faults import KINDS, RING, SAVES, SPARE, scenario_of
 from .job import play
 from .world import Violation
 
-QUICK, PROOF, SOAK = 250, 10_000, 200_000
+QUICK, PROOF, SOAK = 150, 10_000, 200_000
 QUICK_SAVES, PROOF_SAVES = 60, 1_000
 QUICK_RINGS, PROOF_RINGS = 50, 2_000
 MOST_FOR_A_BUG = 2_000
