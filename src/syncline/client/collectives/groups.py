@@ -21,6 +21,9 @@ class Group:
     def __hash__(self) -> int:
         return hash(tuple(member.incarnation for member in self.members))
 
+    def __repr__(self) -> str:
+        return f"Group({', '.join(self.names)})"
+
     def __len__(self) -> int:
         return len(self.members)
 
