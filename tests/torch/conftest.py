@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from syncline.launch import embedded
+from syncline.net.hatch import Hatch
 from syncline.roles.server.pinning import bytes_at
 from syncline.torch import carriers, optimizer
 
@@ -91,6 +93,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield "cuda:0"
         return
     opened = go_the_slow_way(monkeypatch.setattr, request.param)
+    monkeypatch.setattr(embedded, "Hatch", lambda device: Hatch("cpu"))  # also where there is a GPU
     yield "cpu"
     assert opened, "nothing went the way of a device"
 
