@@ -20,6 +20,7 @@ from tests.roles.test_ring_hosts import _ends, rank_of
 from syncline import Rule
 from syncline.net.memory import MemoryConnection
 from syncline.roles.server import pool
+from syncline.roles.server.adding import Adding
 from syncline.roles.server.relay import Relay
 from syncline.roles.server.replication import Replica
 from syncline.roles.server.voting import Voting
@@ -94,7 +95,7 @@ def test_a_ring_of_hosts_and_servers_come_to_the_same(rule: str, clip: float | N
             found[name] = jobs.run(lambda job: train(job, rule, clip))
             if name == "ring":
                 check_all_equal(jobs)
-                assert relay_of(jobs, "server-2")._over, "sums went by deputies"
+                assert relay_of(jobs, "server-2")._forecasts.number, "sums went by deputies"
     for one, two in zip(found["servers"], found["ring"], strict=True):
         torch.testing.assert_close(one, two)
         assert torch.equal(two, found["ring"][0]), "all ranks have the same, bit by bit"
@@ -117,7 +118,7 @@ def test_where_memory_cannot_be_lent_sums_are_sent(monkeypatch: pytest.MonkeyPat
     with ring(["a", "a", "b"]) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 3, acknowledged), job.barrier("all")))
-        assert not any(relay_of(jobs, f"server-{rank}")._laid.readers for rank in range(3))
+        assert not any(relay_of(jobs, f"server-{rank}")._adding.laid.readers for rank in range(3))
         check_all_equal(jobs)
         assert check_ledger(jobs[0], acknowledged) == [3, 3, 3, 0]
 
@@ -158,16 +159,16 @@ def test_a_process_that_dies_costs_nobody_a_step(monkeypatch: pytest.MonkeyPatch
 
 #: Where a round stops: which part of which server's work is not done.
 MOMENTS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
-    "host b has added up nothing": (Relay, "_add", lambda relay: relay._host == "b"),
-    "sums of hosts are there, and nothing is finished": (Relay, "_finish", lambda relay: True),
-    "a deputy has it, and its neighbour does not": (Relay, "_got", lambda relay: relay._name == "server-3"),
-    "one host has it, and the other does not": (Relay, "_got", lambda relay: relay._host == "b"),
+    "host b has added up nothing": (Adding, "add", lambda adding: adding.host == "b"),
+    "sums of hosts are there, and nothing is finished": (Adding, "_finish", lambda adding: True),
+    "a deputy has it, and its neighbour does not": (Adding, "_got", lambda adding: adding._name == "server-3"),
+    "one host has it, and the other does not": (Adding, "_got", lambda adding: adding.host == "b"),
     "all hold it": (Voting, "held", lambda voting: True),
 }
 
 
 def generation_of(part: Any) -> int:
-    found: int = part.generation if isinstance(part, Relay) else part.votes.generation
+    found: int = part.generation if isinstance(part, Adding) else part.votes.generation
     return found
 
 

@@ -12,7 +12,6 @@ from tests.roles.test_relay import AABB, relay_of, ring
 
 from syncline.core.message import Done
 from syncline.core.traffic import HostSum, LendSums, WholeSum
-from syncline.core.votes import Ballot
 from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
@@ -25,10 +24,10 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
     original = Relay.is_through
 
     def is_through(self: Relay, work: Any) -> None:
-        if self._name == "server-1" and self._turn is not None and not late:
-            late.extend(self._turn.unanswered)
+        if self._hosting.name == "server-1" and self._adding.turn is not None and not late:
+            late.extend(request for _, request in self._adding.turn.unanswered)
             assert late, "it reads what server-0 has lent"
-            self._turn.unanswered = []
+            self._adding.turn.unanswered = []
         original(self, work)
 
     monkeypatch.setattr(Relay, "is_through", is_through)
@@ -36,7 +35,7 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
         acknowledged: dict[str, int] = {}
         threads = start(jobs, lambda job: push_cells(job, 2, acknowledged), set())
         eventually(lambda: len(acknowledged) == 3)
-        places = relay_of(jobs, "server-0")._laid.places
+        places = relay_of(jobs, "server-0")._adding.laid.places
         eventually(lambda: any(place.waiting for place in places.values()))
         assert set(acknowledged.values()) == {1}
         waits = jobs._process._servers["server-0"].beat
@@ -95,7 +94,7 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
         jobs.run(lambda job: push_cells(job, 1, {}))
         server = jobs._process._servers["server-0"]
         relays, relay = server._voting.relays, relay_of(jobs, "server-0")
-        ballot = Ballot(relay.generation, "worker-0", 1, 99)
+        known = (relay.generation, 99)
         mine = next(iter(server._slices))
         theirs = next(n for n, b in server._hosting.backups.backups.items() if b.primary == "server-1")
         carrier = relay._deputies.of(mine)["b"]
@@ -105,18 +104,18 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
             peer = type("P", (), {"name": name, "role": "server", "__str__": lambda self: self.name})()
             return [len(buffer) for buffer in relays.landing(peer, message)]
 
-        assert landing(carrier, HostSum(ballot, mine)) == [512]
-        assert landing("server-1", WholeSum(ballot, theirs)) == [512]
+        assert landing(carrier, HostSum(*known, mine)) == [512]
+        assert landing("server-1", WholeSum(*known, theirs)) == [512]
         for name, message in (
-            (other, HostSum(ballot, mine)), ("server-1", HostSum(ballot, mine)), (carrier, HostSum(ballot, theirs)),
-            (carrier, WholeSum(ballot, theirs)), ("server-1", WholeSum(ballot, mine)),
-            (carrier, HostSum(ballot, 1 << 20)), ("server-1", WholeSum(Ballot(99, "worker-0", 1, 1), 1 << 20)),
+            (other, HostSum(*known, mine)), ("server-1", HostSum(*known, mine)), (carrier, HostSum(*known, theirs)),
+            (carrier, WholeSum(*known, theirs)), ("server-1", WholeSum(*known, mine)),
+            (carrier, HostSum(*known, 1 << 20)), ("server-1", WholeSum(99, 0, 1 << 20)),
         ):  # fmt: skip
             with pytest.raises(ProtocolError):
                 landing(name, message)
         with pytest.raises(ProtocolError, match="only servers"):
             server._voting.relays and server.landing(
-                type("P", (), {"name": "worker-1", "role": "worker"})(), HostSum(ballot, mine), 512
+                type("P", (), {"name": "worker-1", "role": "worker"})(), HostSum(*known, mine), 512
             )
 
 
@@ -124,7 +123,7 @@ def test_sums_without_their_bytes_and_of_rounds_that_nobody_knows_are_refused() 
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
         server, relay = jobs._process._servers["server-0"], relay_of(jobs, "server-0")
-        ballot, mine = Ballot(relay.generation, "worker-0", 1, 99), next(iter(server._slices))
+        known, mine = (relay.generation, 99), next(iter(server._slices))
         members = jobs._process.coordinator.membership.state.members
         far, near = (
             jobs._process._servers[name]._hosting.partner(members["server-0"]).connect()
@@ -132,15 +131,15 @@ def test_sums_without_their_bytes_and_of_rounds_that_nobody_knows_are_refused() 
         )
         theirs = next(n for n, b in server._hosting.backups.backups.items() if b.primary == "server-1")
         with pytest.raises(ProtocolError, match="without its bytes"):
-            far.call(HostSum(ballot, mine)).wait(PATIENCE)
+            far.call(HostSum(*known, mine)).wait(PATIENCE)
         server._voting.relays._lent[relay.generation]["server-1"].pop(theirs)
         with pytest.raises(ProtocolError, match="without its bytes"):
-            near.call(WholeSum(ballot, theirs)).wait(PATIENCE)
+            near.call(WholeSum(*known, theirs)).wait(PATIENCE)
         relay._most_kept, size = 2, server._slices[mine].part.num_bytes
-        for clock in range(99, 102):
-            message = HostSum(Ballot(relay.generation, "worker-0", 1, clock), mine)
+        for number in range(99, 102):
+            message = HostSum(relay.generation, number, mine)
             call = far.call(message, buffers=[memoryview(bytes(size))], payload_bytes=size)
-            assert call.is_done == (clock == 101), "two wait for their rounds"
+            assert call.is_done == (number == 101), "two wait for their rounds"
         with pytest.raises(ProtocolError, match="nobody knows"):
             call.wait(PATIENCE)
         assert len(relay._kept) == 2
@@ -157,12 +156,12 @@ def test_what_comes_before_its_generation_waits_for_it() -> None:
         endpoint = jobs._process._servers["server-2"]._hosting.partner(member).connect()
         calls, size = [], server._slices[mine].part.num_bytes
         for generation in (before.generation - 1, before.generation + 1, before.generation + 2):
-            message, bytes_ = HostSum(Ballot(generation, "worker-0", 1, 9), mine), memoryview(bytes(size))
+            message, bytes_ = HostSum(generation, 9, mine), memoryview(bytes(size))
             calls.append(endpoint.call(message, buffers=[bytes_], payload_bytes=size))
         assert [call.is_done for call in calls] == [True, False, False] and len(relays._early) == 2
         with server.commits.order:
             begun = relays.begin(before.generation + 1, before.names, before._summed, before._failed)
-        assert begun is not None and [key[0].generation for key in begun._kept] == [before.generation + 1]
+        assert begun is not None and [key.round for key in begun._kept] == [9]
         assert [generation for generation, _ in relays._early] == [before.generation + 2]
         begun.close()
         eventually(lambda: calls[1].is_done)

@@ -29,8 +29,8 @@ def segment_of(dtype: str = "float32") -> Segment:
 class Wire:
     """An exchange whose servers are far away: remembers what the arena held when a slice was staged."""
 
-    def __init__(self, segment: Segment, needs_bytes: bool = True) -> None:
-        self.needs_bytes = needs_bytes
+    def __init__(self, segment: Segment, helps_early: bool = True) -> None:
+        self.helps_early = helps_early
         self._arena = np.zeros(segment.num_bytes, np.uint8)
         self.staged: dict[int, bytes] = {}
 
@@ -48,9 +48,9 @@ class Wire:
 
 
 class Setting:
-    def __init__(self, side: Any, needs_bytes: bool = True) -> None:
+    def __init__(self, side: Any, helps_early: bool = True) -> None:
         self.segment = segment_of()
-        self.wire = Wire(self.segment, needs_bytes)
+        self.wire = Wire(self.segment, helps_early)
         self.side = side
         self.carrier = MirrorCarrier(self.wire, self.segment, torch.device("cpu"), side)  # type: ignore[arg-type]
         self.tensors = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
@@ -145,7 +145,7 @@ def test_while_paused_nothing_travels(setting: Setting) -> None:
 
 
 def test_shared_memory_is_staged_by_nobody(slow_side: Any) -> None:
-    setting = Setting(slow_side, needs_bytes=False)
+    setting = Setting(slow_side, helps_early=False)
     setting.backward()
     setting.gradients.collect()
     setting.check()

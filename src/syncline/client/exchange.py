@@ -71,11 +71,11 @@ class Exchange(Protocol):
         """Where the gradients of the next commit are written; free to be written when this returns."""
 
     @property
-    def needs_bytes(self) -> bool:
-        """Whether gradients travel over a socket, so that sending early helps."""
+    def helps_early(self) -> bool:
+        """Whether gradients travel over a socket, or servers add them up before the commit: staging early helps."""
 
     def stage(self, slices: Sequence[Slice]) -> None:
-        """These slices of the arena are filled: their bytes may travel now. They count at the commit."""
+        """These slices of the arena are filled: they may travel and be added up now. They count at the commit."""
 
     def restage(self, part: Slice) -> None:
         """This slice of the arena has changed since it was staged."""

@@ -272,9 +272,16 @@ class Placement:
                 yield answer if isinstance(answer, GivenWhy) else GivenWhy("")
 
     @property
-    def needs_bytes(self) -> bool:
-        """Whether any server gets its bytes over a socket."""
-        return not all(end.shares_memory for name, end in self.endpoints.items() if self.taken.get(name))
+    def sums_early(self) -> bool:
+        """Whether servers add up what is staged before it is committed."""
+        return len(self.names) > 1 and (self._config.has_circle or self._deputies is not None)
+
+    @property
+    def helps_early(self) -> bool:
+        """Whether it helps them to be told early: some get bytes over a socket, or add up before the commit."""
+        return self.sums_early or not all(
+            end.shares_memory for name, end in self.endpoints.items() if self.taken.get(name)
+        )
 
     def mapped(self) -> list[Bytes]:
         return [array for reader in self.readers.values() for array in reader.mapped()]

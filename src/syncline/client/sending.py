@@ -44,6 +44,8 @@ class Sending:
             self.encoder.stage_anew = self.forget
         self._early: dict[str, list[Call]] = {}
         self._sent: set[tuple[str, int]] = set()  # server, slice
+        self._told: set[int] = set()  # slices that servers may be adding up for the next commit
+        self._changed: set[int] = set()  # those that have changed since
         self._unshared: dict[tuple[str, Ranges, int], tuple[list[Slice], int]] = {}
         self._socket_bytes = self._shared_bytes = 0
 
@@ -54,18 +56,21 @@ class Sending:
     # -- early --------------------------------------------------------------------------------------------
 
     def stage(self, draft: ServersTicket, slices: Sequence[Slice]) -> None:
-        """Sends slices early where a socket carries them; shared memory is read at the commit anyway."""
+        """Sends slices early where a socket carries them; where they are added up early, servers are told of those in
+        shared memory too."""
         placement, known = self._placement, dict[int, Encoded | None]()
+        sums_early = placement.sums_early and self.encoder is None
+        if sums_early:
+            self._changed.update(part.id for part in slices if part.id in self._told)
+            self._told.update(part.id for part in slices)
         for server, endpoint in placement.endpoints.items():
-            parts = [
-                p
-                for p in slices
-                if placement.takes(server, p) and not placement.arenas.is_shared(server, p.segment, draft.slot)
-            ]
-            if not parts:
+            taken = [(self._is_shared(server, p, draft.slot), p) for p in slices if placement.takes(server, p)]
+            parts = [part for is_shared, part in taken if not is_shared]
+            ready = [part.id for is_shared, part in taken if is_shared and sums_early]
+            if not (parts or ready):
                 continue
             carried = self._load(parts, self._encode(parts, draft.slot, None, known), draft.slot)
-            message, buffers = _stage_message(draft, parts, None, carried, commit=False), carried.buffers
+            message, buffers = _stage_message(draft, parts, None, carried, commit=False, ready=ready), carried.buffers
             num_bytes = sum(map(len, buffers))
             try:
                 call = endpoint.call(message, buffers=buffers, payload_bytes=num_bytes)
@@ -75,8 +80,15 @@ class Sending:
             self._early.setdefault(server, []).append(call)
             self._sent.update((server, part.id) for part in parts)
 
+    def _is_shared(self, server: str, part: Slice, slot: int) -> bool:
+        hatch = self._placement.hatch
+        is_handed = hatch is not None and part.segment in hatch.segments
+        return is_handed or self._placement.arenas.is_shared(server, part.segment, slot)
+
     def restage(self, part: Slice) -> None:
         """This slice of the arena has changed since it was staged."""
+        if part.id in self._told:
+            self._changed.add(part.id)
         self._sent = {sent for sent in self._sent if sent[1] != part.id}
         if self.encoder is not None:
             self.encoder.forget(part.id)
@@ -119,6 +131,8 @@ class Sending:
     def send(self, ticket: ServersTicket, before: ServersTicket | None) -> CommitFlow:
         """`before`: the open ticket of the clock before, which is told to count first."""
         names, known = self._placement.names, dict[int, Encoded | None](ticket.encoded)
+        if not ticket.generation:
+            ticket.changed, self._told, self._changed = sorted(self._changed), set(), set()
         at_once = len(names) == 1 or self._is_ring
         ticket.lanes = lanes = [self._lane(server, ticket, at_once, known) for server in names]
         earlier = before.flow if before is not None else None
@@ -152,6 +166,7 @@ class Sending:
     def forget(self) -> None:
         """Servers or slices have changed: nothing is staged anywhere, and nothing is known of who reads what."""
         self._early, self._sent = {}, set()
+        self._changed |= self._told  # by no means is more believed of it than it is
         self._unshared.clear()
         if self.encoder is not None:
             self.encoder.forget()
@@ -233,6 +248,7 @@ def _stage_message(
     *,
     commit: bool,
     num_segments: int = 0,
+    ready: Sequence[int] = (),
 ) -> Stage:
     push = ticket.push
     return Stage(
@@ -253,4 +269,6 @@ def _stage_message(
         num_segments=num_segments,
         codec=carried.codec,
         sizes=carried.sizes,
+        ready=list(ready),
+        changed=ticket.changed,
     )

@@ -173,11 +173,10 @@ class ServersExchange:
             self._open[0].wait()
 
     @property
-    def needs_bytes(self) -> bool:
-        return self._placement.needs_bytes
+    def helps_early(self) -> bool:
+        return self._placement.helps_early
 
     def stage(self, slices: Sequence[Slice]) -> None:
-        """Sends slices early where a socket carries them; shared memory is read at the commit anyway."""
         if not self._part.must_enter:
             self._sending.stage(self._draft(_NOTHING, None), slices)
 

@@ -22,8 +22,8 @@ class ServersTicket:
     """A push to the servers: all that is needed to make it anew. `wait` may be called again after a WaitTimeout."""
 
     __slots__ = (
-        "_exchange", "back_at", "clock", "encoded", "flow", "generation", "landed", "lanes", "push", "sink", "slot",
-        "stretch", "uses",
+        "_exchange", "back_at", "changed", "clock", "encoded", "flow", "generation", "landed", "lanes", "push",
+        "sink", "slot", "stretch", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,7 @@ class ServersTicket:
         self.landed = False
         self.uses: list[Use] = []  # of leases
         self.encoded: dict[int, Encoded] = {}  # by slice: as it goes out, again and again
+        self.changed: list[int] = []  # slices that are not what was staged early
 
     def done(self) -> bool:
         return self.landed or self.flow.done()

@@ -145,7 +145,7 @@ from syncline.core.traffic import (
     WholeSum,
 )
 
-PROTOCOL = 8
+PROTOCOL = 9
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (

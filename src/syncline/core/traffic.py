@@ -149,16 +149,20 @@ class HostSum(Message, frozen=True):
     """From a deputy to the primary of a slice: the sum of its host's gradients. Its bytes follow, as wide as they are
     added up."""
 
-    ballot: Ballot
+    generation: int
+    round: int  # of this generation, counted from 0
     slice: int
+    anew: bool = False  # in the place of one that was made early, and did not hold
 
 
 class WholeSum(Message, frozen=True):
     """A round's sum of a slice: from its primary to deputies, from them to their neighbours. Its bytes follow, or lie
     in lent memory: then they are there until this is answered."""
 
-    ballot: Ballot
+    generation: int
+    round: int
     slice: int
+    anew: bool = False
 
 
 class Replicated(Message, frozen=True):
@@ -193,6 +197,8 @@ class Stage(Message, frozen=True):
     num_segments: int = 0  # that this worker has registered
     codec: str = ""  # by which slices are encoded, those that `sizes` has sizes for
     sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; none: as it lies
+    ready: list[int] = []  # before the commit: slices that lie in shared memory as they will be, it seems
+    changed: list[int] = []  # at the commit: slices staged before it that are not any more what they were then
 
 
 class CommitStaged(Message, frozen=True):

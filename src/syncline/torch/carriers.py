@@ -46,7 +46,7 @@ class Carrier(Protocol):
 
 
 class ArenaCarrier:
-    """The CPU copies gradients into the arena; early where a socket carries them."""
+    """The CPU copies gradients into the arena; early where that helps the exchange."""
 
     def __init__(self, exchange: Exchange, segment: Segment) -> None:
         self._exchange, self._segment = exchange, segment
@@ -54,7 +54,7 @@ class ArenaCarrier:
 
     @property
     def helps_early(self) -> bool:
-        return self._exchange.needs_bytes
+        return self._exchange.helps_early
 
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         arena = self._exchange.arena(self._segment.index)
@@ -124,7 +124,7 @@ class MirrorCarrier:
 
     def _empty_bucket(self) -> None:
         self._copy(self._bucket)
-        if self._bucket and self._exchange.needs_bytes:
+        if self._bucket and self._exchange.helps_early:
             self._under_way.append((self._side.mark(), self._bucket))
         self._bucket = []
 

@@ -29,7 +29,7 @@ class Gradients:
         self._all = to_ranges(segment.first_parameter + index for index, _ in self._items)
         self._paused = False
         self.is_finite = False  #: whether all that `collect` has copied was found to be finite
-        self._early = overlap and carrier.helps_early
+        self._early = overlap
         self._wasted = 0
         self._carried: set[int] = set()  # slices
         self._ready: set[int] = set()  # parameters
@@ -40,12 +40,14 @@ class Gradients:
             for index in self._parameters_of[-1]:
                 self._slices_of.setdefault(index, []).append(number)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        if self._early:
-            self._hook_in()
+        self._see_to_hooks()
 
     # -- early --------------------------------------------------------------------------------------------
 
-    def _hook_in(self) -> None:
+    def _see_to_hooks(self) -> None:
+        """As soon as it helps: who takes part may change."""
+        if self._hooks or not self._early or not self._carrier.helps_early:
+            return
         for index, item in self._items:
             if item.tensor.requires_grad and item.tensor.is_leaf:
 
@@ -59,7 +61,12 @@ class Gradients:
         self._paused = paused
 
     def _gradient_ready(self, index: int, parameter: torch.Tensor) -> None:
-        if self._paused or not self._early or parameter.grad is None or parameter.grad.is_sparse:
+        if (
+            self._paused
+            or not (self._early and self._carrier.helps_early)
+            or parameter.grad is None
+            or parameter.grad.is_sparse
+        ):
             return
         if index in self._ready:
             return  # a second backward before the step: found by the comparison there
@@ -86,8 +93,9 @@ class Gradients:
             if scale is not None:
                 for target in self._carrier.targets(changed):
                     target.mul_(scale.reshape(()))
-        if self._carrier.helps_early:
+        if self._carrier.helps_early or self._ready:
             self._finish(gradients, changed)
+            self._see_to_hooks()
         self.is_finite = self._carrier.hand_over() or self.is_finite
         if len(gradients) == len(self._items):
             return self._all
@@ -117,6 +125,7 @@ class Gradients:
             self._early = False
             for hook in self._hooks:
                 hook.remove()
+            self._hooks.clear()
 
     def forget(self) -> None:
         """What was copied early is nothing any more: a new step begins."""

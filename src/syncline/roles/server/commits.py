@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from syncline.core.layout import Segment, Slice
 from syncline.core.message import Done, Message
 from syncline.core.rolls import Roll
 from syncline.core.rounds import Rounds
-from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.slices import Identity
 from syncline.core.standings import Standing
 from syncline.core.traffic import (
@@ -32,7 +30,7 @@ from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer
-from syncline.roles.server.decoding import Decoding
+from syncline.roles.server.decoding import Decoding, check_stage
 from syncline.roles.server.departures import Departures, Staged
 from syncline.roles.server.flow import Flow
 from syncline.roles.server.holding import Holding
@@ -40,7 +38,7 @@ from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pulls import Pulls
 from syncline.roles.server.ranks import Ranks
 from syncline.roles.server.staging import Staging
-from syncline.roles.server.work import Contribution, Key, RoundWork, key_of
+from syncline.roles.server.work import Contribution, Key, RoundWork, StagedEarly, key_of, nothing_early
 
 
 class Commits:
@@ -58,7 +56,9 @@ class Commits:
         find: Callable[[int], tuple[Segment, Slice]],
     ) -> None:
         self.rounds, self._slices, self.flow, self._pulls, self.staging = rounds, slices, flow, pulls, staging
-        self._segments = segments
+        self._segments, self._find = segments, find
+        #: What a worker has staged before its commit, in a ring that adds up early; not under `order`.
+        self.staged_early: StagedEarly = nothing_early
         self.decoding = Decoding(slices, staging, find, self._is_taken)
         self._stands_still = rounds.policy.stands_still
         self.order = pulls.order = flow.order
@@ -99,35 +99,12 @@ class Commits:
 
     def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
         """Where staged bytes go."""
-        self._check(peer, message)
+        check_stage(peer, message, self._segments)
         return self.decoding.landing(peer, message)
 
     def _is_taken(self, peer: Peer) -> bool:
         standing = self.rounds.standings.get(peer.name)
         return standing is not None and standing.incarnation == peer.incarnation and not standing.fenced
-
-    def _check(self, peer: Peer, message: Stage) -> None:
-        if not (math.isfinite(message.weight) and message.weight >= 0):
-            raise ProtocolError(f"{peer} pushes with weight {message.weight}; it must be a number from 0 on")
-        if not 0 <= message.slot < 1 << 10:
-            raise ProtocolError(f"{peer} names slot {message.slot}")
-        for segment, group, options in message.overrides:
-            self._check_override(peer, segment, group, options)
-        before = -1
-        for start, stop in message.pushed:
-            if not before <= start < stop:
-                raise ProtocolError(f"{peer} pushes ranges that are empty or out of order")
-            before = stop
-        if message.rows is not None:
-            raise ProtocolError(f"{peer} pushes rows; sparse gradients are not supported yet")
-
-    def _check_override(self, peer: Peer, segment: int, group: int, options: dict[str, Option]) -> None:
-        """Hyperparameters that travel with a commit are held to the same rules as registered ones."""
-        known = self._segments.get(segment)
-        if known is not None:
-            if not 0 <= group < len(known.rules):
-                raise ProtocolError(f"{peer} names rule {group} of segment {segment}")
-            check_rule(RuleSpec(known.rules[group].name, options))
 
     def check_generation(self, request: Request) -> None:
         """Whoever speaks of seats that have changed looks at the new ones first."""
@@ -137,10 +114,13 @@ class Commits:
     def stage(self, request: Request, message: Stage) -> None:
         """Bytes are here. They wait for the commit, or bring it along."""
         peer = request.peer
-        self._check(peer, message)
+        check_stage(peer, message, self._segments)
         worker = (peer.name, peer.incarnation)
         if message.codec and not self.decoding.decode(request, message):
             return
+        for number in message.ready:
+            if not self.staging.is_shared(worker, message.slot, self._find(number)[1]):
+                raise ProtocolError(f"{peer} is ready with slice {number}, which does not lie in shared memory")
         with self.order:
             if request.generation < self.moved:
                 self.check_generation(request)
@@ -157,7 +137,7 @@ class Commits:
             contribution.pushed, contribution.weight = message.pushed, message.weight
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
-            contribution.uses = message.uses
+            contribution.uses, contribution.changed = message.uses, frozenset(message.changed)
             contribution.is_told = bool(message.pushed) or not message.slices
             contribution.arrays = functools.partial(self.staging.tensor, worker, message.slot)
         if faults.armed is not None:
@@ -165,6 +145,7 @@ class Commits:
         if message.commit:
             self._commit(request, message)
         else:
+            self.staged_early(worker, message.clock, contribution, {*message.slices, *message.ready})
             request.reply(Done())
 
     # -- committing ---------------------------------------------------------------------------------------

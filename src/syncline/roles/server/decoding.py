@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import Segment, Slice
+from syncline.core.rule import Option, RuleSpec, check_rule
 from syncline.core.traffic import Stage
-from syncline.errors import FrameError
+from syncline.errors import FrameError, ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.roles.server.hosted import HostedSlice
@@ -83,3 +85,28 @@ class Decoding:
             if target is not None:
                 out = np.frombuffer(target, np.uint8)
                 self.coder.decode(*self._find(number), Encoded(list(sizes), came), out)
+
+
+def check_stage(peer: Peer, message: Stage, segments: Mapping[int, Segment]) -> None:
+    """What a worker says of a commit, before anything is made of it."""
+    if not (math.isfinite(message.weight) and message.weight >= 0):
+        raise ProtocolError(f"{peer} pushes with weight {message.weight}; it must be a number from 0 on")
+    if not 0 <= message.slot < 1 << 10:
+        raise ProtocolError(f"{peer} names slot {message.slot}")
+    for segment, group, options in message.overrides:
+        _check_override(peer, segments.get(segment), segment, group, options)
+    before = -1
+    for start, stop in message.pushed:
+        if not before <= start < stop:
+            raise ProtocolError(f"{peer} pushes ranges that are empty or out of order")
+        before = stop
+    if message.rows is not None:
+        raise ProtocolError(f"{peer} pushes rows; sparse gradients are not supported yet")
+
+
+def _check_override(peer: Peer, known: Segment | None, segment: int, group: int, options: dict[str, Option]) -> None:
+    """Hyperparameters that travel with a commit are held to the same rules as registered ones."""
+    if known is not None:
+        if not 0 <= group < len(known.rules):
+            raise ProtocolError(f"{peer} names rule {group} of segment {segment}")
+        check_rule(RuleSpec(known.rules[group].name, options))

@@ -1,7 +1,8 @@
 """A relay: the sums of one generation of a ring, made inside hosts first and carried between hosts by deputies.
 
-Rounds are added up one after the other, each when the one before is applied here. Memory, and what others lend, is
-that of the generation: what is still on its way when that ends goes nowhere.
+Rounds are added up one after the other, each when the one before is applied here: first what workers stage early, by
+the forecast of the round, and the rest when it is whole. Memory, and what others lend, is that of the generation:
+what is still on its way when that ends goes nowhere.
 """
 
 from __future__ import annotations
@@ -10,36 +11,42 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from syncline.core.deputies import Deputies
+from syncline.core.forecast import Forecasts, Share
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.message import Done
+from syncline.core.slices import Identity
 from syncline.core.standings import by_name
 from syncline.core.traffic import HostSum, WholeSum
-from syncline.core.votes import Ballot
 from syncline.errors import ProtocolError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
+from syncline.roles.server.adding import NOTHING_LAID, Adding, Lent
+from syncline.roles.server.early import forecast_commits
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.hosting import Hosting
-from syncline.roles.server.laying import Laid, lay_out
+from syncline.roles.server.laying import lay_out
 from syncline.roles.server.pool import Pool
-from syncline.roles.server.rules import Bytes
-from syncline.roles.server.saying import Outbox, Saying
 from syncline.roles.server.summing import Failed, Summed
-from syncline.roles.server.sums import divide, lay_shares, narrow, pieces_of, wide_of
+from syncline.roles.server.sums import counted_in, wide_of
 from syncline.roles.server.turn import Place, Turn
-from syncline.roles.server.work import RoundWork
+from syncline.roles.server.work import Contribution, RoundWork, key_of
 
 _LOOK_SECONDS = 0.005
-#: Ballots of rounds that are through: of what is said again of them, nothing is kept.
-_NUM_OVER = 64
-#: Finds what a neighbour has lent for this generation, by slice.
-Lent = Callable[[str], "dict[int, Bytes]"]
-_NOTHING = Laid({}, {}, frozenset())
+
+
+class _Key(NamedTuple):
+    """Of a sum that has come: of which round, whether it is made anew, of which slice, and from whom."""
+
+    round: int
+    anew: bool
+    slice: int
+    sender: str
 
 
 class Relay:
@@ -57,19 +64,14 @@ class Relay:
         summed: Summed,
         failed: Failed,
     ) -> None:
-        self.generation, self.names, self._deputies, self._hosting, self._pool = (
-            generation, names, deputies, hosting, pool
-        )  # fmt: skip
+        self.generation, self.names, self._deputies, self._hosting = generation, names, deputies, hosting
         self._lent, self._summed, self._failed = lent, summed, failed
-        self._name, self._host = hosting.name, deputies.host_of(hosting.name)
-        self._lock = threading.Lock()  # nothing is sent, and nobody else's lock is taken, under it
-        self._laid = _NOTHING  # before the first sum
-        self._outboxes: dict[str, Outbox] = {}
+        self._adding = Adding(generation, deputies, hosting, pool, lent=lent, summed=summed, failed=failed)
+        self._lock = self._adding.lock
         self._works: collections.deque[RoundWork] = collections.deque()  # whole here, in their order
-        self._turn: Turn | None = None  # the round that is added up, until it is applied
-        self._over: collections.deque[Ballot] = collections.deque(maxlen=_NUM_OVER)
-        self._kept: dict[tuple[Ballot, int, str], Request] = {}  # of rounds that others have begun before us
-        self._most_kept = 2 * len(names) * (1 + hosting.num_slices)
+        self._forecasts = Forecasts()
+        self._kept: dict[_Key, Request] = {}  # of rounds that others have begun before us
+        self._most_kept = 4 * len(names) * (1 + hosting.num_slices)
         self._is_supplied, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -102,20 +104,18 @@ class Relay:
                 self._failed(work, error)
             return
         with self._lock:
-            self._laid = laid
+            self._adding.laid = laid
         self._go_on()
 
     def close(self) -> None:
         self._closed.set()
         with self._lock:
-            turn, self._turn = self._turn, None
-            waiting = [*self._kept.values(), *(turn.unanswered if turn is not None else ())]
-            places = list(self._laid.places.values())
+            turn = self._adding.turn
+            waiting = [*self._kept.values(), *(request for _, request in (turn.unanswered if turn else ()))]
+            said = self._adding.close()
             self._works.clear()
             self._kept.clear()
-            for outbox in self._outboxes.values():
-                outbox.close()
-        for saying in [*(turn.sayings if turn is not None else ()), *(s for place in places for s in place.given)]:
+        for saying in said:
             saying.take_back()
         if waiting:  # not here: nothing is sent under `order`
             threading.Thread(target=_answer, args=(waiting,), name="end of relay", daemon=True).start()
@@ -132,170 +132,113 @@ class Relay:
         """What came before this server was told of the generation."""
         for request in requests:
             assert isinstance(request.message, HostSum | WholeSum)
-            key = (request.message.ballot, request.message.slice, request.peer.name)
             with contextlib.suppress(SynclineError):
                 self._check(request.peer, request.message, request)
-                self._kept[key] = request
+                message = request.message
+                self._kept[_Key(message.round, message.anew, message.slice, request.peer.name)] = request
 
     # -- rounds -------------------------------------------------------------------------------------------
 
-    def is_deputy(self, number: int) -> bool:
-        """Whether this server is, on its host."""
-        return self._deputies.of(number).get(self._host) == self._name
-
     def staged_by(self, worker: str) -> list[HostedSlice]:
         """The slices whose pushes come here from this worker."""
-        if self._deputies.host_of(worker) != self._host:
+        if self._deputies.host_of(worker) != self._adding.host:
             return []
-        return [slot for slot in self._hosting.copies() if self.is_deputy(slot.part.id)]
+        return [slot for slot in self._hosting.copies() if self._adding.is_deputy(slot.part.id)]
 
-    def _go_on(self) -> None:
+    def stage_early(self, worker: Identity, clock: int, contribution: Contribution, slices: set[int]) -> None:
+        """What a worker of this host has staged before its commit."""
         with self._lock:
-            laid = self._laid
-            if self._closed.is_set() or laid is _NOTHING or self._turn is not None or not self._works:
+            self._adding.staged.note(worker, clock, contribution, slices)
+        self._go_on(slices)
+
+    def _go_on(self, staged: set[int] | None = None) -> None:
+        """The next round begins with its forecast, and goes on when it is whole. `staged`: nothing is new but these
+        slices."""
+        adding = self._adding
+        with self._lock:
+            if adding.is_closed or adding.laid is NOTHING_LAID:
                 return
-            turn = self._turn = Turn(self._works.popleft(), laid.places.values(), self._deputies.host_of)
-            kept = [self._kept.pop(key) for key in list(self._kept) if key[0] == turn.ballot]
-        if not turn.places:
-            self._summed(turn.work, turn.sums)
-            return
-        for place in sorted(turn.places, key=self._is_primary):  # what is sent goes first
-            if self.is_deputy(place.number) and self._host in turn.hosts[place.number]:
-                self._do(turn, functools.partial(self._add, turn, place))
+            turn, is_new = adding.turn, adding.turn is None
+            if turn is None:
+                turn = adding.turn = self._next_turn()
+            if turn is None:
+                return
+            is_whole, answered = turn.work is None and bool(self._works), list[Request]()
+            if is_whole:
+                answered = self._take_up(turn, self._works.popleft())
+            places = self._to_add(turn, None if is_new or is_whole else staged)
+            turn.begun.update(place.number for place in places)
+            kept = self._kept_for(turn) if is_new or is_whole else []
+            work, is_summed = turn.work if is_whole else None, not turn.left
+        _answer(answered)
+        if work is not None and turn.error is not None:
+            self._failed(work, turn.error)
+        elif work is not None and is_summed:
+            self._summed(work, turn.sums)
+        for place in places:
+            adding.do(turn, functools.partial(adding.add, turn, place, turn.is_anew(place.number)))
         for request in kept:
             assert isinstance(request.message, HostSum | WholeSum)
             self.hear(request, request.message)
 
+    def _next_turn(self) -> Turn | None:
+        number, shares = self._forecasts.number, self._forecasts.next
+        if not shares and not self._works:
+            return None
+        counted = forecast_commits(shares) if shares else counted_in(self._works[0])
+        return Turn(number, counted, self._adding.laid.places.values(), self._deputies.host_of)
+
+    def _take_up(self, turn: Turn, work: RoundWork) -> list[Request]:
+        shares = [Share(*key_of(commit), commit.item.weight, commit.item.pushed) for commit in work.commits]
+        changed = {number for commit in work.commits for number in commit.item.changed}
+        return turn.take_up(work, self._forecasts.settle(shares, changed, len(turn.by_number), skip=work.skip))
+
+    def _to_add(self, turn: Turn, staged: set[int] | None) -> list[Place]:
+        """The slices of which this host's sum can be made here, what is sent first; `staged`: only of these."""
+        adding, here, found = self._adding, self._adding.here(turn), []
+        for number in turn.by_number if staged is None else staged & turn.by_number.keys():
+            if number in turn.begun or not adding.is_deputy(number) or adding.host not in turn.hosts[number]:
+                continue
+            place = turn.by_number[number]
+            pushing = [commit for commit in here if place.slot.touched_by(commit.item.pushed)]
+            if turn.work is not None or adding.staged.has_all(pushing, number):
+                found.append(place)
+        return sorted(found, key=adding.is_primary)
+
+    def _kept_for(self, turn: Turn) -> list[Request]:
+        """What is made anew waits for its round to be whole here."""
+        numbers = [key for key in self._kept if key.round == turn.number and (turn.work is not None or not key.anew)]
+        return [self._kept.pop(key) for key in numbers]
+
     def is_through(self, work: RoundWork) -> None:
         """Its memory may be used again, by the next round and by those who have lent it."""
         with self._lock:
-            turn = self._turn
+            turn = self._adding.turn
             if turn is None or turn.work is not work:
                 return
-            self._turn = None
-            self._over.append(turn.ballot)
-        for saying in turn.sayings:
+            self._adding.turn = None
+        for _, saying in turn.sayings:
             saying.take_back()  # if it has not come, it was not needed
-        _answer(turn.unanswered)
+        _answer([request for _, request in turn.unanswered])
         self._go_on()
 
     def awaited(self) -> tuple[RoundWork, list[str]] | None:
         """The round that is added up, and of whom something is missing here."""
         with self._lock:
-            turn = self._turn
-            if turn is None or not turn.left:
+            turn = self._adding.turn
+            if turn is None or turn.work is None or not turn.left:
                 return None
             names = {name for number in turn.left for name in self._missing(turn, turn.by_number[number])}
-            return turn.work, sorted(names - {self._name}, key=by_name)
+            return turn.work, sorted(names - {self._hosting.name}, key=by_name)
 
     def _missing(self, turn: Turn, place: Place) -> list[str]:
         reading = [saying.partner.name for saying in place.given if not saying.is_acknowledged]
         if reading:
             return reading
-        if self._is_primary(place):
+        if self._adding.is_primary(place):
             return [place.deputies[host] for host in turn.missing[place.number]]
-        return [self._deputies.primary(place.number) if self.is_deputy(place.number) else place.deputies[self._host]]
-
-    def _is_primary(self, place: Place) -> bool:
-        return self._deputies.primary(place.number) == self._name
-
-    def _do(self, turn: Turn, action: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                if not self._closed.is_set():
-                    action()
-            except Exception as error:  # whoever waits must hear of it, whatever it is
-                self._failed(turn.work, error)
-
-        self._pool.submit(run)
-
-    def _is_free(self, turn: Turn, place: Place, action: Callable[[], None]) -> bool:
-        """Whether no neighbour reads there what the round before has left; if one does, this is done after that."""
-        with self._lock:
-            if all(saying.is_acknowledged for saying in place.given):
-                return True
-            place.waiting.append(lambda: self._do(turn, action))
-            return False
-
-    def _freed(self, place: Place) -> None:
-        with self._lock:
-            if not all(saying.is_acknowledged for saying in place.given):
-                return
-            waiting, place.waiting = place.waiting, []
-        for action in waiting:
-            action()
-
-    # -- sums ---------------------------------------------------------------------------------------------
-
-    def _add(self, turn: Turn, place: Place) -> None:
-        """This host's gradients."""
-        if not self._is_free(turn, place, functools.partial(self._add, turn, place)):
-            return
-        here = [commit for commit in turn.counted if self._deputies.host_of(commit.worker) == self._host]
-        with self._hosting.home.at_work():
-            lay_shares(place.slot, here, place.wide, turn.equal)
-        if self._is_primary(place):
-            self._has_come(turn, place, self._host)
-        else:
-            primary = self._laid.partners[self._deputies.primary(place.number)]
-            self._say(turn, Saying(primary, HostSum(turn.ballot, place.number), [place.wide_bytes]))
-
-    def _has_come(self, turn: Turn, place: Place, host: str) -> None:
-        with self._lock:
-            turn.missing[place.number].discard(host)
-            is_last = not turn.missing[place.number]
-        if is_last:
-            self._finish(turn, place)
-
-    def _finish(self, turn: Turn, place: Place) -> None:
-        """At its primary: the sums of all hosts are here."""
-        if not self._is_free(turn, place, functools.partial(self._finish, turn, place)):
-            return
-        hosts = [host for host in place.deputies if host in turn.hosts[place.number] and host != self._host]
-        others = [place.parts.pop(host) for host in hosts]
-        with self._hosting.home.at_work():
-            place.add(others, is_first=self._host not in turn.hosts[place.number])
-            divide(place.slot, turn.counted, place.wide, turn.work.weight, turn.equal)
-            assert place.region is not None
-            narrow(place.slot, place.wide, place.region.flat)
-        with self._lock:
-            place.spare += others
-        self._give(turn, place)
-
-    def _give(self, turn: Turn, place: Place) -> None:
-        """The sum is here: to those who have it from here."""
-        assert place.region is not None
-        message, data = WholeSum(turn.ballot, place.number), [buffer_of(place.region.array)]
-        near = self._deputies.neighbours(self._name)
-        far = [name for name in place.deputies.values() if name != self._name] if self._is_primary(place) else []
-        partners, readers, freed = self._laid.partners, self._laid.readers, functools.partial(self._freed, place)
-        given = [Saying(partners[name], message, then=freed) for name in near if name in readers]
-        with self._lock:
-            place.given = given
-        for saying in given:
-            saying.send()
-        for name in [*(name for name in near if name not in readers), *far]:
-            self._say(turn, Saying(partners[name], message, data))
-        self._has(turn, place)
-
-    def _say(self, turn: Turn, saying: Saying) -> None:
-        name = saying.partner.name
-        with self._lock:
-            if self._closed.is_set():
-                return
-            turn.sayings.append(saying)
-            if name not in self._outboxes:
-                self._outboxes[name] = Outbox(name)
-            self._outboxes[name].put(saying)
-
-    def _has(self, turn: Turn, place: Place) -> None:
-        with self._lock:
-            assert place.region is not None and place.number in turn.left
-            turn.sums.put(place.slot, place.region, pieces_of(place.slot, turn.counted))
-            turn.left.discard(place.number)
-            is_last = not turn.left
-        if is_last and not self._closed.is_set():
-            self._summed(turn.work, turn.sums)
+        is_deputy = self._adding.is_deputy(place.number)
+        return [self._deputies.primary(place.number) if is_deputy else place.deputies[self._adding.host]]
 
     # -- what comes ---------------------------------------------------------------------------------------
 
@@ -304,20 +247,22 @@ class Relay:
         self._check(peer, message)
         segment, part = self._hosting.find(message.slice)
         with self._lock:
-            turn, place = self._turn, self._laid.places.get(message.slice)
+            turn, place = self._adding.turn, self._adding.laid.places.get(message.slice)
             if isinstance(message, HostSum):
                 spare = place.spare if place is not None else []
                 return [buffer_of(spare.pop() if spare else np.empty(wide_bytes(segment, part), np.uint8))]
-            is_wanted = turn is not None and turn.ballot == message.ballot and message.slice in turn.awaited
-            is_free = place is not None and all(saying.is_acknowledged for saying in place.given)
-            if place is not None and place.region is not None and place.is_own and is_wanted and is_free:
-                return [buffer_of(place.region.array)]
+            # Never what is early: it may be added up anew there before all bytes have come.
+            is_whole = turn is not None and turn.work is not None and turn.number == message.round
+            if turn is not None and is_whole and place is not None and place.is_own and place.region is not None:
+                is_wanted = message.slice in turn.awaited and turn.is_anew(message.slice) == message.anew
+                if is_wanted and all(saying.is_acknowledged for saying in place.given):
+                    return [buffer_of(place.region.array)]
         return [buffer_of(np.empty(part.num_bytes, np.uint8))]
 
     def _check(self, peer: Peer, message: HostSum | WholeSum, request: Request | None = None) -> None:
         """`request`: all of it is here, with its bytes, or where they lie."""
         may = self._deputies.carries if isinstance(message, HostSum) else self._deputies.gives
-        if not may(peer.name, message.slice, self._name):
+        if not may(peer.name, message.slice, self._hosting.name):
             raise ProtocolError(f"{peer} gives a sum of slice {message.slice}, which it is not the one to give")
         is_lent = isinstance(message, WholeSum) and message.slice in self._lent(peer.name)
         if request is not None and not request.payload and not is_lent:
@@ -325,11 +270,12 @@ class Relay:
 
     def hear(self, request: Request, message: HostSum | WholeSum) -> None:
         self._check(request.peer, message, request)
-        key = (message.ballot, message.slice, request.peer.name)
+        key = _Key(message.round, message.anew, message.slice, request.peer.name)
         with self._lock:
-            turn = self._turn
-            is_over = self._closed.is_set() or message.ballot in self._over
-            if not is_over and (turn is None or turn.ballot != message.ballot):
+            turn = self._adding.turn
+            is_over = self._closed.is_set() or message.round < (turn.number if turn else self._forecasts.number)
+            is_on = turn is not None and turn.number == message.round and (turn.work is not None or not message.anew)
+            if not is_over and not is_on:
                 if key not in self._kept and len(self._kept) >= self._most_kept:
                     raise ProtocolError(f"{request.peer} gives sums of rounds that nobody knows")
                 self._kept[key] = request
@@ -337,48 +283,9 @@ class Relay:
         if is_over or turn is None:
             request.reply(Done())
         elif isinstance(message, HostSum):
-            self._take_part(turn, request, message)
+            self._adding.take_part(turn, request, message)
         else:
-            self._take_whole(turn, request, message)
-
-    def _take_part(self, turn: Turn, request: Request, message: HostSum) -> None:
-        """At a primary: another host's sum."""
-        host = self._deputies.host_of(request.peer.name)
-        with self._lock:
-            place = turn.by_number.get(message.slice)
-            is_new = place is not None and host in turn.missing[message.slice] and host not in place.parts
-            if place is not None and is_new:
-                place.parts[host] = np.frombuffer(request.payload[0], np.uint8)
-        request.reply(Done())
-        if place is not None and is_new:
-            self._do(turn, functools.partial(self._has_come, turn, place, host))
-
-    def _take_whole(self, turn: Turn, request: Request, message: WholeSum) -> None:
-        """At a deputy or a neighbour: the sum of all."""
-        is_lent = not request.payload
-        with self._lock:
-            place = turn.by_number.get(message.slice)
-            is_new = place is not None and message.slice in turn.awaited
-            turn.awaited.discard(message.slice)
-            if is_lent:
-                turn.unanswered.append(request)  # it is read where it lies, until the round is through
-        if not is_lent:
-            request.reply(Done())
-        if place is not None and is_new:
-            data = None if is_lent else np.frombuffer(request.payload[0], np.uint8)
-            self._do(turn, functools.partial(self._got, turn, place, request.peer.name, data))
-
-    def _got(self, turn: Turn, place: Place, sender: str, data: Bytes | None) -> None:
-        if not self._is_free(turn, place, functools.partial(self._got, turn, place, sender, data)):
-            return
-        if data is None:
-            place.read_in(self._lent(sender)[place.number])
-        else:
-            place.take(data)
-        if self.is_deputy(place.number):
-            self._give(turn, place)
-        else:
-            self._has(turn, place)
+            self._adding.take_whole(turn, request, message)
 
 
 def wide_bytes(segment: Segment, part: Slice) -> int:

@@ -19,6 +19,7 @@ from syncline.roles.server.pool import Pool
 from syncline.roles.server.relay import Relay, wide_bytes
 from syncline.roles.server.rules import Bytes
 from syncline.roles.server.summing import Failed, Summed
+from syncline.roles.server.work import nothing_early
 
 #: Generations that others may be ahead of us, and of which something is kept.
 _MOST_AHEAD = 4
@@ -57,6 +58,7 @@ class Relays:
             self._relay = relay
         if relay is not None:
             relay.keep(early)
+        self._commits.staged_early = relay.stage_early if relay is not None else nothing_early
         departures, self._commits.decoding.takes_all = self._commits.departures, relay is not None
         departures.staged_by = relay.staged_by if relay is not None else departures.staged_here
         return relay
@@ -84,14 +86,14 @@ class Relays:
     def landing(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
         """Where the bytes of a sum go; what is of another generation goes nowhere, or waits."""
         relay = self._relay
-        if relay is not None and relay.generation == message.ballot.generation:
+        if relay is not None and relay.generation == message.generation:
             return relay.landing(peer, message)
         segment, part = self._hosting.find(message.slice)
         size = wide_bytes(segment, part) if isinstance(message, HostSum) else part.num_bytes
         return [buffer_of(np.empty(size, np.uint8))]
 
     def hear(self, request: Request, message: HostSum | WholeSum) -> None:
-        generation = message.ballot.generation
+        generation = message.generation
         with self._lock:
             relay = self._relay
             is_early = generation > self._generation

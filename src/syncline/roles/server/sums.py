@@ -71,7 +71,8 @@ class Sums:
 
     def make(self, work: RoundWork, reduce: Reduce) -> RoundSums:
         """All servers call this for the same rounds, in the same order: a round's slices follow from its commits."""
-        found, counted, equal = RoundSums(), counted_in(work), equal_weight(work)
+        found, counted = RoundSums(), counted_in(work)
+        equal = equal_weight(counted)
         if not counted:
             return found
         own = [commit for commit in work.commits if commit.worker == self._own_worker]
@@ -120,9 +121,9 @@ def counted_in(work: RoundWork) -> list[Commit[Contribution]]:
     return [] if work.skip else [commit for commit in work.commits if commit.item.weight > 0]
 
 
-def equal_weight(work: RoundWork) -> float | None:
+def equal_weight(counted: Iterable[Commit[Contribution]]) -> float | None:
     """What each of them weighs, where all weigh the same: nothing is weighted then before it is added up."""
-    weights = {commit.item.weight for commit in counted_in(work)}
+    weights = {commit.item.weight for commit in counted}
     return weights.pop() if len(weights) == 1 else None
 
 

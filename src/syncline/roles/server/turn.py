@@ -1,14 +1,21 @@
-"""A round's turn at a relay: what of it is added up where, and what is still to come."""
+"""A round's turn at a relay: what of it is added up where, and what is still to come.
+
+A turn begins with the forecast of its round, so that sums begin with what is staged early. When the round is whole
+the turn takes it up: what was added up early counts where the forecast has held.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from syncline.core.forecast import Outcome
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
+from syncline.roles.server.early import Counted
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.replication import Region
 from syncline.roles.server.rules import Bytes
@@ -24,6 +31,7 @@ class Place:
         """`region`: of a deputy, which its neighbours read too."""
         self.slot, self.number, self.deputies = slot, slot.part.id, deputies
         self.region, self.is_own = region, region is not None  # None: where neighbours have it, or made when it comes
+        self.lock = threading.Lock()  # whoever writes the region has it
         self._wide: torch.Tensor | None = None
         self.parts: dict[str, Bytes] = {}  # at its primary: sums of other hosts
         self.spare: list[Bytes] = []  # memory of such
@@ -66,23 +74,70 @@ class Place:
         if self.region.array.ctypes.data != data.ctypes.data:
             self.region.array[:] = data
 
+    def empty(self) -> None:
+        """What has come for a forecast that did not hold is nothing."""
+        self.spare += self.parts.values()
+        self.parts.clear()
+
 
 class Turn:
-    """One round's."""
+    """One round's. All under the relay's lock."""
 
-    def __init__(self, work: RoundWork, places: Iterable[Place], host_of: Callable[[str], str]) -> None:
-        assert work.ballot is not None
-        self.work, self.ballot = work, work.ballot
-        self.counted, self.equal = counted_in(work), equal_weight(work)
+    def __init__(self, number: int, counted: Counted, places: Iterable[Place], host_of: Callable[[str], str]) -> None:
+        """`number`: of the round, in its generation; `counted`: its commits, or those of its forecast."""
+        self.number, self._places, self._host_of = number, list(places), host_of
+        self.work: RoundWork | None = None  # when it is whole
+        self.error: Exception | None = None  # of what was done early
+        self._outcome: Outcome | None = None
+        self.sayings: list[tuple[int, Saying]] = []  # by slice
+        self.unanswered: list[tuple[int, Request]] = []  # of slices that are read where they lie
+        self._count(counted)
+
+    def _count(self, counted: Counted) -> None:
+        self.counted, self.equal = counted, equal_weight(counted)
         self.hosts: dict[int, set[str]] = {}  # by slice that anybody has pushed anything of: who has
         self.by_number: dict[int, Place] = {}
-        for place in places:
-            pushed = {host_of(c.worker) for c in self.counted if place.slot.touched_by(c.item.pushed)}
+        for place in self._places:
+            pushed = {self._host_of(c.worker) for c in counted if place.slot.touched_by(c.item.pushed)}
             if pushed:
                 self.hosts[place.number], self.by_number[place.number] = pushed, place
-        self.places = list(self.by_number.values())
         self.missing = {number: set(hosts) for number, hosts in self.hosts.items()}  # at primaries
         self.left, self.awaited = set(self.hosts), set(self.hosts)  # whose sum is not here; has not come
+        self.begun: set[int] = set()  # slices of which this host's sum is being made here, or is
         self.sums = RoundSums()
-        self.sayings: list[Saying] = []
-        self.unanswered: list[Request] = []
+
+    @property
+    def weight(self) -> float:
+        """Of the whole round."""
+        return sum(commit.item.weight for commit in self.counted)
+
+    def is_anew(self, number: int) -> bool:
+        """Whether this slice is added up anew: what was made of it early counts for nothing."""
+        return self._outcome is not None and self._outcome.is_anew(number)
+
+    def take_up(self, work: RoundWork, outcome: Outcome) -> list[Request]:
+        """Its round is whole. Returns whom to tell that what they have lent is not read any more."""
+        early = list(self.by_number.values())
+        self.work, self._outcome = work, outcome
+        if outcome.was_forecast and not outcome.held:
+            self._count(counted_in(work))
+        else:
+            self.counted = counted_in(work)
+        anew = [place for place in early if outcome.is_anew(place.number)]
+        for place in anew:
+            place.empty()
+            self._begin_anew(place.number)
+        numbers = {place.number for place in anew}
+        for number, saying in self.sayings:
+            if number in numbers:
+                saying.take_back()
+        answered = [request for number, request in self.unanswered if number in numbers]
+        self.unanswered = [(number, request) for number, request in self.unanswered if number not in numbers]
+        return answered
+
+    def _begin_anew(self, number: int) -> None:
+        if number in self.hosts:
+            self.missing[number] = set(self.hosts[number])
+            self.left.add(number)
+            self.awaited.add(number)
+            self.begun.discard(number)

@@ -1,0 +1,159 @@
+"""Rings whose servers add up gradients while backward goes on: whatever a script does, nothing else comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.roles.rings import check_all_equal
+
+from syncline.roles.server.turn import Turn
+from syncline.testing import local_job
+from syncline.torch import DistributedOptimizer
+
+STEPS = 8
+ON = ["a", "a", "b", "b"]
+Body = Callable[["Script", int], None]
+
+
+class Script:
+    """A worker's."""
+
+    def __init__(self, job: Any, overlap: bool) -> None:
+        self.job, self.rank = job, job.rank
+        self.model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8))
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape))
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.opt = DistributedOptimizer(sgd, model=self.model, job=job, overlap=overlap)
+
+    def backward(self, step: int, size: int = 4) -> None:
+        x = torch.randn(size, 16, generator=torch.Generator().manual_seed(100 * step + self.rank))
+        (self.model(x) ** 2).mean().backward()
+
+    def step(self, number: int, **given: Any) -> None:
+        self.backward(number)
+        self.opt.step(**given)
+        self.opt.zero_grad()
+
+    def numbers(self) -> torch.Tensor:
+        self.opt.wait()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()]).clone()
+
+
+def plain(script: Script, number: int) -> None:
+    script.step(number)
+
+
+def edited(script: Script, number: int) -> None:
+    """In a way that torch does not notice, of one parameter, on one rank, in some steps."""
+    script.backward(number)
+    if script.rank == 2 and number % 2:
+        next(script.model.parameters()).grad.data[0, 0] += 1.0  # type: ignore[union-attr]
+    script.opt.step()
+    script.opt.zero_grad()
+
+
+def clipped(script: Script, number: int) -> None:
+    """All of it changes, at all ranks."""
+    script.backward(number)
+    torch.nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
+    script.opt.step()
+    script.opt.zero_grad()
+
+
+def accumulated(script: Script, number: int) -> None:
+    script.backward(number)
+    script.backward(number + 1000)
+    script.opt.step()
+    script.opt.zero_grad()
+
+
+def thrown_away(script: Script, number: int) -> None:
+    """A backward whose gradients are not used."""
+    if number % 2 and script.rank < 2:
+        script.backward(number + 1000)
+        script.opt.zero_grad()
+    script.step(number)
+
+
+def weighted(script: Script, number: int) -> None:
+    script.step(number, weight=1.0 + script.rank + (number == 5))
+
+
+def left_out(script: Script, number: int) -> None:
+    """A parameter that has a gradient in some steps only, on some ranks only."""
+    script.backward(number)
+    if script.rank == 1 and number in (3, 4):
+        next(script.model.parameters()).grad = None
+    script.opt.step()
+    script.opt.zero_grad()
+
+
+def overflowing(script: Script, number: int) -> None:
+    script.backward(number)
+    script.opt._push(1.0, None, overflow=script.rank == 3 and number == 4)
+    script.opt.zero_grad()
+
+
+def uneven(script: Script, number: int) -> None:
+    """Some come to the end of their data before others."""
+    if number < STEPS - 2 * script.rank:
+        script.step(number)
+    elif number == STEPS - 2 * script.rank:
+        script.backward(number)  # which is used for nothing
+        script.job.exchange.rest()
+
+
+BODIES = [plain, edited, clipped, accumulated, thrown_away, weighted, left_out, overflowing, uneven]
+
+
+@pytest.fixture
+def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Of each round at each server: its number, the slices begun early there, and those that are made anew."""
+    found: list[tuple[int, int, int]] = []
+    original = Turn.take_up
+
+    def take_up(self: Turn, work: Any, outcome: Any) -> Any:
+        begun = len(self.begun)
+        answered = original(self, work, outcome)
+        found.append((self.number, begun, sum(outcome.is_anew(number) for number in self.by_number)))
+        return answered
+
+    monkeypatch.setattr(Turn, "take_up", take_up)
+    return found
+
+
+def trained(body: Body, overlap: bool, **settings: Any) -> torch.Tensor:
+    def work(job: Any) -> torch.Tensor:
+        script = Script(job, overlap)
+        for number in range(STEPS):
+            body(script, number)
+        job.barrier("all")
+        return script.numbers()
+
+    given: dict[str, Any] = {"on": ON, "slice_bytes": 256, **settings}
+    with local_job(workers=4, exchange="ring", **given) as jobs:
+        found = jobs.run(work)
+        check_all_equal(jobs)
+    longest: torch.Tensor = found[0]
+    return longest
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_early_or_late_it_comes_to_the_same(body: Body) -> None:
+    assert torch.equal(trained(body, overlap=True), trained(body, overlap=False))
+
+
+def test_all_slices_are_begun_before_their_round_is_whole(taken_up: list[tuple[int, int, int]]) -> None:
+    trained(plain, overlap=True)
+    rounds = {number for number, _, _ in taken_up}
+    assert rounds == set(range(STEPS))
+    deputies = sum(begun for number, begun, _ in taken_up if number == STEPS - 1)
+    assert deputies, "each slice is begun by the deputies of both hosts"
+    for number in range(2, STEPS):
+        assert sum(begun for found, begun, _ in taken_up if found == number) == deputies
+    assert not any(anew for _, _, anew in taken_up)
