@@ -19,6 +19,7 @@ from syncline import Rule
 from syncline.errors import ConfigError, ProtocolError, RuleError
 from syncline.roles.server import circle, introductions
 from syncline.roles.server.circle import Circle
+from syncline.roles.server.circling import Circling
 from syncline.roles.server.clipping import Clipping
 from syncline.roles.server.flow import Flow
 from syncline.roles.server.introductions import Heard, Introductions
@@ -145,15 +146,15 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
 def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One server's sums are kept back: the others have theirs, and nobody applies the round."""
     stops, goes_on = threading.Event(), threading.Event()
-    original = circle.Sums.make
+    original = Circling.make
 
-    def make(self: Any, work: Any, reduce: Any) -> Any:
-        found = original(self, work, reduce)
+    def make(self: Any, work: Any, outcome: Any) -> Any:
+        found = original(self, work, outcome)
         if stops.is_set() and self._own_worker == "worker-1":
             goes_on.wait(PATIENCE)
         return found
 
-    monkeypatch.setattr(circle.Sums, "make", make)
+    monkeypatch.setattr(Circling, "make", make)
     with local_job(workers=2, slice_bytes=64, **GLOO) as jobs:
         passed = threading.Barrier(3)
 

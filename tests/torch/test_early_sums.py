@@ -9,12 +9,16 @@ import pytest
 import torch
 from tests.roles.rings import check_all_equal
 
+from syncline.core.forecast import Outcome
+from syncline.roles.server import sums
+from syncline.roles.server.circling import Circling
 from syncline.roles.server.turn import Turn
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 
 STEPS = 8
-ON = ["a", "a", "b", "b"]
+#: Two hosts with two workers each, whose sums go by deputies; and four workers whose sums gloo makes.
+KINDS: dict[str, dict[str, Any]] = {"relay": {"on": ["a", "a", "b", "b"]}, "circle": {"sums": "gloo"}}
 Body = Callable[["Script", int], None]
 
 
@@ -111,23 +115,7 @@ def uneven(script: Script, number: int) -> None:
 BODIES = [plain, edited, clipped, accumulated, thrown_away, weighted, left_out, overflowing, uneven]
 
 
-@pytest.fixture
-def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Of each round at each server: its number, the slices begun early there, and those that are made anew."""
-    found: list[tuple[int, int, int]] = []
-    original = Turn.take_up
-
-    def take_up(self: Turn, work: Any, outcome: Any) -> Any:
-        begun = len(self.begun)
-        answered = original(self, work, outcome)
-        found.append((self.number, begun, sum(outcome.is_anew(number) for number in self.by_number)))
-        return answered
-
-    monkeypatch.setattr(Turn, "take_up", take_up)
-    return found
-
-
-def trained(body: Body, overlap: bool, **settings: Any) -> torch.Tensor:
+def trained(body: Body, overlap: bool, kind: str) -> torch.Tensor:
     def work(job: Any) -> torch.Tensor:
         script = Script(job, overlap)
         for number in range(STEPS):
@@ -135,25 +123,42 @@ def trained(body: Body, overlap: bool, **settings: Any) -> torch.Tensor:
         job.barrier("all")
         return script.numbers()
 
-    given: dict[str, Any] = {"on": ON, "slice_bytes": 256, **settings}
-    with local_job(workers=4, exchange="ring", **given) as jobs:
-        found = jobs.run(work)
+    with local_job(workers=4, exchange="ring", slice_bytes=256, **KINDS[kind]) as jobs:
+        found: list[torch.Tensor] = jobs.run(work)
         check_all_equal(jobs)
-    longest: torch.Tensor = found[0]
-    return longest
+    return found[0]  # of the one that goes on longest
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_early_or_late_it_comes_to_the_same(body: Body) -> None:
-    assert torch.equal(trained(body, overlap=True), trained(body, overlap=False))
+def test_early_or_late_it_comes_to_the_same(body: Body, kind: str) -> None:
+    assert torch.equal(trained(body, True, kind), trained(body, False, kind))
 
 
-def test_all_slices_are_begun_before_their_round_is_whole(taken_up: list[tuple[int, int, int]]) -> None:
-    trained(plain, overlap=True)
-    rounds = {number for number, _, _ in taken_up}
-    assert rounds == set(range(STEPS))
-    deputies = sum(begun for number, begun, _ in taken_up if number == STEPS - 1)
-    assert deputies, "each slice is begun by the deputies of both hosts"
-    for number in range(2, STEPS):
-        assert sum(begun for found, begun, _ in taken_up if found == number) == deputies
-    assert not any(anew for _, _, anew in taken_up)
+def test_deputies_begin_all_slices_before_their_round_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, anew, original = dict[int, int](), list[bool](), Turn.take_up
+
+    def take_up(self: Turn, work: Any, outcome: Outcome) -> Any:
+        begun[self.number] = begun.get(self.number, 0) + len(self.begun)
+        anew.extend(map(outcome.is_anew, self.by_number))
+        return original(self, work, outcome)
+
+    monkeypatch.setattr(Turn, "take_up", take_up)
+    trained(plain, True, "relay")
+    assert begun == dict.fromkeys(range(STEPS), begun[STEPS - 1]) | {0: 0, 1: begun[1]}, "the first has no forecast"
+    assert begun[STEPS - 1] > 0 and anew and not any(anew)
+
+
+def test_a_circle_begins_all_buckets_before_their_round_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, original = list[tuple[int, int]](), Circling.make
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 512)
+
+    def make(self: Circling, work: Any, outcome: Outcome) -> Any:
+        assert not any(map(outcome.is_anew, range(100)))
+        if outcome.number > 1:
+            begun.append((self.num_begun, len(self._buckets)))
+        return original(self, work, outcome)
+
+    monkeypatch.setattr(Circling, "make", make)
+    trained(plain, True, "circle")
+    assert begun == [begun[0]] * 4 * (STEPS - 2) and begun[0][0] == begun[0][1] > 1

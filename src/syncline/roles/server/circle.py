@@ -1,7 +1,8 @@
 """A circle: the servers of one generation of a ring, as a process group of torch.distributed that is ours alone.
 
 No default group is made, so that a script's own use of torch.distributed is not disturbed. A circle has a thread of
-its own: where somebody is gone its sums may never come, and nobody waits for it but the next change.
+its own: where somebody is gone its sums may never come, and nobody waits for it but the next change. Nor do they come
+before the slowest worker is as far as the first: what is begun early has no limit of time but the change.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import Store
 
+from syncline.core.forecast import Forecasts
+from syncline.core.slices import Identity
+from syncline.roles.server.circling import Circling
+from syncline.roles.server.early import Early, forecast_commits, settle_forecast
 from syncline.roles.server.homes import Home
 from syncline.roles.server.sums import Pending, RoundSums, Sums
-from syncline.roles.server.work import RoundWork
+from syncline.roles.server.work import Contribution, RoundWork
 
 dist: Any = torch.distributed  # which types know little of
 #: For the change that follows when somebody is gone; without one, the round fails.
@@ -27,9 +32,11 @@ PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.005
 #: For all that have introduced themselves to be connected with each other.
 CONNECT_SECONDS = 5.0
+#: Others may be far behind in their backward, or rest.
+_NO_LIMIT = datetime.timedelta(days=365)
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
+def gloo_group(store: Store, rank: int, size: int, address: str) -> Any:
     """Speaks and listens at this address only. Whoever is introduced is about to connect."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
@@ -37,14 +44,14 @@ def gloo_group(store: Store, rank: int, size: int, timeout_seconds: float, addre
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def nccl_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
+def nccl_group(store: Store, rank: int, size: int, address: str) -> Any:
     """nccl finds its own addresses; it is made with the first sum."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = datetime.timedelta(seconds=timeout_seconds)
+    options._timeout = _NO_LIMIT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-GROUPS: dict[str, Callable[[Store, int, int, float, str], Any]] = {"gloo": gloo_group, "nccl": nccl_group}
+GROUPS: dict[str, Callable[[Store, int, int, str], Any]] = {"gloo": gloo_group, "nccl": nccl_group}
 
 
 class Formed(NamedTuple):
@@ -55,7 +62,7 @@ class Formed(NamedTuple):
 
 
 class Circle:
-    """Makes the sums of rounds, one after the other."""
+    """Makes the sums of rounds, one after the other, each from what its own worker has staged early on."""
 
     def __init__(
         self,
@@ -63,8 +70,8 @@ class Circle:
         form: Callable[[], Formed],
         sums: Sums,
         home: Home,
+        own_worker: str,
         *,
-        timeout_seconds: float,
         is_whole: Callable[[], bool],
         summed: Callable[[RoundWork, RoundSums], None],
         failed: Callable[[RoundWork, Exception], None],
@@ -72,11 +79,16 @@ class Circle:
         """`form` makes the process group, when all others do; `is_whole`: all slices that are to be here are;
         `failed`: no change has followed what went wrong."""
         self.names, self._is_whole = names, is_whole
-        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._own_worker, self._forecasts = own_worker, Forecasts()
+        self._lock = threading.Lock()
+        self._staged = Early()
+        self._circling: Circling | None = None  # the next round, or the one that is added up
+        self._is_free = True  # the round before is applied: its memory may be used again
+        self._broken: Exception | None = None  # what was begun early
         self._is_supplied = threading.Event()
         self._form, self._sums, self._home, self._summed, self._failed = form, sums, home, summed, failed
         self._formed: Formed | None = None
-        self._works: queue.SimpleQueue[RoundWork | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[RoundWork | _Look | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._ending: threading.Thread | None = None
@@ -87,12 +99,20 @@ class Circle:
             self._thread.start()
         self._works.put(work)
 
+    def stage_early(self, worker: Identity, clock: int, contribution: Contribution, slices: set[int]) -> None:
+        """What the worker of this process has staged before its commit."""
+        with self._lock:
+            self._staged.note(worker, clock, contribution, slices)
+        self._works.put(_Look())
+
     def supplied(self) -> None:
         """The others have had from here what they lacked: from now on slices may change."""
         self._is_supplied.set()
 
     def is_through(self, work: RoundWork) -> None:
-        """Its memory may be used again: rounds of all come one after the other."""
+        """Its memory may be used again."""
+        self._is_free = True
+        self._works.put(_Look())
 
     def awaited(self) -> None:
         """torch.distributed does not say."""
@@ -131,14 +151,15 @@ class Circle:
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None and not self._closed.is_set():
+            if isinstance(work, _Look):
+                self._go_early()
+                continue
             try:
                 if self._formed is None:
                     self._begin()
                 if self._closed.is_set():
                     break
-                with self._home.at_work():
-                    found = self._sums.make(work, self._reduce)
-                    self._home.settle()
+                found = self._make(work)
             except Exception as error:  # of torch, in whatever form: whoever waits must hear of it
                 if not self._closed.wait(PATIENCE_SECONDS):
                     self._failed(work, error)
@@ -147,9 +168,38 @@ class Circle:
                 self._summed(work, found)
         self._formed = None
 
+    def _next(self) -> Circling:
+        if self._circling is None:
+            forecast = forecast_commits(self._forecasts.next)
+            self._circling = Circling(self._sums, forecast, self._own_worker, self._reduce)
+        return self._circling
+
+    def _go_early(self) -> None:
+        """What goes wrong is told when the round is whole: until then a change may follow."""
+        if self._formed is None or not self._is_free or self._broken is not None or not self._forecasts.next:
+            return
+        try:
+            with self._lock, self._home.at_work():
+                self._next().go_on(self._staged)
+        except Exception as error:  # of torch, in whatever form
+            self._broken = error
+
+    def _make(self, work: RoundWork) -> RoundSums:
+        if self._broken is not None:
+            raise self._broken
+        with self._home.at_work():
+            circling, self._circling, self._is_free = self._next(), None, False
+            found = circling.make(work, settle_forecast(self._forecasts, work, circling.num_slices))
+            self._home.settle()
+        return found
+
     def _reduce(self, tensor: torch.Tensor) -> Pending:
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._timeout
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, _NO_LIMIT
         assert self._formed is not None
         pending: Pending = self._formed.group.allreduce([tensor], options)
         return pending
+
+
+class _Look:
+    """There may be something to begin early."""

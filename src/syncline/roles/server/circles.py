@@ -41,8 +41,8 @@ class Circles:
             return None
         return Circle(
             names, functools.partial(self._form, generation, names),
-            Sums(self._hosting.copies, partner_of(self._hosting.name)), self._hosting.home,
-            timeout_seconds=self._config.wait_seconds, is_whole=self._hosting.has_all, summed=summed, failed=failed,
+            Sums(self._hosting.copies), self._hosting.home, partner_of(self._hosting.name),
+            is_whole=self._hosting.has_all, summed=summed, failed=failed,
         )  # fmt: skip
 
     def _form(self, generation: int, names: Sequence[str]) -> Formed:
@@ -60,7 +60,7 @@ class Circles:
         seconds = self._config.wait_seconds
         store = Introductions(generation, self.heard, tell, seconds)
         rank, address = names.index(self._hosting.name), self._address(members)
-        return Formed(GROUPS[self._config.sums](store, rank, len(names), seconds, address), store)
+        return Formed(GROUPS[self._config.sums](store, rank, len(names), address), store)
 
     def _address(self, members: Collection[Member]) -> str:
         """On one host nobody outside of it can connect."""

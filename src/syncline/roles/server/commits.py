@@ -38,7 +38,7 @@ from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.pulls import Pulls
 from syncline.roles.server.ranks import Ranks
 from syncline.roles.server.staging import Staging
-from syncline.roles.server.work import Contribution, Key, RoundWork, StagedEarly, key_of, nothing_early
+from syncline.roles.server.work import Contribution, Key, RoundWork, StagedEarly, key_of
 
 
 class Commits:
@@ -58,7 +58,7 @@ class Commits:
         self.rounds, self._slices, self.flow, self._pulls, self.staging = rounds, slices, flow, pulls, staging
         self._segments, self._find = segments, find
         #: What a worker has staged before its commit, in a ring that adds up early; not under `order`.
-        self.staged_early: StagedEarly = nothing_early
+        self.staged_early: StagedEarly = lambda worker, clock, contribution, slices: None
         self.decoding = Decoding(slices, staging, find, self._is_taken)
         self._stands_still = rounds.policy.stands_still
         self.order = pulls.order = flow.order

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from syncline.core.forecast import Share
+from syncline.core.forecast import Forecasts, Outcome, Share
 from syncline.core.layout import Slice
 from syncline.core.slices import Identity
 from syncline.core.verdicts import Commit
-from syncline.roles.server.work import Contribution
+from syncline.roles.server.work import Contribution, RoundWork, key_of
 
 Counted = Sequence[Commit[Contribution]]
 
@@ -60,3 +60,10 @@ def forecast_commits(shares: Sequence[Share]) -> Counted:
         if share.weight > 0:
             counted.append(Commit(share.worker, share.incarnation, share.clock, item))
     return counted
+
+
+def settle_forecast(forecasts: Forecasts, work: RoundWork, num_slices: int) -> Outcome:
+    """A round is whole: what of its forecast has held. `num_slices`: of the round."""
+    shares = [Share(*key_of(commit), commit.item.weight, commit.item.pushed) for commit in work.commits]
+    changed = {number for commit in work.commits for number in commit.item.changed}
+    return forecasts.settle(shares, changed, num_slices, skip=work.skip)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from syncline.core.deputies import Deputies
-from syncline.core.forecast import Forecasts, Share
+from syncline.core.forecast import Forecasts
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.message import Done
 from syncline.core.slices import Identity
@@ -27,7 +27,7 @@ from syncline.errors import ProtocolError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.roles.server.adding import NOTHING_LAID, Adding, Lent
-from syncline.roles.server.early import forecast_commits
+from syncline.roles.server.early import forecast_commits, settle_forecast
 from syncline.roles.server.hosted import HostedSlice
 from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.laying import lay_out
@@ -35,7 +35,7 @@ from syncline.roles.server.pool import Pool
 from syncline.roles.server.summing import Failed, Summed
 from syncline.roles.server.sums import counted_in, wide_of
 from syncline.roles.server.turn import Place, Turn
-from syncline.roles.server.work import Contribution, RoundWork, key_of
+from syncline.roles.server.work import Contribution, RoundWork
 
 _LOOK_SECONDS = 0.005
 
@@ -165,15 +165,16 @@ class Relay:
                 return
             is_whole, answered = turn.work is None and bool(self._works), list[Request]()
             if is_whole:
-                answered = self._take_up(turn, self._works.popleft())
+                work = self._works.popleft()
+                answered = turn.take_up(work, settle_forecast(self._forecasts, work, len(turn.by_number)))
             places = self._to_add(turn, None if is_new or is_whole else staged)
             turn.begun.update(place.number for place in places)
             kept = self._kept_for(turn) if is_new or is_whole else []
-            work, is_summed = turn.work if is_whole else None, not turn.left
+            is_summed = not turn.left
         _answer(answered)
-        if work is not None and turn.error is not None:
+        if is_whole and turn.error is not None:
             self._failed(work, turn.error)
-        elif work is not None and is_summed:
+        elif is_whole and is_summed:
             self._summed(work, turn.sums)
         for place in places:
             adding.do(turn, functools.partial(adding.add, turn, place, turn.is_anew(place.number)))
@@ -187,11 +188,6 @@ class Relay:
             return None
         counted = forecast_commits(shares) if shares else counted_in(self._works[0])
         return Turn(number, counted, self._adding.laid.places.values(), self._deputies.host_of)
-
-    def _take_up(self, turn: Turn, work: RoundWork) -> list[Request]:
-        shares = [Share(*key_of(commit), commit.item.weight, commit.item.pushed) for commit in work.commits]
-        changed = {number for commit in work.commits for number in commit.item.changed}
-        return turn.take_up(work, self._forecasts.settle(shares, changed, len(turn.by_number), skip=work.skip))
 
     def _to_add(self, turn: Turn, staged: set[int] | None) -> list[Place]:
         """The slices of which this host's sum can be made here, what is sent first; `staged`: only of these."""

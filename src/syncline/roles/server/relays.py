@@ -19,7 +19,6 @@ from syncline.roles.server.pool import Pool
 from syncline.roles.server.relay import Relay, wide_bytes
 from syncline.roles.server.rules import Bytes
 from syncline.roles.server.summing import Failed, Summed
-from syncline.roles.server.work import nothing_early
 
 #: Generations that others may be ahead of us, and of which something is kept.
 _MOST_AHEAD = 4
@@ -58,7 +57,6 @@ class Relays:
             self._relay = relay
         if relay is not None:
             relay.keep(early)
-        self._commits.staged_early = relay.stage_early if relay is not None else nothing_early
         departures, self._commits.decoding.takes_all = self._commits.departures, relay is not None
         departures.staged_by = relay.staged_by if relay is not None else departures.staged_here
         return relay

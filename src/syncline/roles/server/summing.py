@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from syncline.core.slices import Identity
 from syncline.core.standings import by_name
 from syncline.core.traffic import Replicate
 from syncline.errors import SynclineError
@@ -16,7 +17,7 @@ from syncline.roles.server.backups import Backups
 from syncline.roles.server.flow import Flow
 from syncline.roles.server.sums import RoundSums
 from syncline.roles.server.voting import Voting
-from syncline.roles.server.work import RoundWork, late_of, uses_of
+from syncline.roles.server.work import Contribution, RoundWork, late_of, uses_of
 
 #: For what made sums in a generation that is over to be out of it, at the end of a server.
 CLOSE_SECONDS = 5.0
@@ -31,6 +32,9 @@ class Adder(Protocol):
 
     def submit(self, work: RoundWork) -> None:
         """A round is whole here."""
+
+    def stage_early(self, worker: Identity, clock: int, contribution: Contribution, slices: set[int]) -> None:
+        """What a worker has staged before its commit: it may be added up already."""
 
     def supplied(self) -> None:
         """The others have had from here what they lacked: from now on slices may change."""
@@ -120,6 +124,12 @@ class Summing:
             adder.join(CLOSE_SECONDS)
 
     # -- rounds -------------------------------------------------------------------------------------------
+
+    def stage_early(self, worker: Identity, clock: int, contribution: Contribution, slices: set[int]) -> None:
+        """Not under `order`."""
+        adder = self._adder
+        if adder is not None:
+            adder.stage_early(worker, clock, contribution, slices)
 
     def submit(self, work: RoundWork) -> None:
         """A round is whole here. Until it has its sums it is on no way: others may not even have heard of it."""

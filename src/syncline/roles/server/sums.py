@@ -45,74 +45,71 @@ class _Sum(NamedTuple):
     region: SumRegion
 
 
-class _Bucket:
+class Bucket:
     """Slices of one segment that are added up together."""
 
     def __init__(self, slots: Sequence[HostedSlice]) -> None:
         first = slots[0]
         kind, device = wide_type(first), first.rules.flat.device
         self.flat = torch.zeros(sum(slot.rules.flat.numel() for slot in slots), dtype=kind, device=device)
-        self.sums: dict[int, _Sum] = {}
+        self._sums: list[tuple[HostedSlice, _Sum]] = []
         begin = 0
         for slot in slots:
             flat = slot.rules.flat
             wide = self.flat[begin : begin + flat.numel()]
-            self.sums[slot.part.id] = _Sum(wide, SumRegion(wide if kind == flat.dtype else torch.zeros_like(flat)))
+            region = SumRegion(wide if kind == flat.dtype else torch.zeros_like(flat))
+            self._sums.append((slot, _Sum(wide, region)))
             begin += flat.numel()
+        self.numbers = [slot.part.id for slot in slots]
+
+    def lay(self, own: Sequence[Commit[Contribution]], equal: float | None) -> None:
+        """What these, of one server's worker, bring to it."""
+        for slot, (wide, _) in self._sums:
+            lay_shares(slot, own, wide, equal)
+
+    def read(
+        self, counted: Sequence[Commit[Contribution]], weight: float, equal: float | None, found: RoundSums
+    ) -> None:
+        """It is added up: its slices have their sums."""
+        for slot, (wide, region) in self._sums:
+            has = divide(slot, counted, wide, weight, equal)
+            narrow(slot, wide, region.flat)
+            found.put(slot, region, has)
 
 
 class Sums:
     """The memory of one circle: of another one's, something may still be on its way."""
 
-    def __init__(self, slots: Callable[[], Iterable[HostedSlice]], own_worker: str) -> None:
+    def __init__(self, slots: Callable[[], Iterable[HostedSlice]]) -> None:
         """`slots`: all copies that are here, of whatever primaries."""
-        self._slots, self._own_worker = slots, own_worker
-        self._buckets: dict[int, list[_Bucket]] = {}  # by segment
+        self._slots = slots
+        self._buckets: dict[int, list[Bucket]] = {}  # by segment
 
-    def make(self, work: RoundWork, reduce: Reduce) -> RoundSums:
-        """All servers call this for the same rounds, in the same order: a round's slices follow from its commits."""
-        found, counted = RoundSums(), counted_in(work)
-        equal = equal_weight(counted)
+    def buckets(self, counted: Sequence[Commit[Contribution]]) -> list[Bucket]:
+        """Of the segments that any of these has pushed anything of: the same at all servers, in the same order. What
+        lies last comes first: backward comes to it first."""
         if not counted:
-            return found
-        own = [commit for commit in work.commits if commit.worker == self._own_worker]
-        pending: list[tuple[Pending, list[tuple[HostedSlice, _Sum]]]] = []
-        for segment, slots in self._touched(counted):
-            for bucket in self._buckets_of(segment, slots):
-                here = [(slot, bucket.sums[slot.part.id]) for slot in slots if slot.part.id in bucket.sums]
-                for slot, (wide, _) in here:
-                    lay_shares(slot, own, wide, equal)
-                pending.append((reduce(bucket.flat), here))
-        for under_way, here in pending:
-            under_way.wait()
-            for slot, summed in here:
-                has = divide(slot, counted, summed.wide, work.weight, equal)
-                narrow(slot, summed.wide, summed.region.flat)
-                found.put(slot, summed.region, has)
-        return found
-
-    def _touched(self, commits: Sequence[Commit[Contribution]]) -> list[tuple[int, list[HostedSlice]]]:
-        """The segments of which anybody has pushed anything, with all their slices: the same at all servers."""
+            return []
         by_segment: dict[int, list[HostedSlice]] = collections.defaultdict(list)
         for slot in self._slots():
             by_segment[slot.part.segment].append(slot)
-        found = []
-        for segment, slots in sorted(by_segment.items()):
-            if any(slot.touched_by(commit.item.pushed) for commit in commits for slot in slots):
-                found.append((segment, sorted(slots, key=lambda slot: slot.part.id)))
+        found = list[Bucket]()
+        for segment, slots in sorted(by_segment.items(), reverse=True):
+            if any(slot.touched_by(commit.item.pushed) for commit in counted for slot in slots):
+                found += self._buckets_of(segment, slots)
         return found
 
-    def _buckets_of(self, segment: int, slots: Sequence[HostedSlice]) -> list[_Bucket]:
+    def _buckets_of(self, segment: int, slots: Iterable[HostedSlice]) -> list[Bucket]:
         if segment not in self._buckets:
             groups: list[list[HostedSlice]] = []
-            for slot in slots:
+            for slot in sorted(slots, key=lambda slot: slot.part.id, reverse=True):
                 last = groups[-1] if groups else []
                 size = sum(other.part.num_bytes for other in last)
                 if last and wide_type(last[0]) == wide_type(slot) and size + slot.part.num_bytes <= BUCKET_BYTES:
                     last.append(slot)
                 else:
                     groups.append([slot])
-            self._buckets[segment] = [_Bucket(group) for group in groups]
+            self._buckets[segment] = [Bucket(group) for group in groups]
         return self._buckets[segment]
 
 

@@ -273,6 +273,7 @@ def voting_of(config: JobConfig, commits: Commits, hosting: Hosting, pool: Pool,
     else:
         adders = voting.relays = Relays(config, commits, hosting, pool)
     voting.summing = Summing(adders, flow, voting, hosting.backups)
+    commits.staged_early = voting.summing.stage_early
     return voting
 
 

@@ -103,10 +103,6 @@ Round = tuple[Commit[Contribution], ...]
 StagedEarly = Callable[[Identity, int, Contribution, set[int]], None]
 
 
-def nothing_early(worker: Identity, clock: int, contribution: Contribution, slices: set[int]) -> None:
-    """Where nothing is added up before a round is whole."""
-
-
 def uses_of(commits: Iterable[Commit[Contribution]]) -> list[Use]:
     """What these commits have used of leases."""
     return [use for commit in commits if not commit.item.is_late for use in commit.item.uses]
