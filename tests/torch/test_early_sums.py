@@ -10,24 +10,26 @@ import torch
 from tests.roles.rings import check_all_equal
 
 from syncline.core.forecast import Outcome
-from syncline.roles.server import sums
+from syncline.roles.server import circle, sums
 from syncline.roles.server.circling import Circling
 from syncline.roles.server.turn import Turn
 from syncline.testing import local_job
-from syncline.torch import DistributedOptimizer
+from syncline.torch import DistributedOptimizer, hatch_carrier
 
 STEPS = 8
 #: Two hosts with two workers each, whose sums go by deputies; and four workers whose sums gloo makes.
 KINDS: dict[str, dict[str, Any]] = {"relay": {"on": ["a", "a", "b", "b"]}, "circle": {"sums": "gloo"}}
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 Body = Callable[["Script", int], None]
 
 
 class Script:
     """A worker's."""
 
-    def __init__(self, job: Any, overlap: bool) -> None:
-        self.job, self.rank = job, job.rank
-        self.model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8))
+    def __init__(self, job: Any, overlap: bool, device: str = "cpu") -> None:
+        self.job, self.rank, self.device = job, job.rank, device
+        layers = [torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8)]
+        self.model = torch.nn.Sequential(*layers).to(device)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape))
@@ -36,7 +38,7 @@ class Script:
 
     def backward(self, step: int, size: int = 4) -> None:
         x = torch.randn(size, 16, generator=torch.Generator().manual_seed(100 * step + self.rank))
-        (self.model(x) ** 2).mean().backward()
+        (self.model(x.to(self.device)) ** 2).mean().backward()
 
     def step(self, number: int, **given: Any) -> None:
         self.backward(number)
@@ -45,7 +47,7 @@ class Script:
 
     def numbers(self) -> torch.Tensor:
         self.opt.wait()
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()]).clone()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()]).cpu()
 
 
 def plain(script: Script, number: int) -> None:
@@ -115,9 +117,9 @@ def uneven(script: Script, number: int) -> None:
 BODIES = [plain, edited, clipped, accumulated, thrown_away, weighted, left_out, overflowing, uneven]
 
 
-def trained(body: Body, overlap: bool, kind: str) -> torch.Tensor:
+def trained(body: Body, overlap: bool, kind: str, device: str = "cpu") -> torch.Tensor:
     def work(job: Any) -> torch.Tensor:
-        script = Script(job, overlap)
+        script = Script(job, overlap, device)
         for number in range(STEPS):
             body(script, number)
         job.barrier("all")
@@ -133,6 +135,18 @@ def trained(body: Body, overlap: bool, kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_early_or_late_it_comes_to_the_same(body: Body, kind: str) -> None:
     assert torch.equal(trained(body, True, kind), trained(body, False, kind))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_so_it_does_where_gradients_stay_on_their_device(
+    body: Body, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nccl wants a GPU for each rank: gloo stands in for it."""
+    monkeypatch.setitem(circle.GROUPS, "nccl", circle.gloo_group)
+    monkeypatch.setattr(hatch_carrier, "BUCKET_BYTES", 512)
+    monkeypatch.setitem(KINDS, "hatch", {"sums": "nccl"})
+    assert torch.equal(trained(body, True, "hatch", device), trained(body, False, "hatch", device))
 
 
 def test_deputies_begin_all_slices_before_their_round_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

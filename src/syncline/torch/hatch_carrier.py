@@ -8,20 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from syncline.client.exchange import Exchange
-from syncline.core.layout import FLOATS, Segment
+from syncline.core.layout import FLOATS, Segment, Slice
 from syncline.net.hatch import Handed, Hatch
-from syncline.torch.comparing import place_of
+from syncline.torch.carriers import BUCKET_BYTES
+from syncline.torch.comparing import Comparison, place_of
 
 
 class HatchCarrier:
-    """Gradients are copied into their mirror at `step()`: nothing travels, so nothing is won by doing so early."""
-
-    helps_early = False
+    """Gradients are copied into their mirror: as they become ready, where several ranks add up; else at `step()`."""
 
     def __init__(self, exchange: Exchange, segment: Segment, device: torch.device, hatch: Hatch) -> None:
         self._exchange, self._segment, self._hatch, self._device = exchange, segment, hatch, device
         self._mirror = torch.zeros(segment.num_bytes, dtype=torch.uint8, device=device)
         self._views = [place_of(self._mirror, segment, index) for index in range(len(segment.parameters))]
+        self._comparison = Comparison(segment, self._mirror)
+        self._bucket: list[Slice] = []  # copied, and not told
+        self._is_free = False  # the mirror is, for the next commit
         floats = [part for part in segment.slices if part.dtype in FLOATS and part.num_bytes]
         self._numbers = [
             self._mirror[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
@@ -29,34 +31,58 @@ class HatchCarrier:
         ]
         hatch.open_for(segment.index)
 
+    @property
+    def helps_early(self) -> bool:
+        return self._exchange.helps_early
+
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
+        if not self._is_free:
+            self._make_free()
         return [self._views[index] for index in indices]
 
-    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+    def _make_free(self) -> None:
         self._exchange.make_room()
         for part in self._segment.slices:  # its server may still be at work on what was there before
             handed = self._hatch.parameters(part.id)
             if handed is not None and handed.event is not None:
                 handed.event.wait()  # the caller's stream does
+        self._is_free = True
+
+    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
         torch._foreach_copy_(self.targets(gradients), list(gradients.values()))
         return False
 
     def carry(self, numbers: Sequence[int]) -> None:
-        """Nothing is carried early."""
+        self._bucket += [self._segment.slices[number] for number in numbers]
+        if sum(part.num_bytes for part in self._bucket) >= BUCKET_BYTES:
+            self._tell()
 
-    def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
-        return set()
+    def _tell(self) -> None:
+        bucket, self._bucket = self._bucket, []
+        if bucket:
+            self._give()
+            self._exchange.stage(bucket)
 
-    def finish(self, again: set[int], late: set[int]) -> None:
-        """Nothing was carried early."""
-
-    def hand_over(self) -> bool:
-        """On the GPU the largest number of each slice tells whether all are finite. Where some are not, host memory
-        gets them too: there it is found out which, and what of them counts."""
+    def _give(self) -> None:
         event = torch.cuda.Event() if self._device.type == "cuda" else None
         if event is not None:
             event.record(torch.cuda.current_stream(self._device))
         self._hatch.give(self._segment.index, Handed(self._mirror, event))
+
+    def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
+        self._tell()
+        return self._comparison.same(gradients)
+
+    def finish(self, again: set[int], late: set[int]) -> None:
+        self._bucket, self._is_free = [], False
+        for number in again:
+            self._exchange.restage(self._segment.slices[number])
+
+    def hand_over(self) -> bool:
+        """On the GPU the largest number of each slice tells whether all are finite. Where some are not, host memory
+        gets them too: there it is found out which, and what of them counts."""
+        self._is_free = False
+        self._give()
         if not self._exchange.checks_finite:
             return False
         largest = [torch.linalg.vector_norm(numbers, math.inf).float() for numbers in self._numbers]
