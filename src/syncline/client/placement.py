@@ -52,7 +52,7 @@ class Placement:
         self.primaries: dict[int, str] = {}  # by slice
         self._seats: dict[int, Seat] = {}
         self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
-        self._deputies: Deputies | None = None  # in a ring: where hosts have several workers
+        self._deputies: Deputies | None = None  # in a ring over hosts
         #: By server, by their ids: of which it is the primary; whose pushes it gets; that are read there.
         self.hosted: dict[str, list[Slice]] = {}
         self.taken: dict[str, list[Slice]] = {}

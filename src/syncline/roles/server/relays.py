@@ -1,4 +1,4 @@
-"""How a server comes to the relays of its ring, one for each generation in which hosts have several workers."""
+"""How a server comes to the relays of its ring, one for each generation in which sums go by deputies."""
 
 from __future__ import annotations
 
