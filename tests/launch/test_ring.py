@@ -113,13 +113,16 @@ def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any, su
     assert "revoke" not in result.output
 
 
+def start_uneven(commands: Any, *, workers: int, steps: int, but: dict[str, int]) -> Any:
+    """A ring in which the scripts of some end earlier than the others'."""
+    script = commands.script(SCRIPT.replace("int(sys.argv[1])", f"{but}.get(job.name, int(sys.argv[1]))"))
+    return commands.start("run", "-w", str(workers), "--exchange", "ring", script, str(steps), "0.1")
+
+
 @pytest.mark.proof
 def test_who_ends_early_hands_over_and_who_is_told_to_leave_does_too(commands: Any) -> None:
     """One script ends, one is told to, two go on to their end; nobody is taken for dead."""
-    script = commands.script(
-        SCRIPT.replace("range(int(sys.argv[1]))", "range(10 if job.name == 'worker-1' else int(sys.argv[1]))")
-    )
-    job = commands.start("run", "-w", "4", "--exchange", "ring", script, "150", "0.1")
+    job = start_uneven(commands, workers=4, steps=150, but={"worker-1": 10})
     commands.wait_for("under way", "worker-2")
     os.kill(commands.members()["worker-2"], signal.SIGTERM)
     result = commands.finish(job)
@@ -132,10 +135,7 @@ def test_who_ends_early_hands_over_and_who_is_told_to_leave_does_too(commands: A
 @pytest.mark.proof
 def test_who_trains_alone_at_the_end_may_die_too(commands: Any) -> None:
     """The other's script has ended, and its process stays as a second copy: whoever comes back goes on from that."""
-    script = commands.script(
-        SCRIPT.replace("range(int(sys.argv[1]))", "range(4 if job.name == 'worker-0' else int(sys.argv[1]))")
-    )
-    job = commands.start("run", "-w", "2", "--exchange", "ring", script, "80", "0.1")
+    job = start_uneven(commands, workers=2, steps=80, but={"worker-0": 4})
     commands.wait_for("ended", "worker-0")
     time.sleep(3.0)  # by then it has asked to leave, more than once
     os.kill(commands.members()["worker-1"], signal.SIGKILL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from syncline.bench.match import play
 from syncline.bench.namespaces import SpannedJobSide, SpannedProcessSide, wire
 from syncline.bench.row import Effort, Reach, Row, Samples, Unit
-from syncline.bench.switch import Meter, switch
+from syncline.bench.switch import Meter, Switch, switch
 from syncline.bench.task import Task
 from syncline.bench.words import size_in_words
 
@@ -32,6 +32,18 @@ def ring_net(name: str, num_bytes: int, *, rate: str, reach: Reach) -> Row:
     )
 
 
+def _play(ours: SpannedJobSide, reference: SpannedJobSide, effort: Effort, unit: Unit, hosts: Switch) -> Samples:
+    """In seconds, or in the bytes that all hosts have sent meanwhile."""
+    if unit == "seconds":
+        return play(ours, reference, effort)
+    meter = Meter(hosts)
+
+    def read(num_operations: int) -> float:
+        return meter.read(num_operations + _UNCOUNTED)
+
+    return play(ours, reference, effort, gauges={"ours": read, "reference": read})
+
+
 def ring_codec(name: str, num_bytes: int, codec: str, *, rate: str, reach: Reach, unit: Unit = "bytes") -> Row:
     """What a codec makes of the bytes on the wire, or of the time, of a ring of two."""
 
@@ -40,14 +52,7 @@ def ring_codec(name: str, num_bytes: int, codec: str, *, rate: str, reach: Reach
         with switch(2, rate) as hosts:
             ours = SpannedJobSide(task, hosts, options=(*_RING, "--codec", codec))
             plain = SpannedJobSide(task, hosts, options=_RING, side="reference")
-            if unit == "seconds":
-                return play(ours, plain, effort)
-            meter = Meter(hosts)
-
-            def read(num_operations: int) -> float:
-                return meter.read(num_operations + _UNCOUNTED)
-
-            return play(ours, plain, effort, gauges={"ours": read, "reference": read})
+            return _play(ours, plain, effort, unit, hosts)
 
     what = "sent by both" if unit == "bytes" else "time"
     return Row(
@@ -69,14 +74,7 @@ def ring_hosts(name: str, num_bytes: int, *, each: int, rate: str, unit: Unit) -
             ours = SpannedJobSide(task, hosts, options=_RING, each=each)
             options = (*_RING, "--sums", "gloo", "--trust-network")
             gloo = SpannedJobSide(task, hosts, options=options, side="reference", each=each)
-            if unit == "seconds":
-                return play(ours, gloo, effort)
-            meter = Meter(hosts)
-
-            def read(num_operations: int) -> float:
-                return meter.read(num_operations + _UNCOUNTED)
-
-            return play(ours, gloo, effort, gauges={"ours": read, "reference": read})
+            return _play(ours, gloo, effort, unit, hosts)
 
     what = "sent by both hosts" if unit == "bytes" else "time"
     return Row(
