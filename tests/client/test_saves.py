@@ -6,6 +6,7 @@ import concurrent.futures
 import random
 import threading
 import time
+import types
 from typing import Any
 
 import msgspec
@@ -337,6 +338,10 @@ def test_a_boundary_costs_nothing_but_a_look_while_nobody_watches():
         boundary.hands_out()
         with boundary.waiting():
             pass
+    assert boundary.stride == 1, "which steps lie between two is counted all the same"
+    boundary.watch(types.SimpleNamespace(at=None, handed_out=None))
+    with pytest.raises(pytest.fail.Exception, match="looked"):
+        boundary.passed(("loop", "a", 0))
 
 
 def test_several_commits_between_two_boundaries_are_one_step():

@@ -113,4 +113,5 @@ def test_a_link_that_loses_packets_costs_time_and_nothing_else(
     time.sleep(8.0)
     mend(three_hosts[1][0])
     mend(three_hosts[2][0])
-    job.ends_well()
+    output = job.ends_well()
+    assert not job.evicted() and "starts again" not in output, output

@@ -131,6 +131,7 @@ def test_after_a_step_the_same_mistake_is(play: Callable[..., Play]) -> None:
     job.wait(lambda: job.launcher._has_stepped)
     job.end("worker-0", 1)
     job.wait_for_life("worker-0", 2)
+    assert job.coordinator.told == [Died("worker-0", "ended with exit code 1")], "and it is said to come back"
 
 
 @pytest.mark.parametrize("is_heard", [True, False])

@@ -198,12 +198,15 @@ def test_a_call_that_fails_does_not_drown_the_verdict(link: Make) -> None:
 
 def test_an_answer_to_one_who_is_gone_is_no_error(link: Make) -> None:
     at_server = Service(lambda request: None)
-    worker, _ = link(None, at_server)
-    worker.call(Leave())
+    worker, server = link(None, at_server)
+    call = worker.call(Leave())
     request = at_server.next()
     worker.close()
     at_server.end()
     request.reply(Done())
+    assert not server.is_open and at_server.ends.empty(), "that it is gone is told once"
+    with pytest.raises(ConnectionLost):
+        call.wait(SECONDS)
 
 
 def test_a_wait_has_a_deadline_that_names_the_question(link: Make) -> None:

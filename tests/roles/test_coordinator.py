@@ -84,6 +84,9 @@ def test_a_step_that_cannot_be_settled_is_said(jobs: Any) -> None:
         job[server].reach = [("worker-1", worker.incarnation, clock, life)]
     job.kill("worker-1")
     until(lambda: any("outside of what is promised" in line for line in job.log), "said")
+    (said,) = [line for line in job.log if "outside of what is promised" in line]
+    assert said.endswith(": step 5 of worker-1 is on some slices and not on others")
+    until(lambda: bool(job["server-1"].all(Install)), "the others go on all the same")
 
 
 def test_a_worker_that_comes_back_enters_after_the_highest_round_that_any_server_has_opened(jobs: Any) -> None:

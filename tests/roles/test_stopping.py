@@ -109,7 +109,7 @@ def test_what_is_counted_is_kept_soon(jobs: Any) -> None:
 
 def test_who_is_gone_is_not_waited_for(jobs: Any) -> None:
     job, one, _ = begun(jobs, stop=("loss<1",))
-    one.report(loss=0.5)
+    assert one.report(loss=0.5) == Steer() and not job["worker-0"].all(Steer), "half of them is no reading"
     job.coordinator.evict("worker-1", "was killed")
     until(lambda: [s.stop for s in job["worker-0"].all(Steer)] == [FIRED], "a reading without the dead one")
 
