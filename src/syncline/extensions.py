@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
 
 from syncline.errors import ConfigError
 
@@ -25,6 +27,14 @@ def load(text: str) -> object:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module does when it is imported
         raise ConfigError(
-            f"{text}: {type(error).__name__}: {error}; servers need it as workers do: install it, or have its folder "
-            "on PYTHONPATH"
+            f"{text}: {type(error).__name__}: {error}; servers need it as workers do: install it, or have it beside "
+            "the script, in the working folder or on PYTHONPATH"
         ) from error
+
+
+def see_beside(script: str, *, is_module: bool) -> None:
+    """From now on this process imports from the script's folder, if there is one, and from the working folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if script and not is_module:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

@@ -69,6 +69,11 @@ def refused(
         (["--window", "1", "train.py"], "--window 1 needs --policy bounded:K or async"),
         (["--bad-pushes", "0", "train.py"], "bad_pushes = 0: must be at least 1"),
         (["--no-check-finte", "train.py"], "there is no option --no-check-finte; did you mean --no-check-finite?"),
+        (
+            ["--codec", "no.such:name", "train.py"],
+            "--codec no.such:name: ModuleNotFoundError: No module named 'no'; servers need it as workers do",
+        ),
+        (["--pull-codec", "json:dumps", "train.py"], "--pull-codec json:dumps: function has no bound()"),
         (["--transport", "rdma", "train.py"], "transport = 'rdma': there are auto, shm, tcp"),
         (
             ["--transport", "shm", "-H", "a:1,b:1", "train.py"],

@@ -100,7 +100,7 @@ def test_one_more_goes_to_the_host_with_the_fewest() -> None:
     assert (more.name, more.role, more.host, more.script, more.num_local_workers) == (
         "worker-5", "worker", "b", "train.py", 3,
     )  # fmt: skip
-    assert plans.another("server-2", where).script == ""
+    assert plans.another("server-2", where).script == "train.py", "servers import what is beside it"
     assert quietest("worker", {"worker-0": "elsewhere"}, configuration.resolve({})) == "local"
 
 

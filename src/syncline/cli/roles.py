@@ -15,6 +15,7 @@ from syncline.cli.options import settings_of, takes_job_options
 from syncline.cli.run import chosen_script
 from syncline.core.ring import protection_of
 from syncline.errors import ConfigError
+from syncline.extensions import see_beside
 from syncline.launch import jobfile
 from syncline.launch.folder import JOURNAL, hold
 from syncline.launch.hosts import parse_workers
@@ -110,6 +111,7 @@ def server(
         raise ConfigError(
             f"{job} is the job of a ring: its servers are in its workers' processes; say syncline worker --job {job}"
         )
+    see_beside("", is_module=True)
     sys.stderr.write(f"syncline: {name or 'server'}: joins the job at {file.host}:{file.port}\n")
     raise typer.Exit(run_server(file, name, host or socket.gethostname()))
 

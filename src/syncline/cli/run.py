@@ -15,6 +15,7 @@ from syncline.cli.screen import TerminalScreen
 from syncline.config import JobConfig
 from syncline.errors import ConfigError
 from syncline.launch.hosts import parse_workers
+from syncline.launch.own_codecs import check_own_codecs
 from syncline.launch.running import Script, check_script, run_job, settle_here
 
 
@@ -73,6 +74,7 @@ def prepare(said: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig, Script]
     launch.update(parse_workers(workers) if workers is not None else _default_workers(launch))
     check_script(target)
     given, config = settle_here(launch, target)
+    check_own_codecs(config, "" if target.is_module else target.path)
     return given, config, target
 
 

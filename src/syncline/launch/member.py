@@ -16,6 +16,7 @@ from syncline import faults
 from syncline.client.current import current_job, has_current_job
 from syncline.core.cores import own_cores, why_shared
 from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
+from syncline.extensions import see_beside
 from syncline.launch import lifeline
 from syncline.launch.membership import say
 from syncline.launch.processes import STANDBY, Plan
@@ -69,6 +70,7 @@ def play(plan: Plan) -> int:
         if plan.role == "server":
             from syncline.launch.serving import run_server
 
+            see_beside(plan.script, is_module=plan.is_module)
             return run_server(plan.file, plan.name, plan.host)
         return run_worker(plan)
     except SynclineError as error:
@@ -92,11 +94,10 @@ def _run_script(plan: Plan, own_server: OwnServer | None) -> int:
     leave_on_sigterm(saves=bool(plan.file.given.get("checkpoint")))
     sys.argv = [plan.script, *plan.arguments]
     try:
+        see_beside(plan.script, is_module=plan.is_module)
         if plan.is_module:
-            sys.path.insert(0, os.getcwd())
             runpy.run_module(plan.script, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(plan.script)))
             runpy.run_path(plan.script, run_name="__main__")
         code = 0
     except SystemExit as stop:

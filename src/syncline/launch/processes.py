@@ -36,7 +36,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     host: str
     file: JobFile
-    script: str = ""  #: path of the script, or the module's name
+    script: str = ""  #: path of the script, or the module's name; servers see what is beside it
     is_module: bool = False
     arguments: list[str] = []
     folder: str = ""  #: working folder

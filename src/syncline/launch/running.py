@@ -201,9 +201,16 @@ class Plans:
         role, host = name.rpartition("-")[0], where[name]
         place = self._place(name, where) if self._config.cores == "auto" else None
         if role == "server":
-            folder = self._folder
             return Plan(
-                role=role, name=name, host=host, file=self._file, folder=folder, place=place, tells_cores=speaks
+                role=role,
+                name=name,
+                host=host,
+                file=self._file,
+                script=self._script.path,
+                is_module=self._script.is_module,
+                folder=self._folder,
+                place=place,
+                tells_cores=speaks,
             )
         beside = [other for other, h in where.items() if h == host and other.startswith("worker-")]
         return Plan(

@@ -16,7 +16,7 @@ from syncline import config as configuration
 from syncline import faults
 from syncline.core.control import Joined, Over, Retire, Roster
 from syncline.core.members import Address, Member
-from syncline.errors import FencedError, SynclineError
+from syncline.errors import ConfigError, FencedError, SynclineError
 from syncline.launch import lifeline
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
@@ -159,7 +159,11 @@ class Serving:
         self._stamp.incarnation, self._stamp.generation = joined.incarnation, joined.generation
         faults.arm(me.name, self._file.folder)
         self._listener.rename(joined.incarnation)
-        self._server.form(joined)
+        try:
+            self._server.form(joined)
+        except ConfigError as error:  # what this process has not: a codec of the user's own
+            self._ends(End(1, error=error))
+            raise
         self._link.begin(
             me.name,
             joined.incarnation,

@@ -71,7 +71,13 @@ def parse_codec(setting: str, text: str, load: Load | None) -> Codec | None:
             f"{setting} {_short(text)}: there are {', '.join(_PLAIN)}, topk:R (e.g. topk:0.01), none, or one of "
             "your own as package.module:name"
         )
-    return _checked(setting, text, load(text)) if load is not None else None
+    if load is None:
+        return None
+    try:
+        found_own = load(text)
+    except ConfigError as error:
+        raise ConfigError(f"{setting} {error}") from error
+    return _checked(setting, text, found_own)
 
 
 def _checked(setting: str, text: str, found: object) -> Codec:
