@@ -16,7 +16,7 @@ from syncline.client.job import Job
 from syncline.core.codecs.pieces import NOT_SENT
 from syncline.core.rule import Rule
 from syncline.core.traffic import Committed, Stage
-from syncline.errors import ConfigError, ConnectionLost, FrameError
+from syncline.errors import ConfigError, ConnectionLost, FrameError, SynclineError
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import buffer_of
 from syncline.testing import local_job
@@ -222,6 +222,55 @@ def test_one_of_the_users_own_is_imported_by_name() -> None:
         extensions.load("no.such:codec")
     with pytest.raises(ConfigError, match="AttributeError"):
         extensions.load(f"{__name__}:nothing")
+
+
+class Faulty(Sign):
+    """Does one thing that a codec must not, where there are many numbers."""
+
+    def __init__(self, fault: str) -> None:
+        self.name, self.fault = fault, fault
+
+    def encode(self, values: Any) -> Any:
+        if self.fault == "raises" and values.size > 4:
+            raise ZeroDivisionError("by zero")
+        found = super().encode(values)
+        if values.size <= 4:
+            return found
+        return {"longer": np.append(found, found[:1]), "wider": found.astype(np.int64), "unreadable": found[:-1]}.get(
+            self.fault, found
+        )
+
+
+longer, wider, unreadable, raises = (Faulty(fault) for fault in ("longer", "wider", "unreadable", "raises"))
+FAULTS = {
+    "longer": "the codec longer failed at 8 numbers of 'x': 6 bytes; its own bound\\(8\\) is 5",
+    "wider": "the codec wider failed at 8 numbers of 'x': an encoding is .* uint8, and this is 1-dimensional int64",
+    "unreadable": "no encoding by unreadable: ValueError: cut short",
+    "raises": "the codec raises failed at 8 numbers of 'x': ZeroDivisionError: by zero",
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"servers": 2}, {"policy": "async", "window": 2}, {"exchange": "ring"}],
+    ids=["sync", "async", "ring"],
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_codec_that_breaks_its_word_is_told_where_it_encodes_and_holds_up_nobody(
+    fault: str, settings: dict[str, Any]
+) -> None:
+    """The worker's own error names it, at this push and at the next; it leaves, and the other one goes on."""
+    with local_job(workers=2, transport="tcp", codec=f"{__name__}:{fault}", **settings) as jobs:
+        faulty, other = jobs
+        jobs.run(lambda job: job.kv.register({"x": np.zeros(8, np.float32), "y": np.zeros(4, np.float32)}, SGD))
+        jobs.run(lambda job: job.kv.push({"y": np.ones(4, np.float32)}).wait())
+        for _ in range(2):
+            with pytest.raises(SynclineError, match=FAULTS[fault]):
+                faulty.kv.push({"x": np.ones(8, np.float32)}).wait()
+        with pytest.raises(SynclineError, match=FAULTS[fault]):
+            faulty.close()
+        other.kv.push({"y": np.ones(4, np.float32)}).wait()
+        assert other.own_step == 2
 
 
 def test_an_encoding_that_a_users_codec_cannot_read_closes_the_connection() -> None:

@@ -89,7 +89,7 @@ class CommitFlow:
                 assert lane.call is not None
                 lane.call.when_done(self._one_done)
         except SynclineError as error:
-            self._end(error)
+            self.end(error)
 
     def _follow(self, ask: Callable[[Lane], Call], lanes: Sequence[Lane]) -> None:
         """What follows from the answers, in whichever thread brought the last of them; unless it was given up."""
@@ -114,13 +114,13 @@ class CommitFlow:
         try:
             self._next()
         except SynclineError as error:
-            self._end(error)
+            self.end(error)
 
     def _see_what_broke(self) -> None:
         """A server that is gone, or knows of a change: the others may not answer before that is seen to."""
         error = self.refusal()
         if isinstance(error, (*MENDED, FencedError)):
-            self._end(error)  # anything else is told when all have answered, or when it takes long
+            self.end(error)  # anything else is told when all have answered, or when it takes long
 
     def refusal(self) -> SynclineError | None:
         """What a server has said instead of an answer; what can be mended comes first."""
@@ -212,7 +212,7 @@ class CommitFlow:
             if not isinstance(answer, Committed):
                 raise ProtocolError(f"a commit was answered with {type(answer).__name__}")
             lane.answer = answer
-        self._end(None)
+        self.end(None)
 
     def _clip(self, shares: Sequence[float]) -> None:
         if len(shares) == len(self.lanes):
@@ -226,7 +226,8 @@ class CommitFlow:
         asking = [lane for lane in self.lanes if lane.call is not None and isinstance(lane.call.answer, AskClip)]
         self._follow(lambda lane: lane.clip(self.clock, norm), asking)
 
-    def _end(self, error: SynclineError | None) -> None:
+    def end(self, error: SynclineError | None) -> None:
+        """It is over, well or by this error; whatever comes after that changes nothing."""
         with self._lock:
             if self._latch.is_open:
                 return
@@ -235,7 +236,7 @@ class CommitFlow:
             behind, self._behind = self._behind, _NOBODY
         if error is not None:
             for other in behind:  # would be refused for want of this one
-                other._end(error)
+                other.end(error)
 
     @property
     def is_over(self) -> bool:

@@ -85,17 +85,15 @@ class PushEncoder:
                 target[:] = values[place.items]
             else:
                 np.add(values[place.items], before[place.items], out=target)
-        found = self.coder.codec.encode(total)
+        found = self.coder.encoded(self._layout.segments[part.segment], unit, total)
         if residual is not None:
             self._leave_out(unit, total, found, residual)
         return found
 
     def _leave_out(self, unit: Unit, total: Floats, encoding: Bytes, residual: Floats) -> None:
         """The residual is what there was in all, less what the other side will read."""
-        sent = np.empty(total.size, np.float32)
-        self.coder.codec.decode(encoding, sent)
         with np.errstate(all="ignore"):
-            total -= sent
+            total -= self.coder.decoded(encoding, unit)
         if not self._checks_finite and not np.isfinite(total).all():
             np.nan_to_num(total, copy=False, nan=0.0, posinf=0.0, neginf=0.0)  # else every push after it is spoilt
         for place, left in unit.spread(total):

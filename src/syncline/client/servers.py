@@ -35,7 +35,7 @@ from syncline.core.ring import partner_of
 from syncline.core.seats import Seat
 from syncline.core.slices import Copy, life_of
 from syncline.core.traffic import Prefer, StateEntry
-from syncline.errors import FencedError, SynclineError, WaitTimeout
+from syncline.errors import ConfigError, FencedError, FrameError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import PushBytes, WireStats
@@ -190,8 +190,7 @@ class ServersExchange:
 
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
         self.make_room()
-        given = push
-        push = self.finite.admit(push, self.clock + 1, self.layout, self._placement.arenas.array, self.slot)
+        push = self.finite.admit(given := push, self.clock + 1, self.layout, self._placement.arenas.array, self.slot)
         for action in self._before_commit:
             action()
         if self._redo.roster is not self._rosters.newest or any(isinstance(t.flow.error, MENDED) for t in self._open):
@@ -208,6 +207,8 @@ class ServersExchange:
             self._sending.send(ticket, before)
             if len(ticket.lanes) > 1:
                 self._stage_everywhere(ticket, "stage")
+        except (ConfigError, FrameError) as error:  # of the user's codec
+            raise ticket.failed_by(error) from error.__cause__
         except MENDED as error:
             ticket.generation = self._redo.generation
             self._mend(ticket, error, time.monotonic(), time.monotonic() + self._wait_seconds)

@@ -11,6 +11,7 @@ from syncline.client.lane import ServerLane
 from syncline.client.sinks import Sink
 from syncline.core.codecs.pieces import Encoded
 from syncline.core.handing import Use
+from syncline.errors import SynclineError
 
 if TYPE_CHECKING:
     from syncline.client.servers import ServersExchange
@@ -61,6 +62,12 @@ class ServersTicket:
     def unanswered(self) -> list[str]:
         """The servers whose answer is not here."""
         return [lane.server for lane in self.lanes if lane.call is None or not lane.call.is_done]
+
+    def failed_by(self, error: SynclineError) -> SynclineError:
+        """It cannot be sent, by a fault of the user's codec: whoever waits for it hears this."""
+        self.flow = CommitFlow(self.clock, ())
+        self.flow.end(error)
+        return error
 
     def give_up(self) -> None:
         """Nothing more is said for it, and nothing of it lands, until it is made anew."""

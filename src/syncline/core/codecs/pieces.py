@@ -15,7 +15,7 @@ import numpy as np
 from syncline.core.codecs.codec import Bytes, Codec, Floats
 from syncline.core.codecs.named import Codecs
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
-from syncline.errors import FrameError, SynclineError
+from syncline.errors import ConfigError, FrameError, SynclineError
 
 #: The size of a unit that does not travel.
 NOT_SENT = -1
@@ -123,6 +123,26 @@ class SliceCoder:
             self.add(found, self.codec.encode(unit.gather(data)) if unit.is_encoded else raw.copy())
         return found
 
+    def encoded(self, segment: Segment, unit: Unit, values: Floats) -> Bytes:
+        """By the codec, and held against its own word: where that is broken, others would close the connection."""
+        try:
+            found = self.codec.encode(values)
+            most = self._most(unit)
+        except Exception as error:  # a codec of the user's own
+            raise self._blame(segment, unit, f"{type(error).__name__}: {error}") from error
+        if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.ndim != 1:
+            what = (
+                f"{found.ndim}-dimensional {found.dtype}" if isinstance(found, np.ndarray) else type(found).__name__
+            )
+            raise self._blame(segment, unit, f"an encoding is one-dimensional uint8, and this is {what}")
+        if found.size > most:
+            raise self._blame(segment, unit, f"{found.size} bytes; its own bound({values.size}) is {most}")
+        return found
+
+    def _blame(self, segment: Segment, unit: Unit, why: str) -> ConfigError:
+        name = segment.parameters[unit.places[0].parameter].name
+        return ConfigError(f"the codec {self.codec.name} failed at {unit.num_bytes // 4} numbers of {name!r}: {why}")
+
     @staticmethod
     def add(found: Encoded, encoding: Bytes) -> None:
         found.sizes.append(encoding.size)
@@ -155,10 +175,11 @@ class SliceCoder:
                 out[unit.places[0].begin : unit.places[0].end] = data
                 continue
             # Beside, then copied: the same bytes may come twice, and be summed up meanwhile.
-            for place, values in unit.spread(self._decoded(data, unit)):
+            for place, values in unit.spread(self.decoded(data, unit)):
                 out[place.begin : place.end] = values.view(np.uint8)
 
-    def _decoded(self, data: Bytes, unit: Unit) -> Floats:
+    def decoded(self, data: Bytes, unit: Unit) -> Floats:
+        """A unit's numbers, in memory of their own."""
         values = np.empty(unit.num_bytes // 4, np.float32)
         try:
             self.codec.decode(data, values)
