@@ -49,7 +49,8 @@ def test_a_regular_member_has_the_least_time_and_then_is_dead() -> None:
     assert watch.deadline("worker-0") == pytest.approx(last + LEAST)
     found, reason = dies(watch, last)
     assert found == pytest.approx(last + LEAST, abs=TICK)
-    assert reason.startswith("not heard of for 2.") and reason.endswith(" s (deadline 2.0 s)")
+    assert reason.startswith("not heard of for 2.") and " s (deadline 2.0 s); " in reason
+    assert reason.endswith("allow more with --deadline-seconds"), "what to do about it"
     assert [name for name, _ in watch.dead(found)] == ["worker-0"]
     watch.forget("worker-0")
     assert watch.dead(found) == []

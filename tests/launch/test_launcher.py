@@ -297,3 +297,18 @@ def test_a_standby_is_kept_where_it_helps(play: Any, seconds: float, max_restart
     looks = job.coordinator.num_looks
     job.wait(lambda: job.coordinator.num_looks > looks + 3)
     assert bool(made) == is_kept
+
+
+def test_who_was_ended_by_the_launcher_was_not_out_of_memory_and_that_does_not_count(
+    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was evicted and hung: three times, where one restart is allowed."""
+    monkeypatch.setattr("syncline.launch.launcher.FENCED_SECONDS", 0.05)
+    job = play(workers=1, max_restarts=1)
+    for number in range(1, 4):
+        job.wait(lambda: bool(life.incarnation) if (life := job.launcher._lives.get("worker-0")) else False)
+        job.coordinator.change(incarnations={"server-0": 10})
+        job.wait_for_life("worker-0", number + 1)
+    said = "worker-0 was evicted, and ended by the launcher; starts again in 0.25 s (0 of 1)"
+    assert job.screen.lines.count(f"syncline: {said}") == 3, job.screen.lines
+    assert not any("out of memory" in line for line in job.screen.lines)

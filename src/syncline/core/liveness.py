@@ -160,7 +160,8 @@ class Liveness:
             return member.reason
         if member.suspected is not None:
             return f"its connection closed and it did not come back within {self._suspect:g} s: {member.reason}"
-        return f"not heard of for {now - member.since:.1f} s (deadline {self._allowed(member):.1f} s)"
+        silence = f"not heard of for {now - member.since:.1f} s (deadline {self._allowed(member):.1f} s)"
+        return f"{silence}; if it was only slow, allow more with --deadline-seconds"
 
     def _wake(self, now: float) -> None:
         """Takes a jump of the time out of all that is counted: forward, we did not run; backward, the clock is odd.

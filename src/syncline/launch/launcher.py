@@ -23,7 +23,6 @@ from syncline.launch.processes import (
     LOCAL_HOSTS,
     MemberProcess,
     Plan,
-    describe_exit,
     exit_code,
     start_member,
     start_standby,
@@ -200,7 +199,7 @@ class Launcher:
         name, role = life.plan.name, life.plan.role
         if code == EVICTED and self._is_fresh and life.incarnation and not self._is_out(life):
             code = 1  # the script has a number of its own that means something else to us
-        reason, left = describe_exit(code), self._has_left(name)
+        reason, left = life.describe_end(code), self._has_left(name)
         counts = is_of_the_script(code) and not self._may_restart  # however soon the coordinator saw it go
         if role == "worker" and self._has_ended and self._is_out(life) and not counts:
             self._finished.add(name)
@@ -251,7 +250,7 @@ class Launcher:
                 first, (reason, code) = next(iter(self._own_mistakes.items()))
                 self._fail(first, reason, exit_code(code))  # trying again would not help
                 return
-        again = self._restarts.died(name, life.has_pushed, time.monotonic())
+        again = self._restarts.died(name, life.has_pushed, time.monotonic(), counts=not life.is_ended_here)
         if not again.starts_again:
             self._fail(name, reason, exit_code(code), again.describe(name, reason))
             return
@@ -329,7 +328,7 @@ class Launcher:
                 life.missing_since = now
             elif now - life.missing_since > FENCED_SECONDS:
                 self._say(f"{name} was evicted {FENCED_SECONDS:g} s ago and has not ended; it is ended now")
-                life.missing_since = now
+                life.missing_since, life.is_ended_here = now, True
                 life.process.signal(signal.SIGKILL)
 
     # -- the end ------------------------------------------------------------------------------------------

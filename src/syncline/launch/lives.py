@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from syncline.core.control import Standings
-from syncline.launch.processes import MemberProcess, Plan
+from syncline.launch.processes import MemberProcess, Plan, describe_exit
 
 #: What a server says when it was told to end: true where the job goes on without it, and there only.
 LEAVES = "leaves: its slices go to other servers"
@@ -44,6 +44,11 @@ class Life:
     incarnation: int = 0
     had_left: bool = False  # the life before had left the job, and may still be on its list
     missing_since: float | None = None  # the coordinator does not count it any more
+    is_ended_here: bool = False  # it was evicted, did not hear of it, and the launcher has killed it
+
+    def describe_end(self, code: int) -> str:
+        """How it ended, in words: a kill of our own is none of the machine's."""
+        return "was evicted, and ended by the launcher" if self.is_ended_here else describe_exit(code)
 
 
 class Lives:
