@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from tests.patience import PATIENCE
 
+from syncline.launch.compiler import leave_out_the_compiler
 from syncline.net import handshake
 
 # Nothing asserts on seconds: a busy machine is no failure.
@@ -24,6 +25,14 @@ handshake.SECONDS = PATIENCE
 GRACE_SECONDS = 60.0
 #: Libraries keep some threads for the life of the process.
 KEPT_THREADS = ("pytest", "MainThread", "asyncio", "Thread-", "QueueFeeder", "pin_memory", "rich")
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have loaded by now stays: it is not looked through again and again. Nor is torch's compiler
+    loaded, as in any script that joins a job."""
+    leave_out_the_compiler()
+    gc.collect()
+    gc.freeze()
 
 
 def _children() -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -13,8 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import pytest
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_START, PATIENT_TOML
+
+from syncline.core.control import AskStatus, GivenStatus
+from syncline.errors import SynclineError
+from syncline.launch.folder import find_job
+from syncline.launch.watching import ask
+from syncline.stats import JobStatus
 
 LEDGER = pathlib.Path(__file__).parents[2] / "examples" / "chaos_ledger.py"
 SECONDS = JOB_PATIENCE
@@ -56,15 +62,22 @@ class Hurt:
         self.until(self._has_backups)
 
     def _has_backups(self) -> bool:
-        """By `syncline status`, asked on the job's own host."""
+        status = self._status()
+        if status is None:
+            return False
+        primaries, backups = (sum(getattr(m, key) for m in status.members) for key in ("num_primary", "num_backup"))
+        return bool(primaries) and (status.replicas < 2 or primaries == backups)
+
+    def _status(self) -> JobStatus | None:
+        """Asked on the job's own host, by `syncline status` if that is another one; none while it cannot be asked."""
+        if not self._prefix:
+            try:
+                return ask(find_job("hurt", self.folder / "runs"), AskStatus(), GivenStatus, 20.0).status
+            except SynclineError:
+                return None
         words = [*self._prefix, sys.executable, "-m", "syncline", "status", "hurt", "--json"]
         asked = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, timeout=SECONDS)
-        if asked.returncode:
-            return False
-        status = json.loads(asked.stdout)
-        members = status["members"]
-        primaries, backups = (sum(m[key] for m in members) for key in ("num_primary", "num_backup"))
-        return bool(primaries) and (status["replicas"] < 2 or primaries == backups)
+        return None if asked.returncode else msgspec.json.decode(asked.stdout, type=JobStatus)
 
     def until_back(self, member: str) -> None:
         """Until a later life of this member is at work. (That of the first is not said.)"""

@@ -1,4 +1,6 @@
-"""kill -9 of each role at each named point of the protocol: every acknowledged push counts once, none twice."""
+"""kill -9 of each role at each named point of the protocol: every acknowledged push counts once, none twice.
+
+In `make test` a job of tests/launch/test_survive.py passes one of them."""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ import pytest
 
 from syncline.faults import POINTS
 
-QUICK = {"replicate.acknowledged"}
 VICTIM = {"coordinator": "coordinator", "server": "server-1", "worker": "worker-1"}
 #: Passed only when something else happens: a server or a worker is killed as well, long before.
 AFTER_A_DEATH = {
@@ -32,13 +33,11 @@ def cases() -> list[Any]:
             if point.startswith(("save.", "manifest.", "gate.", "script.")):  # passed by jobs that save
                 continue
             for policy in ("sync", "async"):
-                quick = point in QUICK and policy == "sync"
-                marks = [] if quick else [pytest.mark.proof]
-                found.append(pytest.param(role, point, policy, marks=marks, id=f"{role}-{point}-{policy}"))
+                found.append(pytest.param(role, point, policy, id=f"{role}-{point}-{policy}"))
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(("role", "point", "policy"), cases())
 def test_a_death_at_this_point_loses_and_doubles_nothing(
     hurt: Callable[..., Any], role: str, point: str, policy: str

@@ -1,4 +1,6 @@
-"""`sync:spare=1` with two servers and two replicas, real processes, one worker slow, and whoever dies in between."""
+"""`sync:spare=1` with two servers and two replicas, real processes, one worker slow, and whoever dies in between.
+
+In one process, with a server that dies: tests/roles/test_spare_servers.py."""
 
 from __future__ import annotations
 
@@ -15,22 +17,22 @@ from tests.patience import PATIENCE
 LEDGER = pathlib.Path(__file__).parent / "spare_ledger.py"
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param("", marks=pytest.mark.proof),
-        pytest.param("worker-1@commit.decided#20=kill", marks=pytest.mark.proof),
+        "",
+        "worker-1@commit.decided#20=kill",
         "server-0@commit.decided#60=kill",
-        pytest.param("worker-3@commit.decided#5=kill", marks=pytest.mark.proof),
-        pytest.param("worker-1@commit.told#20=kill", marks=pytest.mark.proof),
-        pytest.param("server-0@replicate.sent#40=kill", marks=pytest.mark.proof),
-        pytest.param("server-0@slice.applied#50=kill", marks=pytest.mark.proof),
-        pytest.param("server-1@slice.applied#50=kill", marks=pytest.mark.proof),
-        pytest.param("server-1@commit.answered#50=kill", marks=pytest.mark.proof),
+        "worker-3@commit.decided#5=kill",
+        "worker-1@commit.told#20=kill",
+        "server-0@replicate.sent#40=kill",
+        "server-0@slice.applied#50=kill",
+        "server-1@slice.applied#50=kill",
+        "server-1@commit.answered#50=kill",
     ],
 )
-@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_every_step_counts_on_all_servers_or_was_late(hurt: Callable[..., Any], fault: str, transport: str) -> None:
     flags = ["-w", "4", "-s", "2", "--replicas", "2", "--policy", "sync:spare=1", "--transport", transport]
     job = hurt(*flags, ledger=LEDGER, fault=fault)
