@@ -18,6 +18,14 @@ from syncline.launch import jobfile
 from syncline.launch.launcher import Launcher
 from syncline.launch.processes import Plan
 
+#: `syncline`, with a standby at once.
+STANDBY_SOON = """
+from syncline.cli.main import main
+from syncline.launch import launcher
+
+launcher.STANDBY_AFTER_SECONDS = 0.0
+main()
+"""
 FILE = jobfile.new("127.0.0.1", 1, {})
 SECONDS = PATIENCE
 

@@ -13,6 +13,7 @@ from tests.launch.saved import EPOCHS, NUM_SAMPLES, SCRIPT, break_off, expected,
 WORDS = ("run", "--checkpoint", "saves", "--save-every", "4steps")
 
 
+@pytest.mark.proof
 def test_a_job_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(commands: Any) -> None:
     """Bit by bit: parameters, momenta, samples, random numbers and what the script keeps for itself."""
     script, saves = commands.script(SCRIPT), commands.folder / "saves"
@@ -142,8 +143,3 @@ def test_what_a_script_does_after_a_stop_is_not_what_is_taken_up(commands: Any) 
     again = commands.run("run", "--checkpoint", "saves", "--max-steps", "14", script)
     assert again.code == 0, again.output
     assert re.findall(r"IN (\d) (\d)", again.output) == [("1", "1")] * 4 + [("2", "2")] * 2, again.output
-
-
-def test_a_folder_in_memory_is_refused_where_members_are_several_processes(commands: Any) -> None:
-    found = commands.run("run", "--checkpoint", "memory://saves", commands.script("pass"))
-    assert found.code == 2 and "every process has a memory of its own" in found.output, found.output

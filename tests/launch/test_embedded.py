@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
-import textwrap
 from typing import Any
 
+import pytest
 from tests.patience import JOB_PATIENCE
 
+import syncline
+from syncline.launch import tracebacks
 
-def python(commands: Any, text: str) -> subprocess.CompletedProcess[str]:
+
+def python(commands: Any, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
+        [sys.executable, *words],
         cwd=commands.folder,
         capture_output=True,
         text=True,
@@ -21,10 +25,9 @@ def python(commands: Any, text: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_with_torch_everything_is_in_the_process(commands: Any) -> None:
-    """Beside a process group that is there already it works, and says that DDP on top would average twice."""
-    done = python(
-        commands,
-        """
+    """Beside a process group that is there already it works, and says that DDP on top would average twice. A mistake
+    shows the script's own line, and none of ours."""
+    text = """
         import os, torch, torch.distributed as dist, syncline
         from syncline.torch import DistributedOptimizer
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -41,61 +44,38 @@ def test_with_torch_everything_is_in_the_process(commands: Any) -> None:
             opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
         model(torch.ones(1, 2)).sum().backward()
         opt.step()
-        print("stepped")
+        print("stepped", flush=True)
         dist.destroy_process_group()
-    """,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[-0.5, -0.5, -0.5] async 1", "stepped"]
+        job.kv.push({"x": torch.zeros(4)})
+    """
+    done = python(commands, commands.script(text, "mine.py"))
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["[-0.5, -0.5, -0.5] async 1", "stepped"], done.stderr
     assert done.stderr.count("DistributedDataParallel on top of this would average twice") == 1
+    assert f'mine.py", line {len(text.splitlines()) - 1}' in done.stderr and "syncline/client" not in done.stderr
+    assert "syncline.LayoutError: worker-0 pushes 'x' as float32[4], the job has float32[3]" in done.stderr
 
 
 def test_without_torch_the_server_is_a_child_and_goes_with_the_script(commands: Any) -> None:
-    done = python(
-        commands,
-        """
+    script = commands.script("""
         import sys, numpy as np, syncline
         job = syncline.init()
         job.kv.register({"x": np.zeros(3)}, syncline.Rule("Adam", lr=0.5))
         print(job.kv.push_pull({"x": np.ones(3)}).wait()["x"].round(3).tolist(), "torch" in sys.modules)
-    """,
-    )
+    """)
+    done = python(commands, script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[-0.5, -0.5, -0.5] False"
     commands.check_nothing_left()
 
 
-def test_a_mistake_in_the_script_shows_its_own_line_and_none_of_ours(commands: Any) -> None:
-    (commands.folder / "mine.py").write_text(
-        textwrap.dedent("""
-        import torch, syncline
-        job = syncline.init()
-        job.kv.register({"x": torch.zeros(3)}, syncline.Rule("SGD", lr=0.5))
-        job.kv.push({"x": torch.zeros(4)})
-    """)
-    )
-    done = subprocess.run(
-        [sys.executable, "mine.py"], cwd=commands.folder, capture_output=True, text=True, timeout=JOB_PATIENCE
-    )
-    assert done.returncode == 1
-    assert 'mine.py", line 5' in done.stderr and "syncline/client" not in done.stderr
-    assert "syncline.LayoutError: worker-0 pushes 'x' as float32[4], the job has float32[3]" in done.stderr
-
-
-def test_what_only_the_launch_can_say(commands: Any) -> None:
-    done = python(
-        commands,
-        """
-        import syncline
-        for given in ({"polcy": "sync"}, {"policy": "sync", "window": 2}):
-            try:
-                syncline.init(**given)
-            except ValueError as error:
-                print(error)
+def test_what_only_the_launch_can_say(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Said before anything starts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracebacks, "shorten_tracebacks", lambda: None)
+    with pytest.raises(ValueError, match=r"init\(\): unknown setting 'polcy'; there are: ack, "):
+        syncline.init(polcy="sync")
+    with pytest.raises(ValueError, match=r"--window 2 needs --policy bounded:K or async"):
+        syncline.init(policy="sync", window=2)
+    with pytest.raises(ValueError, match=r"this is said at launch, e\.g\. syncline run -w 2 -s 1"):
         syncline.init(workers=4)
-    """,
-    )
-    assert done.returncode == 1 and "this is said at launch, e.g. syncline run -w 2 -s 1" in done.stderr
-    unknown, window = done.stdout.splitlines()
-    assert "init(): unknown setting 'polcy'; there are: ack, " in unknown
-    assert "--window 2 needs --policy bounded:K or async" in window

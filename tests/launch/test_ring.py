@@ -78,19 +78,6 @@ def test_gloo_adds_up_beside_the_scripts_own_use_of_it(commands: Any) -> None:
     assert "terminate called" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        (["--sums", "gloo"], "say --exchange ring"),
-        (["--exchange", "ring", "--sums", "gloo", "-H", "a:1,b:1"], "say --trust-network"),
-        (["--exchange", "ring", "--sums", "nccl", "-w", "9999"], "say --sums gloo"),
-    ],
-)
-def test_what_gloo_and_nccl_need_is_said_at_launch(commands: Any, said: list[str], remedy: str) -> None:
-    result = commands.run("run", *said, commands.script("raise SystemExit('it ran')"))
-    assert result.code != 0 and remedy in result.output.replace("\n", " ") and "it ran" not in result.output
-
-
 def test_who_trusts_the_network_is_told_what_that_means(commands: Any) -> None:
     """No host is reached here: what is said is said before."""
     hosts = ("-H", "a:1,b:1", "--bind", "127.0.0.1", "--remote", "false", "--max-restarts", "0", "--trust-network")

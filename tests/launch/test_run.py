@@ -11,7 +11,10 @@ import time
 from typing import Any
 
 import pytest
+from tests.launch.played import STANDBY_SOON
 from tests.patience import JOB_PATIENCE
+
+from syncline.launch.processes import STANDBY
 
 LEDGER = """
     import json, sys
@@ -41,8 +44,9 @@ LEDGER = """
 
 
 def _ways() -> list[Any]:
-    """Both transports, a window of answers not waited for: each once in `make test`, every policy in proof."""
-    quick = {("bounded:2", "tcp", 0), ("async", "shm", 2)}
+    """Shared memory and a window of answers not waited for in `make test`, where tests/launch/test_namespaces.py has
+    sockets; every way in proof."""
+    quick = {("async", "shm", 2)}
     ways = [(p, t, w) for p in ("sync", "bounded:2", "async") for t in ("shm", "tcp") for w in (0, 2)]
     return [
         pytest.param(*way, marks=[] if way in quick else [pytest.mark.proof], id="-".join(map(str, way)))
@@ -123,6 +127,7 @@ def test_a_workers_exception_is_shown_once_and_its_exit_code_is_passed_on(comman
     assert "runs/train-" in result.output and "worker-1.log" in result.output
 
 
+@pytest.mark.proof
 def test_the_scripts_own_exit_code_is_the_jobs(commands: Any) -> None:
     script = commands.script("""
         import sys, syncline
@@ -190,12 +195,15 @@ def test_without_restarts_a_death_ends_the_job_at_once_and_is_named(commands: An
     ("number", "is_stubborn"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.proof)]
 )
 def test_ctrl_c_ends_everything_within_five_seconds(commands: Any, number: int, is_stubborn: bool) -> None:
-    """A worker that ignores SIGTERM, too."""
+    """A worker that ignores SIGTERM, too, and the process that waits to be a server."""
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if is_stubborn else ""
     script = commands.script(STUCK.replace("        time.sleep(600)", f"        {ignores}        time.sleep(600)"))
     began = time.monotonic()
-    process = commands.start("run", "-w", "2", script)
+    process = commands.start("run", "-w", "2", script, program=("-c", STANDBY_SOON))
     commands.wait_for("READY", "worker-1")
+    while STANDBY not in commands.members():
+        assert process.poll() is None and time.monotonic() < began + JOB_PATIENCE
+        time.sleep(0.05)
     started, began = time.monotonic() - began, time.monotonic()
     process.send_signal(number)
     result = commands.finish(process)
@@ -217,30 +225,38 @@ def test_a_killed_launcher_leaves_nothing_behind(commands: Any) -> None:
     commands.check_nothing_left()
 
 
+@pytest.mark.proof
 def test_a_script_that_never_joins(commands: Any) -> None:
     result = commands.run("run", "-w", "2", commands.script("print('hello')"))
     assert result.code == 1
     assert "ended without having joined the job; does the script call syncline.init()?" in result.output
 
 
-def test_torchruns_environment_and_arguments_and_modules(commands: Any) -> None:
+def test_torchruns_environment_and_arguments_and_modules_and_settings(commands: Any) -> None:
+    """What init() says loses to the file, and that to the launch: policy from the file, window from the launch, the
+    others alone."""
     commands.script(
         """
         import json, os, sys, syncline
-        job = syncline.init()
+        job = syncline.init(policy="async", window=3, wait_seconds=330.0)
+        print("CONFIG", job.config.policy, job.config.window, job.config.wait_seconds, job.config.start_seconds)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         print("ENV", json.dumps([os.environ[n] for n in names]), sys.argv[1:], job.local_rank, flush=True)
     """,
         "mymodule.py",
     )
-    result = commands.run("run", "-w", "2", "--env", "torchrun", "-m", "mymodule", "--epochs", "3", "x y")
+    (commands.folder / "syncline.toml").write_text('policy = "bounded:3"\nwindow = 2\nstart_seconds = 350.0\n')
+    words = ("-w", "2", "--window", "1", "--env", "torchrun", "-m", "mymodule", "--epochs", "3", "x y")
+    result = commands.run("run", *words)
     assert result.code == 0, result.output
+    assert "CONFIG bounded:3 1 330.0 350.0" in result.output, result.output
     lines = sorted(line.rpartition("ENV ")[2] for line in result.output.splitlines() if "ENV " in line)
     assert len(lines) == 2 and all("['--epochs', '3', 'x y']" in line for line in lines)
     ranks = [json.loads(line[: line.index("]") + 1]) for line in lines]
     assert [r[:3] for r in ranks] == [["0", "2", "0"], ["1", "2", "1"]] and ranks[0][3] == "127.0.0.1"
 
 
+@pytest.mark.proof
 def test_too_little_memory_for_arenas_falls_back_and_says_so_once(commands: Any) -> None:
     script = commands.script("""
         import errno, numpy as np, syncline
@@ -262,18 +278,6 @@ def test_too_little_memory_for_arenas_falls_back_and_says_so_once(commands: Any)
     assert refused.code == 1 and "use --transport auto or tcp" in refused.output
 
 
-def test_init_defaults_lose_to_toml_and_toml_to_the_launch(commands: Any) -> None:
-    """Of each setting, the one that counts: policy from the file, window from the launch, the others alone."""
-    script = commands.script("""
-        import syncline
-        job = syncline.init(policy="async", window=3, wait_seconds=330.0)
-        print("CONFIG", job.config.policy, job.config.window, job.config.wait_seconds, job.config.start_seconds)
-    """)
-    (commands.folder / "syncline.toml").write_text('policy = "bounded:3"\nwindow = 2\nstart_seconds = 350.0\n')
-    result = commands.run("run", "--window", "1", script)
-    assert "CONFIG bounded:3 1 330.0 350.0" in result.output, result.output
-
-
 def test_a_full_disk_or_a_closed_pipe_holds_up_nobody(commands: Any) -> None:
     """Logs that cannot be written are said once; `syncline run … | head -1` ends instead of hanging."""
     script = commands.script("""
@@ -288,7 +292,8 @@ def test_a_full_disk_or_a_closed_pipe_holds_up_nobody(commands: Any) -> None:
     result = commands.finish(process)
     assert result.code == 0 and "line 3999" in result.output
     assert result.output.count("logs cannot be kept in runs/full: No space left on device") == 1
-    shell = f"{sys.executable} -m syncline run {script} | head -1"
+    commands.script("print('line\\n' * 4_000)", "talks.py")  # and ends, so that a hang is one of the launcher
+    shell = f"{sys.executable} -m syncline run talks.py | head -1"
     done = subprocess.run(
         shell, shell=True, cwd=commands.folder, capture_output=True, text=True, timeout=JOB_PATIENCE
     )

@@ -16,6 +16,7 @@ def test_every_sample_counts_once_whoever_is_killed(tmp_path: pathlib.Path) -> N
     assert (lost, doubled) == (0, 0) and kills
 
 
+@pytest.mark.proof
 def test_a_worker_whose_data_set_has_another_length_ends_the_job(commands: Any) -> None:
     """A new life of it would find the same; the others, who go on without it, would end well."""
     script = commands.script(

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from tests.launch.played import STANDBY_SOON
 from tests.patience import PATIENCE
 
 from syncline.launch import jobfile
@@ -115,15 +116,6 @@ def test_it_ends_when_nobody_is_left_who_could_use_it() -> None:
     process.stdout.close()
 
 
-#: `syncline`, with a standby at once.
-SOON = """
-from syncline.cli.main import main
-from syncline.launch import launcher
-
-launcher.STANDBY_AFTER_SECONDS = 0.0
-main()
-"""
-
 ENDLESS = """
     import numpy as np
     import syncline
@@ -134,10 +126,12 @@ ENDLESS = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_it_with_all_the_others(commands: Any, number: int) -> None:
+    """While all are at work; in `make test` test_run.py ends one, too."""
     script = commands.script(ENDLESS)
-    process = commands.start("run", "-w", "2", "-s", "2", script, program=("-c", SOON))
+    process = commands.start("run", "-w", "2", "-s", "2", script, program=("-c", STANDBY_SOON))
     until = time.monotonic() + SECONDS
     while STANDBY not in commands.members():
         assert process.poll() is None and time.monotonic() < until
