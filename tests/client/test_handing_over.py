@@ -6,8 +6,6 @@ an older one has landed over a newer one; and in the end it is minus the number 
 
 from __future__ import annotations
 
-import functools
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,20 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.client.wires import go_between_processes, serve_in_threads
 from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.client.job import Job
 from syncline.core.control import Retire
-from syncline.core.members import Member
-from syncline.launch import embedded
-from syncline.launch.embedded import InProcess
-from syncline.net import shm
-from syncline.net.connection import SocketConnection
-from syncline.net.rpc import Endpoint, Stamp
-from syncline.net.streams import PlainStream
-from syncline.net.transport import Connection, Peer
-from syncline.roles.server import pool
 from syncline.testing import LocalJob, local_job
 
 SLICE, NUM_SLICES, WORKERS = 1 << 12, 12, 3
@@ -41,38 +31,12 @@ SGD = Rule("SGD", lr=1.0)
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Connections as between processes, and servers with threads of their own; nothing in them may break."""
     broken: list[Exception] = []
-    monkeypatch.setattr(pool, "InlinePool", lambda: pool.ThreadPool(broken.append, 2))
-    if request.param != "in process":
-        shares = request.param == "shm"
-        monkeypatch.setattr(embedded, "HeapMemory", shm.create)
-        in_process = InProcess._pair
-
-        def connect(self: InProcess, one: Peer, two: Peer, theirs: Any) -> Connection:
-            if "server" not in (one.role, two.role) or "coordinator" in (one.role, two.role):
-                return in_process(self, one, two, theirs)
-            ends = socket.socketpair()
-            left, right = (
-                SocketConnection(PlainStream(end, peer.name), peer, peer.name)
-                for end, peer in zip(ends, (two, one), strict=True)
-            )
-            left.shares_memory = right.shares_memory = shares
-            other = Endpoint(right, self.stamp(), theirs)
-            for name in (one.name, two.name):
-                self._endpoints.setdefault(name, []).append(other)
-            theirs.greet(other)
-            return left
-
-        monkeypatch.setattr(InProcess, "_pair", connect)
-        if shares:  # whoever waits reads, as between processes of one host
-            waiting = functools.partial(Endpoint, waiter_reads=True)
-            monkeypatch.setattr(InProcess, "dial", functools.partialmethod(_dial, waiting))
+    if request.param == "in process":
+        serve_in_threads(monkeypatch.setattr, broken.append)
+    else:
+        go_between_processes(monkeypatch.setattr, broken.append, shares=request.param == "shm")
     yield request.param
     assert not broken, broken
-
-
-def _dial(self: InProcess, endpoint: Any, me: Member, stamp: Stamp, member: Member) -> Endpoint:
-    one, two = Peer("worker", me.name, me.incarnation), Peer("server", member.name, 0)
-    return endpoint(self._pair(one, two, self._server(member.name)), stamp)
 
 
 def work(job: Job, over: threading.Event, window: int) -> int:

@@ -1,4 +1,6 @@
-"""Several servers as real processes: what a commit does next follows from their answers, whoever reads them."""
+"""Several servers as real processes: what a commit does next follows from their answers, whoever reads them.
+
+In one process: tests/client/test_several_servers.py."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.proof
 def test_a_thousand_slices_are_uploaded_over_a_unix_socket(commands: Any) -> None:
     """Answers that nobody reads yet must not fill the socket: server and worker would wait for each other."""
     script = commands.script("""
@@ -20,6 +23,7 @@ def test_a_thousand_slices_are_uploaded_over_a_unix_socket(commands: Any) -> Non
     assert result.code == 0 and "1000 True" in result.output, result.output
 
 
+@pytest.mark.proof
 def test_a_push_counts_although_its_worker_does_not_wait_for_it(commands: Any) -> None:
     """With two servers the commit follows the acknowledgements: the other worker must not wait for this script."""
     script = commands.script("""
