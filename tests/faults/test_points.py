@@ -32,8 +32,7 @@ def cases() -> list[Any]:
         for point in points:
             if point.startswith(("save.", "manifest.", "gate.", "script.")):  # passed by jobs that save
                 continue
-            for policy in ("sync", "async"):
-                found.append(pytest.param(role, point, policy, id=f"{role}-{point}-{policy}"))
+            found += [pytest.param(role, point, p, id=f"{role}-{point}-{p}") for p in ("sync", "async")]
     return found
 
 

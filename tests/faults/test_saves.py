@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.launch.conftest import commands
-from tests.launch.saved import SCRIPT, break_off, expected, once_each, result, saved
+from tests.launch.saved import EPOCHS, NUM_SAMPLES, SCRIPT, break_off, expected, once_each, result, saved
 from tests.patience import JOB_PATIENCE
 
 from syncline.faults import POINTS
@@ -36,7 +36,8 @@ def cases() -> list[Any]:
 def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
     commands: Any, monkeypatch: Any, role: str, point: str
 ) -> None:
-    """The continued run is the unbroken one, bit by bit; the job that was hurt goes on by itself, too."""
+    """The continued run, with one server, is the unbroken one, bit by bit; the job that was hurt goes on by itself,
+    too."""
     script, saves = commands.script(SCRIPT), commands.folder / "saves"
     often = 3 if point == "save.pruned" else 2
     monkeypatch.setenv("SYNCLINE_FAULT", f"{VICTIM[role]}@{point}#{often}=kill")
@@ -45,9 +46,11 @@ def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
     break_off(commands, process, saves, count=1, after=f"runs/*/fault-{VICTIM[role]}")
     monkeypatch.delenv("SYNCLINE_FAULT")
     names = saved(saves)
-    again = commands.run(*WORDS, script, "0.01")
+    again = commands.run("run", "--checkpoint", "saves", "-s", "1", "-w", "2", script, "0.01")
     assert again.code == 0, again.output
-    assert f"takes up {saves / names[-1]}" in again.output, again.output
+    told = rf"takes up \S+/{names[-1]}: step \d+, epoch \d, saved \d+ s ago by \d servers? and 2 workers"
+    assert re.search(told, again.output), again.output
+    assert saved(saves)[-1].endswith(f"step-{NUM_SAMPLES // 8 * EPOCHS}"), "the end of the job is saved too"
     assert "passed over" not in again.output, "what was not finished is no checkpoint, and is not taken for one"
     assert once_each(result(again.output)[1]), again.output
     if role != "worker":  # else others went on without it for some rounds

@@ -33,6 +33,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.proof
 def test_a_script_that_trains_does_not_load_it_and_one_that_compiles_does() -> None:
     """Worker and server are in one process here; what torch marks is marked as ever once the compiler is there."""
     done = subprocess.run(
@@ -51,3 +52,23 @@ def test_where_it_is_loaded_already_nothing_is_changed(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "torch._dynamo")
     leave_out_the_compiler()
     assert hasattr(plain, "__dynamo_disable"), "else nothing was looked at"
+
+
+def test_once_it_is_loaded_it_marks_what_it_always_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/launch/test_embedded.py has a script that trains without it."""
+    plain, compiler = torch.optim.Optimizer.zero_grad.__wrapped__, types.ModuleType("torch._dynamo")
+    monkeypatch.delattr(plain, "__dynamo_disable", raising=False)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    leave_out_the_compiler()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    ours = getattr(plain, "__dynamo_disable")
+    assert "torch._dynamo" not in sys.modules
+    monkeypatch.setitem(sys.modules, "torch._dynamo", compiler)
+    made: list[object] = []
+    setattr(compiler, "disable", lambda function, recursive, wrapping: made.append(function) or function)  # noqa: B010
+    model.weight.grad = torch.ones(1, 2)
+    optimizer.zero_grad()
+    assert made == [plain] and model.weight.grad is None
+    assert getattr(plain, "__dynamo_disable") is plain is not ours

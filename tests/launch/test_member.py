@@ -7,7 +7,9 @@ import pytest
 from syncline.launch.member import _exit_code
 
 
-@pytest.mark.parametrize(("said", "code", "written"), [(7, 7, ""), (0, 0, ""), (None, 0, ""), ("no data", 1, "no data\n")])
+@pytest.mark.parametrize(
+    ("said", "code", "written"), [(7, 7, ""), (0, 0, ""), (None, 0, ""), ("no data", 1, "no data\n")]
+)
 def test_the_scripts_own_exit_code_is_the_processs(
     said: object, code: int, written: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

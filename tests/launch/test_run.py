@@ -232,23 +232,45 @@ def test_a_script_that_never_joins(commands: Any) -> None:
     assert "ended without having joined the job; does the script call syncline.init()?" in result.output
 
 
-def test_torchruns_environment_and_arguments_and_modules_and_settings(commands: Any) -> None:
-    """What init() says loses to the file, and that to the launch: policy from the file, window from the launch, the
-    others alone."""
+def test_what_is_said_at_launch_is_heard(commands: Any) -> None:
+    """torchrun's environment, arguments, a module. What init() says loses to the file, and that to the launch: policy
+    from the file, window from the launch, the others alone. And --stop ends it."""
     commands.script(
         """
-        import json, os, sys, syncline
+        import json, os, sys, time
+        import numpy as np
+        import syncline
         job = syncline.init(policy="async", window=3, wait_seconds=330.0)
         print("CONFIG", job.config.policy, job.config.window, job.config.wait_seconds, job.config.start_seconds)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         print("ENV", json.dumps([os.environ[n] for n in names]), sys.argv[1:], job.local_rank, flush=True)
+        job.kv.register({"x": np.zeros(2)}, syncline.Rule("SGD", lr=1.0))
+        while not job.should_stop and job.own_step < 5000:
+            job.kv.push({"x": np.ones(2)}).wait()
+            job.report(score=job.own_step)
+            time.sleep(0.01)
     """,
         "mymodule.py",
     )
     (commands.folder / "syncline.toml").write_text('policy = "bounded:3"\nwindow = 2\nstart_seconds = 350.0\n')
-    words = ("-w", "2", "--window", "1", "--env", "torchrun", "-m", "mymodule", "--epochs", "3", "x y")
+    words = (
+        "-w",
+        "2",
+        "--window",
+        "1",
+        "--stop",
+        "score>=5",
+        "--env",
+        "torchrun",
+        "-m",
+        "mymodule",
+        "--epochs",
+        "3",
+        "x y",
+    )
     result = commands.run("run", *words)
     assert result.code == 0, result.output
+    assert "stopped by --stop 'score>=5': score = " in result.output, result.output
     assert "CONFIG bounded:3 1 330.0 350.0" in result.output, result.output
     lines = sorted(line.rpartition("ENV ")[2] for line in result.output.splitlines() if "ENV " in line)
     assert len(lines) == 2 and all("['--epochs', '3', 'x y']" in line for line in lines)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 SCRIPT = """
-    import time
     import numpy as np
     import syncline
     job = syncline.init()
@@ -15,25 +14,17 @@ SCRIPT = """
     while not job.should_stop and job.own_step < 5000:
         job.kv.push({"x": np.ones(1000, np.float32)}).wait()
         job.report(score=job.own_step)
-        time.sleep(PAUSE)
     job.barrier("over")
     print("END", job.step, float(job.kv.pull()["x"][0]))
 """
 
 
-def script(commands: Any, pause: float = 0.0) -> Any:
-    return commands.script(SCRIPT.replace("PAUSE", str(pause)))
-
-
 @pytest.mark.proof
 def test_max_steps(commands: Any) -> None:
-    result = commands.run("run", "-w", "2", "-s", "2", "--max-steps", "9", "--stop", "scor>1e9", script(commands))
+    result = commands.run(
+        "run", "-w", "2", "-s", "2", "--max-steps", "9", "--stop", "scor>1e9", commands.script(SCRIPT)
+    )
     assert result.code == 0, result.output
     assert result.output.count("END 9 -9.0") == 2
     assert "stopped by --max-steps 9: step 9" in result.output and "last readings: score" in result.output
     assert "--stop: nobody has reported 'scor'; reported are: score; did you mean 'score'?" in result.output
-
-
-def test_a_rule(commands: Any) -> None:
-    result = commands.run("run", "-w", "2", "--policy", "async", "--stop", "score>=5", script(commands, 0.01))
-    assert result.code == 0 and "stopped by --stop 'score>=5': score = " in result.output, result.output

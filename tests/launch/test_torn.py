@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
     import numpy as np, syncline
     job = syncline.init()
-    N, PUSHES = 900_000, 150
+    N, PUSHES = 900_000, 70
     job.kv.register({"x": np.zeros(N, np.float32)}, syncline.Rule("SGD", lr=1.0))
     assert job.kv.layout.num_slices == 1
     job.barrier("begin")

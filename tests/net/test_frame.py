@@ -84,7 +84,7 @@ def test_every_message_comes_back_as_it_was(kind: type[Message]) -> None:
     """One strategy per message, made from its own fields: a new message is covered by being there."""
 
     @given(values_of(kind))
-    @settings(max_examples=30)
+    @settings(max_examples=12)
     def round_trip(message: Message) -> None:
         number = frame.kind_of(message)
         assert frame.decode(number, frame.encode(message)) == message

@@ -19,9 +19,9 @@ from .faults import KINDS, RING, SAVES, SPARE, scenario_of
 from .job import play
 from .world import Violation
 
-QUICK, PROOF, SOAK = 150, 10_000, 200_000
-QUICK_SAVES, PROOF_SAVES = 60, 1_000
-QUICK_RINGS, PROOF_RINGS = 50, 2_000
+QUICK, PROOF, SOAK = 100, 10_000, 200_000
+QUICK_SAVES, PROOF_SAVES = 40, 1_000
+QUICK_RINGS, PROOF_RINGS = 30, 2_000
 MOST_FOR_A_BUG = 2_000
 
 
@@ -117,7 +117,7 @@ def test_saves_come_to_their_end() -> None:
 
 
 @given(st.integers(0, 1 << 32), st.sets(st.integers(0, 4)))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_any_seed_with_any_of_its_faults(seed: int, faults: set[int]) -> None:
     """What hypothesis finds it makes small: the fewest faults that still do it, each as it was among the others."""
     play(seed, keep=frozenset(faults))
@@ -170,7 +170,7 @@ def test_a_trace_does_not_depend_on_the_process() -> None:
             env={"PYTHONHASHSEED": hashes, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True, check=True, text=True,
         ).stdout
-        for hashes in ("1", "2", "77")
+        for hashes in ("1", "77")
     }  # fmt: skip
     assert len(traces) == 1
 
