@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from tests.roles.rings import check_all_equal
+from tests.patience import PATIENCE
+from tests.roles.conftest import eventually
+from tests.roles.rings import check_all_equal, kill, start
 
 from syncline.core.forecast import Outcome
-from syncline.roles.server import circle, sums
+from syncline.roles.server import circle, pool, sums
 from syncline.roles.server.circling import Circling
 from syncline.roles.server.turn import Turn
 from syncline.testing import local_job
@@ -176,3 +178,57 @@ def test_a_circle_begins_all_buckets_before_their_round_is_whole(monkeypatch: py
     monkeypatch.setattr(Circling, "make", make)
     trained(plain, True, "circle")
     assert begun == [begun[0]] * 4 * (STEPS - 2) and begun[0][0] == begun[0][1] > 1
+
+
+class Ledger(torch.nn.Module):
+    """A cell for each step of each worker, twice: what counts of a step counts in both, on whatever slices."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.here, self.there = (torch.nn.Parameter(torch.zeros(4, num_steps)) for _ in range(2))
+
+    def check(self, acknowledged: Sequence[int]) -> list[int]:
+        here, there = self.here.detach(), self.there.detach()
+        assert torch.equal(here, there), "a step counts on all slices or on none"
+        for rank, row in enumerate(here):
+            count = int((row > 0).sum())  # each by its share of the round
+            assert torch.equal(row > 0, torch.arange(len(row)) < count), f"worker-{rank}: {row}"
+            assert count >= acknowledged[rank], f"an acknowledged step of worker-{rank} is lost"
+        return [int((row > 0).sum()) for row in here]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_while_sums_are_early(kind: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers have threads of their own. One worker changes its gradients now and then: some sums are made anew."""
+    broken, steps, acknowledged = list[Exception](), 30, [0, 0, 0, 0]
+    monkeypatch.setattr(pool, "InlinePool", lambda: pool.ThreadPool(broken.append, 2))
+    with local_job(workers=4, exchange="ring", slice_bytes=256, **KINDS[kind]) as jobs:
+        gone, found = set[str](), dict[str, Ledger]()
+
+        def work(job: Any) -> None:
+            rank, model = int(job.name[-1]), Ledger(steps)
+            sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+            opt = DistributedOptimizer(sgd, model=model, job=job)
+            for number in range(steps):
+                opt.zero_grad()
+                factor = 0.5 if rank == 2 and number % 3 == 0 else 1.0
+                (-factor * (model.here[rank, number] + model.there[rank, number])).backward()
+                if factor != 1.0:
+                    for parameter in model.parameters():
+                        assert parameter.grad is not None
+                        parameter.grad.data.div_(factor)
+                opt.step()
+                opt.wait()
+                acknowledged[rank] = number + 1
+            found[job.name] = model
+
+        threads = start(jobs, work, gone)
+        eventually(lambda: acknowledged[victim] >= 5)
+        kill(jobs, victim, gone)
+        left = [rank for rank in range(4) if rank != victim]
+        for rank in left:
+            threads[rank].join(PATIENCE)
+        counts = found[f"worker-{left[0]}"].check(acknowledged)
+        assert [counts[rank] for rank in left] == [steps] * 3 and not broken
+        check_all_equal(jobs)
