@@ -73,7 +73,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "allreduce-net": (2, 2),
         **dict.fromkeys(["ring-net", "ring-bf16", "ring-int8", "ring-topk"], (2, 2)),
         **dict.fromkeys(["ring-bf16-time", "ring-int8-time", "ring-topk-time"], (2, 2)),
-        **dict.fromkeys(["ring-hosts", "ring-hosts-bytes"], (4, 4)),
+        **dict.fromkeys(["ring-hosts", "ring-hosts-bytes", "ring-early"], (4, 4)),
         **{f"ring-servers-{n}-{rate}": (n, n) for n in (2, 4, 6) for rate in ("1gbit", "10gbit")},
         "sync-2": (2, 2),
         "sync-4": (4, 4),

@@ -81,6 +81,7 @@ MODELS = {
     "lenet": Recipe(build=lenet, batch_size=64, optimizer=_adam()),
     "mlp-small": Recipe(build=lambda: mlp(784, 128, 10), batch_size=64, optimizer=_adam()),
     "mlp-wide": Recipe(build=lambda: mlp(784, 2048, 2048, 10), batch_size=32, optimizer=_sgd(0.9)),
+    "mlp-wide-256": Recipe(build=lambda: mlp(784, 2048, 2048, 10), batch_size=256, optimizer=_sgd(0.9)),
     "mlp-tiny": Recipe(build=lambda: mlp(784, 4, 10), batch_size=4, optimizer=_sgd(0.0)),
     "gpt": _gpt(8, torch.float32),
     "gpt-bf16": _gpt(64, torch.bfloat16),

@@ -12,7 +12,7 @@ from syncline.bench.moving import adam, crowd, push_pull, replicas, sync, sync_s
 from syncline.bench.reading import parquet
 from syncline.bench.row import Reach, Row
 from syncline.bench.saves import checkpoint
-from syncline.bench.spanning import ring_beside_servers, ring_codec, ring_hosts, ring_net
+from syncline.bench.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
 from syncline.bench.starting import start
 from syncline.bench.training import beside_ddp, beside_nccl, beside_strangers, embedded, on_device
 from syncline.bench.words import KIB, MIB
@@ -78,6 +78,7 @@ def _spanning_rows() -> list[Row]:
         ),
         ring_hosts("ring-hosts", LARGE, each=2, rate="1gbit", unit="seconds"),
         ring_hosts("ring-hosts-bytes", LARGE, each=2, rate="1gbit", unit="bytes"),
+        ring_early("ring-early", each=2, rate="1gbit"),
         *(
             ring_beside_servers(f"ring-servers-{n}-{rate}", 16 * MIB, workers=n, rate=rate)
             for rate in ("1gbit", "10gbit")

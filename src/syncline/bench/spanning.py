@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from syncline.bench.match import play
 from syncline.bench.namespaces import SpannedJobSide, SpannedProcessSide, wire
 from syncline.bench.row import Effort, Reach, Row, Samples, Unit
@@ -84,6 +86,25 @@ def ring_hosts(name: str, num_bytes: int, *, each: int, rate: str, unit: Unit) -
         reach=Reach("printed"),
         measure=measure,
         unit=unit,
+    )
+
+
+def ring_early(name: str, *, each: int, rate: str) -> Row:
+    """Training: sums that begin while backward goes on, beside sums that begin at the step."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="train", model="mlp-wide-256", num_threads=1)
+        with switch(2, rate) as hosts:
+            ours = SpannedJobSide(task, hosts, options=_RING, each=each)
+            late = msgspec.structs.replace(task, overlap=False)
+            return play(ours, SpannedJobSide(late, hosts, options=_RING, side="reference", each=each), effort)
+
+    return Row(
+        name=name,
+        what=f"MLP 784-2048-2048-10 batch 256, SGD, ring, 2 hosts with {each} workers each at {rate}",
+        reference="the same with overlap=False",
+        reach=Reach("printed"),
+        measure=measure,
     )
 
 

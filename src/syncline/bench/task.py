@@ -16,6 +16,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rule: str = "SGD"
     num_bystanders: int = 0  #: the first so many workers register, and then rest
     model: str = ""
+    overlap: bool = True  #: gradients leave while backward goes on
     widths: list[int] = []  #: of an MLP, where no model is named
     device: str = "cpu"  #: of the model
     num_threads: int = 0  #: of torch; 0: as torch has it

@@ -36,7 +36,8 @@ def train(task: Task) -> Operation:
     job = syncline.init()
     own = msgspec.structs.replace(task, device=job.device) if task.device == "cuda" else task
     made = make(own, seed=job.rank)
-    return training_step(Training(made.model, DistributedOptimizer(made.optimizer, model=made.model), made.batch))
+    optimizer = DistributedOptimizer(made.optimizer, model=made.model, overlap=task.overlap)
+    return training_step(Training(made.model, optimizer, made.batch))
 
 
 def train_keeping(task: Task) -> Operation:
