@@ -75,3 +75,12 @@ def test_changes_of_most_slices_count_as_misses() -> None:
         for clock in range(1, 10):
             outcome = settle(forecasts, shares(clock), *range(num_changed))
         assert outcome.was_forecast is goes_on
+
+
+def test_where_somebody_stages_nothing_early_there_is_no_forecast() -> None:
+    forecasts = Forecasts()
+    forecasts.settle(shares(1), (), 10, is_early=False)
+    assert forecasts.next == ()
+    outcome = settle(forecasts, shares(2))
+    assert outcome.held and not outcome.was_forecast and not outcome.is_anew(0)
+    assert list(forecasts.next) == shares(3)

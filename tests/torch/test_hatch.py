@@ -170,7 +170,7 @@ import torch
 from syncline.roles.server import circle
 from syncline.roles.server.introductions import Heard, Introductions
 store = Introductions(1, Heard(), lambda key, value: None, 60.0)
-group = circle.nccl_group(store, 0, 1, "")
+group = circle.nccl_group(store, 0, 1, 60.0, "")
 numbers = torch.arange(5.0, device="cuda:0")
 group.allreduce([numbers], torch.distributed.AllreduceOptions()).wait()
 torch.cuda.synchronize()

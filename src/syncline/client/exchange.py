@@ -27,6 +27,7 @@ class Push:
     skip: bool = False  #: an overflow: the clock advances, the round changes nothing
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, Mapping[str, Option]]] = ()
+    as_staged: frozenset[int] = frozenset()  #: slices that were staged early, and are what they were then
     is_finite: bool = False  #: found to be so while it was copied, and not written since; else it is looked at
 
 

@@ -45,7 +45,7 @@ class Sending:
         self._early: dict[str, list[Call]] = {}
         self._sent: set[tuple[str, int]] = set()  # server, slice
         self._told: set[int] = set()  # slices that servers may be adding up for the next commit
-        self._changed: set[int] = set()  # those that have changed since
+        self._stale: set[int] = set()  # those that were told more than once, or of other servers
         self._unshared: dict[tuple[str, Ranges, int], tuple[list[Slice], int]] = {}
         self._socket_bytes = self._shared_bytes = 0
 
@@ -61,7 +61,7 @@ class Sending:
         placement, known = self._placement, dict[int, Encoded | None]()
         sums_early = placement.sums_early and self.encoder is None
         if sums_early:
-            self._changed.update(part.id for part in slices if part.id in self._told)
+            self._stale.update(part.id for part in slices if part.id in self._told)
             self._told.update(part.id for part in slices)
         for server, endpoint in placement.endpoints.items():
             taken = [(self._is_shared(server, p, draft.slot), p) for p in slices if placement.takes(server, p)]
@@ -78,6 +78,8 @@ class Sending:
                 return  # seen to at the commit, which sends everything again
             self._socket_bytes += num_bytes
             self._early.setdefault(server, []).append(call)
+            while call.is_read_by_waiter and not call.is_done and call.read(0.0):
+                pass  # answers that nobody reads would fill the way back
             self._sent.update((server, part.id) for part in parts)
 
     def _is_shared(self, server: str, part: Slice, slot: int) -> bool:
@@ -87,8 +89,6 @@ class Sending:
 
     def restage(self, part: Slice) -> None:
         """This slice of the arena has changed since it was staged."""
-        if part.id in self._told:
-            self._changed.add(part.id)
         self._sent = {sent for sent in self._sent if sent[1] != part.id}
         if self.encoder is not None:
             self.encoder.forget(part.id)
@@ -132,7 +132,7 @@ class Sending:
         """`before`: the open ticket of the clock before, which is told to count first."""
         names, known = self._placement.names, dict[int, Encoded | None](ticket.encoded)
         if not ticket.generation:
-            ticket.changed, self._told, self._changed = sorted(self._changed), set(), set()
+            self._go_by(ticket)
         at_once = len(names) == 1 or self._is_ring
         ticket.lanes = lanes = [self._lane(server, ticket, at_once, known) for server in names]
         earlier = before.flow if before is not None else None
@@ -147,6 +147,16 @@ class Sending:
             self._early, self._sent = {}, set()
         flow.start()
         return flow
+
+    def _go_by(self, ticket: ServersTicket) -> None:
+        """Of what was staged early, only what the push vouches for is believed; anything else goes again."""
+        same = ticket.push.as_staged
+        for number in {number for _, number in self._sent} - same:
+            self._sent = {sent for sent in self._sent if sent[1] != number}
+            if self.encoder is not None:
+                self.encoder.forget(number)
+        ticket.is_early, ticket.changed = bool(self._told), sorted((self._told - same) | self._stale)
+        self._told, self._stale = set(), set()
 
     def _counted(self, push: Push) -> Ranges:
         """The parameters that a push counts for."""
@@ -166,7 +176,7 @@ class Sending:
     def forget(self) -> None:
         """Servers or slices have changed: nothing is staged anywhere, and nothing is known of who reads what."""
         self._early, self._sent = {}, set()
-        self._changed |= self._told  # by no means is more believed of it than it is
+        self._stale |= self._told
         self._unshared.clear()
         if self.encoder is not None:
             self.encoder.forget()
@@ -271,4 +281,5 @@ def _stage_message(
         sizes=carried.sizes,
         ready=list(ready),
         changed=ticket.changed,
+        early=ticket.is_early,
     )

@@ -23,8 +23,8 @@ class ServersTicket:
     """A push to the servers: all that is needed to make it anew. `wait` may be called again after a WaitTimeout."""
 
     __slots__ = (
-        "_exchange", "back_at", "changed", "clock", "encoded", "flow", "generation", "landed", "lanes", "push",
-        "sink", "slot", "stretch", "uses",
+        "_exchange", "back_at", "changed", "clock", "encoded", "flow", "generation", "is_early", "landed", "lanes",
+        "push", "sink", "slot", "stretch", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -45,7 +45,7 @@ class ServersTicket:
         self.landed = False
         self.uses: list[Use] = []  # of leases
         self.encoded: dict[int, Encoded] = {}  # by slice: as it goes out, again and again
-        self.changed: list[int] = []  # slices that are not what was staged early
+        self.is_early, self.changed = False, list[int]()  # whether slices were staged early; those that changed since
 
     def done(self) -> bool:
         return self.landed or self.flow.done()

@@ -46,17 +46,25 @@ class Forecasts:
     def __init__(self) -> None:
         self.number = 0  #: of the round that is next
         self._last: tuple[Share, ...] = ()
+        self._is_early = False
         self._misses = 0
 
     @property
     def next(self) -> tuple[Share, ...]:
         """The commits of the next round, in their order; none, where nothing is to be added up early."""
-        return self._last if self._misses < PATIENCE else ()
+        return self._last if self._is_early and self._misses < PATIENCE else ()
 
     def settle(
-        self, shares: Sequence[Share], changed: Collection[int], num_slices: int, *, skip: bool = False
+        self,
+        shares: Sequence[Share],
+        changed: Collection[int],
+        num_slices: int,
+        *,
+        is_early: bool = True,
+        skip: bool = False,
     ) -> Outcome:
-        """A round is whole. `changed`: by the word of its commits; `num_slices`: that any of them has pushed."""
+        """A round is whole. `changed`: by the word of its commits; `num_slices`: that any of them has pushed.
+        `is_early`: all of them have staged slices early, so that it will help again."""
         found = tuple(shares)
         held = found == self._last and not skip and any(share.weight > 0 for share in found)
         outcome = Outcome(self.number, bool(self.next), held, frozenset(changed))
@@ -64,5 +72,5 @@ class Forecasts:
             is_hit = held and 2 * len(outcome.changed) <= num_slices
             self._misses = max(self._misses - 1, 0) if is_hit else min(self._misses + 1, 2 * PATIENCE - 1)
         self._last = tuple(share._replace(clock=share.clock + 1) for share in found)
-        self.number += 1
+        self.number, self._is_early = self.number + 1, is_early
         return outcome

@@ -199,6 +199,7 @@ class Stage(Message, frozen=True):
     sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; none: as it lies
     ready: list[int] = []  # before the commit: slices that lie in shared memory as they will be, it seems
     changed: list[int] = []  # at the commit: slices staged before it that are not any more what they were then
+    early: bool = False  # at the commit: slices were staged before it, to be added up
 
 
 class CommitStaged(Message, frozen=True):

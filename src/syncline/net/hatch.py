@@ -35,7 +35,7 @@ class Hatch:
             self.segments |= {segment}
 
     def give(self, segment: int, gradients: Handed) -> None:
-        """All of a segment, for the next commit. Not written again before that is answered."""
+        """Of a segment what is there so far, for the next commit: which slices is told then, or all at the commit."""
         self._gradients[segment] = gradients
 
     def parameters(self, number: int) -> Handed | None:

@@ -29,6 +29,7 @@ class Gradients:
         self._all = to_ranges(segment.first_parameter + index for index, _ in self._items)
         self._paused = False
         self.is_finite = False  #: whether all that `collect` has copied was found to be finite
+        self.as_staged: frozenset[int] = frozenset()  #: slices, by id, that are what they were when they were carried
         self._early = overlap
         self._wasted = 0
         self._carried: set[int] = set()  # slices
@@ -40,6 +41,7 @@ class Gradients:
             for index in self._parameters_of[-1]:
                 self._slices_of.setdefault(index, []).append(number)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooked: set[int] = set()  # parameters, of which gradients are to be expected
         self._see_to_hooks()
 
     # -- early --------------------------------------------------------------------------------------------
@@ -54,6 +56,7 @@ class Gradients:
                 def ready(parameter: torch.Tensor, index: int = index) -> None:
                     self._gradient_ready(index, parameter)
 
+                self._hooked.add(index)
                 self._hooks.append(item.tensor.register_post_accumulate_grad_hook(ready))
 
     def pause(self, paused: bool) -> None:
@@ -72,7 +75,7 @@ class Gradients:
             return  # a second backward before the step: found by the comparison there
         self._carrier.targets((index,))[0].copy_(parameter.grad.detach())
         self._ready.add(index)
-        whole = [n for n in self._slices_of.get(index, ()) if self._parameters_of[n] <= self._ready]
+        whole = [n for n in self._slices_of.get(index, ()) if self._parameters_of[n] & self._hooked <= self._ready]
         self._carried.update(whole)
         self._carrier.carry(whole)
 
@@ -80,7 +83,7 @@ class Gradients:
 
     def collect(self, scale: torch.Tensor | None = None) -> Ranges:
         """All gradients into the arena, multiplied by `scale`; the ids of the parameters that have one."""
-        self.is_finite = False
+        self.is_finite, self.as_staged = False, frozenset()
         gradients = self._gradients()
         changed = dict(gradients)
         if scale is None:
@@ -116,6 +119,7 @@ class Gradients:
         again = {n for index in changed for n in self._slices_of.get(index, ())} & self._carried
         late = {n for index in gradients for n in self._slices_of.get(index, ())} - self._carried
         self._carrier.finish(again, late)
+        self.as_staged = frozenset(self._segment.slices[number].id for number in self._carried - again)
         self._judge(len(again))
         self.forget()
 

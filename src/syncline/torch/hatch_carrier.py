@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,8 @@ class HatchCarrier:
         self._views = [place_of(self._mirror, segment, index) for index in range(len(segment.parameters))]
         self._comparison = Comparison(segment, self._mirror)
         self._bucket: list[Slice] = []  # copied, and not told
-        self._is_free = False  # the mirror is, for the next commit
+        self._streams: list[Any] = []  # that write the mirror for the next commit; it is free to be written by them
+        self._clock = exchange.clock  # of the commit before that
         floats = [part for part in segment.slices if part.dtype in FLOATS and part.num_bytes]
         self._numbers = [
             self._mirror[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
@@ -36,17 +38,22 @@ class HatchCarrier:
         return self._exchange.helps_early
 
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
-        if not self._is_free:
-            self._make_free()
+        self._make_free()
         return [self._views[index] for index in indices]
 
     def _make_free(self) -> None:
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        if self._clock != self._exchange.clock:
+            self._clock = self._exchange.clock
+            self._streams.clear()
+        if stream in self._streams:
+            return
         self._exchange.make_room()
         for part in self._segment.slices:  # its server may still be at work on what was there before
             handed = self._hatch.parameters(part.id)
             if handed is not None and handed.event is not None:
                 handed.event.wait()  # the caller's stream does
-        self._is_free = True
+        self._streams.append(stream)
 
     def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
         torch._foreach_copy_(self.targets(gradients), list(gradients.values()))
@@ -66,7 +73,11 @@ class HatchCarrier:
     def _give(self) -> None:
         event = torch.cuda.Event() if self._device.type == "cuda" else None
         if event is not None:
-            event.record(torch.cuda.current_stream(self._device))
+            current = torch.cuda.current_stream(self._device)
+            for stream in self._streams:
+                if stream != current:
+                    current.wait_stream(stream)
+            event.record(current)
         self._hatch.give(self._segment.index, Handed(self._mirror, event))
 
     def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
@@ -74,14 +85,13 @@ class HatchCarrier:
         return self._comparison.same(gradients)
 
     def finish(self, again: set[int], late: set[int]) -> None:
-        self._bucket, self._is_free = [], False
+        self._bucket = []
         for number in again:
             self._exchange.restage(self._segment.slices[number])
 
     def hand_over(self) -> bool:
         """On the GPU the largest number of each slice tells whether all are finite. Where some are not, host memory
         gets them too: there it is found out which, and what of them counts."""
-        self._is_free = False
         self._give()
         if not self._exchange.checks_finite:
             return False

@@ -41,7 +41,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     With `model`, its names and buffers are used: buffers are the chief's after every step (`buffers="chief"`) or
     the workers' mean (`"mean"`). `clip_norm` clips the round's mean gradient by its global norm. `overlap` sends
-    gradients while backward goes on, over sockets and from a GPU. On a GPU `step()` then returns before the new
+    gradients while backward goes on, over sockets and from a GPU, and has them added up. On a GPU `step()` then returns before the new
     parameters are there: each is awaited where its module's code reads it. Who reads them elsewhere (from a list
     kept from before, say) calls `wait()` first.
     """
@@ -270,6 +270,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             skip=overflow,
             clip_norm=clip,
             overrides=self._overrides(),
+            as_staged=frozenset().union(*(g.as_staged for g in self._gradients)) if not overflow else frozenset(),
             is_finite=all(gradients.is_finite for gradients in self._gradients) and not overflow,
         )
         self._landing.before_commit()

@@ -68,25 +68,27 @@ class Adding:
     def is_primary(self, place: Place) -> bool:
         return self._deputies.primary(place.number) == self._name
 
-    def do(self, turn: Turn, action: Callable[[], None]) -> None:
+    def do(self, turn: Turn, place: Place, anew: bool, action: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 if not self.is_closed:
                     action()
-            except Exception as error:  # whoever waits must hear of it, whatever it is
+            except Exception as error:  # whoever waits must hear of it, whatever it is; unless it was for nothing
                 with self.lock:
-                    work, turn.error = turn.work, error
-                if work is not None:
-                    self._failed(work, error)
+                    is_wanted = self._is_wanted(turn, place, anew)
+                    if is_wanted and turn.work is None:
+                        turn.errors[place.number] = error
+                if is_wanted and turn.work is not None:
+                    self._failed(turn.work, error)
 
         self._pool.submit(run)
 
-    def _is_free(self, turn: Turn, place: Place, action: Callable[[], None]) -> bool:
+    def _is_free(self, turn: Turn, place: Place, anew: bool, action: Callable[[], None]) -> bool:
         """Whether no neighbour reads there what the round before has left; if one does, this is done after that."""
         with self.lock:
             if all(saying.is_acknowledged for saying in place.given):
                 return True
-            place.waiting.append(lambda: self.do(turn, action))
+            place.waiting.append(lambda: self.do(turn, place, anew, action))
             return False
 
     def _freed(self, place: Place) -> None:
@@ -105,7 +107,7 @@ class Adding:
 
     def add(self, turn: Turn, place: Place, anew: bool) -> None:
         """This host's gradients."""
-        if not self._is_free(turn, place, functools.partial(self.add, turn, place, anew)):
+        if not self._is_free(turn, place, anew, functools.partial(self.add, turn, place, anew)):
             return
         with place.lock:
             with self.lock:
@@ -134,7 +136,7 @@ class Adding:
 
     def _finish(self, turn: Turn, place: Place, anew: bool) -> None:
         """At its primary: the sums of all hosts are here."""
-        if not self._is_free(turn, place, functools.partial(self._finish, turn, place, anew)):
+        if not self._is_free(turn, place, anew, functools.partial(self._finish, turn, place, anew)):
             return
         with place.lock:
             with self.lock:
@@ -207,7 +209,7 @@ class Adding:
                 is_new = False
         request.reply(Done())
         if place is not None and is_new:
-            self.do(turn, functools.partial(self._has_come, turn, place, message.anew, host))
+            self.do(turn, place, message.anew, functools.partial(self._has_come, turn, place, message.anew, host))
 
     def take_whole(self, turn: Turn, request: Request, message: WholeSum) -> None:
         """At a deputy or a neighbour: the sum of all."""
@@ -225,10 +227,11 @@ class Adding:
             request.reply(Done())
         if place is not None and is_new:
             data = None if is_lent else np.frombuffer(request.payload[0], np.uint8)
-            self.do(turn, functools.partial(self._got, turn, place, message.anew, request.peer.name, data))
+            got = functools.partial(self._got, turn, place, message.anew, request.peer.name, data)
+            self.do(turn, place, message.anew, got)
 
     def _got(self, turn: Turn, place: Place, anew: bool, sender: str, data: Bytes | None) -> None:
-        if not self._is_free(turn, place, functools.partial(self._got, turn, place, anew, sender, data)):
+        if not self._is_free(turn, place, anew, functools.partial(self._got, turn, place, anew, sender, data)):
             return
         with place.lock:
             with self.lock:

@@ -23,7 +23,7 @@ from syncline.core.slices import Identity
 from syncline.roles.server.circling import Circling
 from syncline.roles.server.early import Early, forecast_commits, settle_forecast
 from syncline.roles.server.homes import Home
-from syncline.roles.server.sums import Pending, RoundSums, Sums
+from syncline.roles.server.sums import Pending, RoundSums, Sums, counted_in
 from syncline.roles.server.work import Contribution, RoundWork
 
 dist: Any = torch.distributed  # which types know little of
@@ -36,7 +36,7 @@ CONNECT_SECONDS = 5.0
 _NO_LIMIT = datetime.timedelta(days=365)
 
 
-def gloo_group(store: Store, rank: int, size: int, address: str) -> Any:
+def gloo_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
     """Speaks and listens at this address only. Whoever is introduced is about to connect."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
@@ -44,14 +44,15 @@ def gloo_group(store: Store, rank: int, size: int, address: str) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def nccl_group(store: Store, rank: int, size: int, address: str) -> Any:
-    """nccl finds its own addresses; it is made with the first sum."""
+def nccl_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
+    """nccl finds its own addresses; it is made with the first sum. A script that waits for its whole GPU between
+    backward and step, beside one that has nothing more to add, would wait for ever: nccl ends it after the limit."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _NO_LIMIT
+    options._timeout = datetime.timedelta(seconds=timeout_seconds)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-GROUPS: dict[str, Callable[[Store, int, int, str], Any]] = {"gloo": gloo_group, "nccl": nccl_group}
+GROUPS: dict[str, Callable[[Store, int, int, float, str], Any]] = {"gloo": gloo_group, "nccl": nccl_group}
 
 
 class Formed(NamedTuple):
@@ -189,7 +190,8 @@ class Circle:
             raise self._broken
         with self._home.at_work():
             circling, self._circling, self._is_free = self._next(), None, False
-            found = circling.make(work, settle_forecast(self._forecasts, work, circling.num_slices))
+            num_slices = sum(len(bucket.numbers) for bucket in self._sums.buckets(counted_in(work)))
+            found = circling.make(work, settle_forecast(self._forecasts, work, num_slices))
             self._home.settle()
         return found
 

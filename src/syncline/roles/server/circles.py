@@ -60,7 +60,7 @@ class Circles:
         seconds = self._config.wait_seconds
         store = Introductions(generation, self.heard, tell, seconds)
         rank, address = names.index(self._hosting.name), self._address(members)
-        return Formed(GROUPS[self._config.sums](store, rank, len(names), address), store)
+        return Formed(GROUPS[self._config.sums](store, rank, len(names), seconds, address), store)
 
     def _address(self, members: Collection[Member]) -> str:
         """On one host nobody outside of it can connect."""

@@ -6,6 +6,7 @@ to be: so all make the same calls. Then, where the forecast has not held, again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from syncline.core.forecast import Outcome
@@ -24,11 +25,6 @@ class Circling:
         self._buckets = sums.buckets(forecast)
 
     @property
-    def num_slices(self) -> int:
-        """Of the forecast."""
-        return sum(len(bucket.numbers) for bucket in self._buckets)
-
-    @property
     def num_begun(self) -> int:
         """Buckets, so far."""
         return len(self._pending)
@@ -36,8 +32,8 @@ class Circling:
     def go_on(self, staged: Early) -> None:
         """With what this server's worker has staged: as many buckets as are whole by that, the next one first."""
         own = staged.with_arrays(self._own(self._forecast))
-        if own:
-            self._enter(own, self._forecast, lambda bucket: all(staged.has_all(own, n) for n in bucket.numbers))
+        with contextlib.suppress(KeyError):  # that worker has left: the round will be another one
+            self._enter(own, self._forecast, lambda bucket: all(staged.has_all(own, n) for n in bucket.awaits(own)))
 
     def _own(self, commits: Counted) -> Counted:
         return [commit for commit in commits if commit.worker == self._own_worker]

@@ -66,4 +66,5 @@ def settle_forecast(forecasts: Forecasts, work: RoundWork, num_slices: int) -> O
     """A round is whole: what of its forecast has held. `num_slices`: of the round."""
     shares = [Share(*key_of(commit), commit.item.weight, commit.item.pushed) for commit in work.commits]
     changed = {number for commit in work.commits for number in commit.item.changed}
-    return forecasts.settle(shares, changed, num_slices, skip=work.skip)
+    is_early = all(commit.item.is_early for commit in work.commits)
+    return forecasts.settle(shares, changed, num_slices, is_early=is_early, skip=work.skip)

@@ -172,12 +172,13 @@ class Relay:
             kept = self._kept_for(turn) if is_new or is_whole else []
             is_summed = not turn.left
         _answer(answered)
-        if is_whole and turn.error is not None:
-            self._failed(work, turn.error)
+        if is_whole and turn.errors:
+            self._failed(work, next(iter(turn.errors.values())))
         elif is_whole and is_summed:
             self._summed(work, turn.sums)
         for place in places:
-            adding.do(turn, functools.partial(adding.add, turn, place, turn.is_anew(place.number)))
+            anew = turn.is_anew(place.number)
+            adding.do(turn, place, anew, functools.partial(adding.add, turn, place, anew))
         for request in kept:
             assert isinstance(request.message, HostSum | WholeSum)
             self.hear(request, request.message)
@@ -213,6 +214,8 @@ class Relay:
             if turn is None or turn.work is not work:
                 return
             self._adding.turn = None
+            for place in turn.by_number.values():
+                place.empty()  # a round that has failed may leave something
         for _, saying in turn.sayings:
             saying.take_back()  # if it has not come, it was not needed
         _answer([request for _, request in turn.unanswered])
@@ -247,10 +250,11 @@ class Relay:
             if isinstance(message, HostSum):
                 spare = place.spare if place is not None else []
                 return [buffer_of(spare.pop() if spare else np.empty(wide_bytes(segment, part), np.uint8))]
-            # Never what is early: it may be added up anew there before all bytes have come.
+            # Never what is early: it may be added up anew there before all bytes have come. Nor what is made anew:
+            # who added up early may not have left it yet.
             is_whole = turn is not None and turn.work is not None and turn.number == message.round
             if turn is not None and is_whole and place is not None and place.is_own and place.region is not None:
-                is_wanted = message.slice in turn.awaited and turn.is_anew(message.slice) == message.anew
+                is_wanted = message.slice in turn.awaited and not turn.is_anew(message.slice) and not message.anew
                 if is_wanted and all(saying.is_acknowledged for saying in place.given):
                     return [buffer_of(place.region.array)]
         return [buffer_of(np.empty(part.num_bytes, np.uint8))]

@@ -67,6 +67,11 @@ class Bucket:
         for slot, (wide, _) in self._sums:
             lay_shares(slot, own, wide, equal)
 
+    def awaits(self, own: Sequence[Commit[Contribution]]) -> list[int]:
+        """The slices of which these bring anything."""
+        touched = [slot for slot, _ in self._sums if any(slot.touched_by(commit.item.pushed) for commit in own)]
+        return [slot.part.id for slot in touched]
+
     def read(
         self, counted: Sequence[Commit[Contribution]], weight: float, equal: float | None, found: RoundSums
     ) -> None:
@@ -94,7 +99,7 @@ class Sums:
         for slot in self._slots():
             by_segment[slot.part.segment].append(slot)
         found = list[Bucket]()
-        for segment, slots in sorted(by_segment.items(), reverse=True):
+        for segment, slots in sorted(by_segment.items(), key=_readiness, reverse=True):
             if any(slot.touched_by(commit.item.pushed) for commit in counted for slot in slots):
                 found += self._buckets_of(segment, slots)
         return found
@@ -111,6 +116,12 @@ class Sums:
                     groups.append([slot])
             self._buckets[segment] = [Bucket(group) for group in groups]
         return self._buckets[segment]
+
+
+def _readiness(item: tuple[int, list[HostedSlice]]) -> tuple[bool, int]:
+    """Buffers come last: they are there at the step."""
+    number, slots = item
+    return not all(all(_assigned(slot.segment, slot.pieces)) for slot in slots), number
 
 
 def counted_in(work: RoundWork) -> list[Commit[Contribution]]:

@@ -87,7 +87,7 @@ class Turn:
         """`number`: of the round, in its generation; `counted`: its commits, or those of its forecast."""
         self.number, self._places, self._host_of = number, list(places), host_of
         self.work: RoundWork | None = None  # when it is whole
-        self.error: Exception | None = None  # of what was done early
+        self.errors: dict[int, Exception] = {}  # by slice: of what was done early
         self._outcome: Outcome | None = None
         self.sayings: list[tuple[int, Saying]] = []  # by slice
         self.unanswered: list[tuple[int, Request]] = []  # of slices that are read where they lie
@@ -126,6 +126,7 @@ class Turn:
         anew = [place for place in early if outcome.is_anew(place.number)]
         for place in anew:
             place.empty()
+            self.errors.pop(place.number, None)
             self._begin_anew(place.number)
         numbers = {place.number for place in anew}
         for number, saying in self.sayings:

@@ -56,9 +56,9 @@ class Contribution:
     """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
 
     __slots__ = (
-        "again", "answer", "arrays", "back_at", "changed", "clip_norm", "clocks", "incarnation", "is_fenced",
-        "is_late", "is_skipped", "is_told", "overrides", "pushed", "request", "since", "skip", "slot", "stretch",
-        "uses", "weight",
+        "again", "answer", "arrays", "back_at", "changed", "clip_norm", "clocks", "incarnation", "is_early",
+        "is_fenced", "is_late", "is_skipped", "is_told", "overrides", "pushed", "request", "since", "skip", "slot",
+        "stretch", "uses", "weight",
     )  # fmt: skip
 
     def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
@@ -69,7 +69,8 @@ class Contribution:
         self.clip_norm: float | None = None
         self.overrides: list[tuple[int, int, dict[str, Option]]] = []
         self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
-        self.changed: frozenset[int] = frozenset()  # slices that are not what was staged early
+        self.is_early = False  # slices were staged before it, to be added up
+        self.changed: frozenset[int] = frozenset()  # those that are not what they were then
         self.request: Request | None = None
         self.answer: Progress | None = None  # where the answer goes out slice by slice
         self.again: list[Contribution] = []  # the same commit, said more than once: each saying is answered
