@@ -301,7 +301,8 @@ def test_a_sum_that_comes_late_is_not_written_over_one_of_a_later_round() -> Non
         assert np.shares_memory(np.frombuffer(reading, np.uint8), own_region(backup, backup.slot).array)
         kill(jobs, 2, set())
         eventually(lambda: voting.votes.voters == {"server-0", "server-1"})
-        assert backups.backups[number] is backup and number in server._staging.copies.numbers
+        eventually(lambda: number in server._staging.copies.numbers)
+        assert backups.backups[number] is backup
         mine = own_region(backup, backup.slot).array
         (again,) = backups.landing(peer, late)
         for view in (reading, again):
