@@ -16,6 +16,7 @@ from syncline.bench.models import Training, backward_step, make, settling, train
 from syncline.bench.task import Task, read_arguments
 from syncline.bench.turns import Operation, Seat, take_turns
 from syncline.config import num_cores
+from syncline.launch.compiler import leave_out_the_compiler
 
 GLOO_SECONDS = 60
 
@@ -78,7 +79,9 @@ def train(task: Task, path: str) -> Operation:
 
 
 def backward(task: Task, path: str) -> Operation:
-    """The plain torch loop without the optimizer's step: parameters, gradients, activations."""
+    """The plain torch loop without the optimizer's step: parameters, gradients, activations. Nor has it torch's
+    compiler, which an optimizer would load: a worker has not either."""
+    leave_out_the_compiler()
     return_what_is_freed()
     return backward_step(make(task, seed=task.number))
 
