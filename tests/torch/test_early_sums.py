@@ -180,6 +180,7 @@ def test_so_it_does_where_gradients_stay_on_their_device(
 ) -> None:
     """nccl wants a GPU for each rank: gloo stands in for it."""
     monkeypatch.setitem(circle.GROUPS, "nccl", circle.gloo_group)
+    monkeypatch.setitem(circle.LIMITS, "nccl", circle.LIMITS["gloo"])
     monkeypatch.setattr(hatch_carrier, "BUCKET_BYTES", 512)
     monkeypatch.setitem(KINDS, "hatch", {"sums": "nccl"})
     assert torch.equal(trained(body, True, "hatch", device), trained(body, False, "hatch", device))

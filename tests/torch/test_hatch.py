@@ -151,6 +151,7 @@ def test_several_ranks_come_to_what_servers_come_to(
 ) -> None:
     """nccl wants a GPU for each rank; gloo, in its place, adds up on one."""
     monkeypatch.setitem(circle.GROUPS, "nccl", circle.gloo_group)
+    monkeypatch.setitem(circle.LIMITS, "nccl", circle.LIMITS["gloo"])
     with local_job(workers=3, **NCCL) as jobs:
         found = jobs.run(lambda job: weighted(job, device, clip_norm=clip))
         assert not [what for what in past_the_host if what.startswith("arena")]

@@ -32,8 +32,8 @@ PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.005
 #: For all that have introduced themselves to be connected with each other.
 CONNECT_SECONDS = 5.0
-#: Others may be far behind in their backward, or rest.
-_NO_LIMIT = datetime.timedelta(days=365)
+#: By what adds up: others may be far behind in their backward, or rest. nccl has that of its group.
+LIMITS = {"gloo": datetime.timedelta(days=365), "nccl": None}
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout_seconds: float, address: str) -> Any:
@@ -56,10 +56,12 @@ GROUPS: dict[str, Callable[[Store, int, int, float, str], Any]] = {"gloo": gloo_
 
 
 class Formed(NamedTuple):
-    """A process group, and its store: torch asks that later too, and does not keep what is Python's of it."""
+    """A process group, and its store: torch asks that later too, and does not keep what is Python's of it. `limit`:
+    of each sum, where the group has another one for itself."""
 
     group: Any
     store: Store
+    limit: datetime.timedelta | None = None
 
 
 class Circle:
@@ -81,7 +83,6 @@ class Circle:
         `failed`: no change has followed what went wrong."""
         self.names, self._is_whole = names, is_whole
         self._own_worker, self._forecasts = own_worker, Forecasts()
-        self._lock = threading.Lock()
         self._staged = Early()
         self._circling: Circling | None = None  # the next round, or the one that is added up
         self._is_free = True  # the round before is applied: its memory may be used again
@@ -102,8 +103,7 @@ class Circle:
 
     def stage_early(self, worker: Identity, clock: int, contribution: Contribution, slices: set[int]) -> None:
         """What the worker of this process has staged before its commit."""
-        with self._lock:
-            self._staged.note(worker, clock, contribution, slices)
+        self._staged.note(worker, clock, contribution, slices)
         self._works.put(_Look())
 
     def supplied(self) -> None:
@@ -180,7 +180,7 @@ class Circle:
         if self._formed is None or not self._is_free or self._broken is not None or not self._forecasts.next:
             return
         try:
-            with self._lock, self._home.at_work():
+            with self._home.at_work():
                 self._next().go_on(self._staged)
         except Exception as error:  # of torch, in whatever form
             self._broken = error
@@ -197,8 +197,10 @@ class Circle:
 
     def _reduce(self, tensor: torch.Tensor) -> Pending:
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp.SUM, _NO_LIMIT
         assert self._formed is not None
+        options.reduceOp = dist.ReduceOp.SUM
+        if self._formed.limit is not None:
+            options.timeout = self._formed.limit
         pending: Pending = self._formed.group.allreduce([tensor], options)
         return pending
 

@@ -13,7 +13,7 @@ from syncline.core.ring import check_circle_hosts, partner_of
 from syncline.core.traffic import Introduce
 from syncline.errors import SynclineError
 from syncline.net.rpc import Request
-from syncline.roles.server.circle import GROUPS, Circle, Formed
+from syncline.roles.server.circle import GROUPS, LIMITS, Circle, Formed
 from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.introductions import Heard, Introductions
 from syncline.roles.server.saying import Saying
@@ -60,7 +60,8 @@ class Circles:
         seconds = self._config.wait_seconds
         store = Introductions(generation, self.heard, tell, seconds)
         rank, address = names.index(self._hosting.name), self._address(members)
-        return Formed(GROUPS[self._config.sums](store, rank, len(names), seconds, address), store)
+        made = GROUPS[self._config.sums](store, rank, len(names), seconds, address)
+        return Formed(made, store, LIMITS[self._config.sums])
 
     def _address(self, members: Collection[Member]) -> str:
         """On one host nobody outside of it can connect."""

@@ -23,7 +23,8 @@ class _Staged(NamedTuple):
 
 
 class Early:
-    """Of each worker, what belongs to the clock that it spoke of last."""
+    """Of each worker, what belongs to the clock that it spoke of last. One thread notes while another looks: what is
+    noted is never changed, only replaced."""
 
     def __init__(self) -> None:
         self._staged: dict[Identity, _Staged] = {}
