@@ -138,15 +138,16 @@ def test_the_connection_to_a_slow_coordinator_is_kept_until_there_is_another() -
 
 
 def test_a_coordinator_that_answers_late_is_looked_for_no_more() -> None:
-    coordinator, goes_on = Slow(), threading.Event()
+    coordinator, is_looked_for, goes_on = Slow(), threading.Event(), threading.Event()
 
     def dial() -> Connection:
         if coordinator.connections:
+            is_looked_for.set()
             assert goes_on.wait(300.0)
         return coordinator.dial()
 
     with contextlib.closing(member_of(coordinator, dial)):
-        until(lambda: any(thread.name == "rejoin" for thread in threading.enumerate()))
+        assert is_looked_for.wait(300.0)
         coordinator.answer()
         until(lambda: coordinator.beats > 3)
         goes_on.set()
