@@ -22,6 +22,7 @@ from syncline.core.layout import (
     covers,
     in_ranges,
     to_ranges,
+    without,
 )
 from syncline.core.placement import place
 from syncline.core.rule import Rule
@@ -136,6 +137,11 @@ def test_ranges_say_the_same_as_the_ids(ids: set[int]) -> None:
     assert [n for low, high in ranges for n in range(low, high)] == sorted(ids)
     assert all(one[1] < two[0] for one, two in itertools.pairwise(ranges)), "neighbours are one range"
     assert [n for n in range(-2, 64) if in_ranges(ranges, n)] == sorted(ids)
+
+
+@given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))
+def test_ranges_less_others_are_the_ids_less_the_others(ids: set[int], others: set[int]) -> None:
+    assert without(to_ranges(ids), to_ranges(others)) == to_ranges(ids - others)
 
 
 def test_covers_is_whether_every_id_is_there() -> None:

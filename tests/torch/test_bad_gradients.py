@@ -51,6 +51,7 @@ def test_a_bad_gradient_counts_nowhere(
         monkeypatch.setattr(MemoryConnection, "shares_memory", False)
     if looks:
         monkeypatch.setattr(carriers, "LOOK_BYTES", 1)
+        monkeypatch.setattr(carriers, "SMALL_BYTES", 1)
 
     def train(job: Job) -> list[torch.Tensor]:
         model = copy.deepcopy(MODEL)
@@ -74,10 +75,14 @@ def test_a_bad_gradient_counts_nowhere(
     assert f"syncline: worker-1: {text}" in capfd.readouterr().err
 
 
-def test_one_that_left_early_is_bad_and_only_another_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small_bytes", [1, 64 << 10], ids=["looked at while it is copied", "looked at in the arena"])
+def test_one_that_left_early_is_bad_and_only_another_is_copied_again(
+    small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That what is copied at the step is finite says nothing about what left during backward."""
     monkeypatch.setattr(MemoryConnection, "shares_memory", False)
     monkeypatch.setattr(carriers, "LOOK_BYTES", 1)
+    monkeypatch.setattr(carriers, "SMALL_BYTES", small_bytes)
 
     def train(job: Job) -> list[torch.Tensor]:
         model = copy.deepcopy(MODEL)

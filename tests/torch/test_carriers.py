@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from syncline.core.layout import Parameter, Segment, Slice, arrange
+from syncline.client import digests
+from syncline.core.layout import Parameter, Segment, Slice, arrange, in_ranges
 from syncline.core.placement import place
 from syncline.core.rule import Rule
 from syncline.torch import carriers
-from syncline.torch.carriers import MirrorCarrier
+from syncline.torch.carriers import ArenaCarrier, MirrorCarrier
 from syncline.torch.comparing import Comparison
 from syncline.torch.gradients import Gradients
 from syncline.torch.parameters import Tracked
@@ -28,6 +29,8 @@ def segment_of(dtype: str = "float32") -> Segment:
 
 class Wire:
     """An exchange whose servers are far away: remembers what the arena held when a slice was staged."""
+
+    checks_finite, is_arena_lent = True, False
 
     def __init__(self, segment: Segment, helps_early: bool = True) -> None:
         self.helps_early = helps_early
@@ -49,10 +52,13 @@ class Wire:
 
 class Setting:
     def __init__(self, side: Any, helps_early: bool = True) -> None:
+        """`side`: of a device; none: the CPU copies."""
         self.segment = segment_of()
-        self.wire = Wire(self.segment, helps_early)
+        self.wire: Any = Wire(self.segment, helps_early)
         self.side = side
-        self.carrier = MirrorCarrier(self.wire, self.segment, torch.device("cpu"), side)  # type: ignore[arg-type]
+        self.carrier: Any = ArenaCarrier(self.wire, self.segment)
+        if side is not None:
+            self.carrier = MirrorCarrier(self.wire, self.segment, torch.device("cpu"), side)
         self.tensors = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
         tracked = [Tracked(f"p{k}", tensor, 0) for k, tensor in enumerate(self.tensors)]
         self.gradients = Gradients(self.carrier, self.segment, tracked, overlap=True)
@@ -189,3 +195,75 @@ def test_a_comparison_finds_every_changed_bit(dtype: str, run_bytes: int) -> Non
     gradients[2] = gradients[2].double()
     assert comparison.same(gradients) == everyone - {2}
     assert comparison.same({}) == set()
+
+
+# -- copied by the CPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """Parameters from 16 numbers on have digests, of pieces of 16 numbers; others are compared."""
+    monkeypatch.setattr(carriers, "SMALL_BYTES", 64)
+    monkeypatch.setattr(digests, "PIECE_BYTES", 64)
+    return Setting(None)
+
+
+def edit(setting: Setting, index: int) -> None:
+    """One bit of one number, unseen by torch."""
+    setting.tensors[index].grad.detach().numpy().view(np.uint32)[-1] ^= 1  # type: ignore[union-attr]
+
+
+def slices_of(setting: Setting, *indices: int) -> set[int]:
+    """Of parameters by the number in their names."""
+    places = {int(parameter.name[1:]): k for k, parameter in enumerate(setting.segment.parameters)}
+    wanted, slices = {places[index] for index in indices}, setting.segment.slices
+    return {part.id for part in slices if wanted & {piece.parameter for piece in setting.segment.pieces(part)}}
+
+
+@pytest.mark.parametrize("index", range(len(SIZES)))
+def test_what_is_edited_after_backward_is_found_and_nothing_else(on_cpu: Setting, index: int) -> None:
+    on_cpu.backward()
+    assert set(on_cpu.wire.staged) == {part.id for part in on_cpu.segment.slices}
+    edit(on_cpu, index)
+    assert on_cpu.gradients.collect() == ((0, len(SIZES)),)
+    on_cpu.check()
+    everything = {part.id for part in on_cpu.segment.slices}
+    assert on_cpu.gradients.as_staged == everything - slices_of(on_cpu, index)
+
+
+@pytest.mark.parametrize("lent", [False, True], ids=["another arena", "written by hand"])
+def test_an_arena_that_has_something_else_by_the_step_gets_everything_again(on_cpu: Setting, lent: bool) -> None:
+    on_cpu.backward()
+    if lent:
+        on_cpu.wire.is_arena_lent = True
+        on_cpu.wire.arena(0)[:] = 7
+    else:
+        on_cpu.wire._arena = np.zeros_like(on_cpu.wire._arena)
+    on_cpu.gradients.collect()
+    on_cpu.check()
+    assert not on_cpu.gradients.as_staged
+
+
+def finite(setting: Setting) -> set[int]:
+    """What was found to be so, by the number in its name."""
+    parameters, ids = setting.segment.parameters, setting.gradients.finite
+    return {int(parameter.name[1:]) for k, parameter in enumerate(parameters) if in_ranges(ids, k)}
+
+
+def test_what_is_said_to_be_finite_was_looked_at_as_it_is_pushed(on_cpu: Setting) -> None:
+    on_cpu.backward()
+    on_cpu.gradients.collect()
+    found = {
+        int(p.name[1:]) for k, p in enumerate(on_cpu.segment.parameters) if in_ranges(on_cpu.gradients.finite, k)
+    }
+    assert found == {k for k, size in enumerate(SIZES) if size >= 16}
+    for tensor in on_cpu.tensors:
+        tensor.grad = None
+    on_cpu.backward()
+    on_cpu.tensors[2].grad.data[5] = float("nan")  # type: ignore[union-attr]
+    on_cpu.tensors[0].grad = None
+    on_cpu.gradients.collect()
+    found = {
+        int(p.name[1:]) for k, p in enumerate(on_cpu.segment.parameters) if in_ranges(on_cpu.gradients.finite, k)
+    }
+    assert found == {k for k, size in enumerate(SIZES) if size >= 16} - {0, 2}

@@ -11,18 +11,26 @@ from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
 from tests.roles.rings import check_all_equal, kill, start
 
+from syncline.client import digests
 from syncline.core.forecast import Outcome
 from syncline.roles.server import circle, pool, sums
 from syncline.roles.server.circling import Circling
 from syncline.roles.server.turn import Turn
 from syncline.testing import local_job
-from syncline.torch import DistributedOptimizer, hatch_carrier
+from syncline.torch import DistributedOptimizer, carriers, hatch_carrier
 
 STEPS = 8
 #: Two hosts with two workers each, whose sums go by deputies; and four workers whose sums gloo makes.
 KINDS: dict[str, dict[str, Any]] = {"relay": {"on": ["a", "a", "b", "b"]}, "circle": {"sums": "gloo"}}
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 Body = Callable[["Script", int], None]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are large enough for digests of several pieces, biases are compared."""
+    monkeypatch.setattr(carriers, "SMALL_BYTES", 512)
+    monkeypatch.setattr(digests, "PIECE_BYTES", 512)
 
 
 class Script:

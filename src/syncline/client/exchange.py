@@ -28,7 +28,7 @@ class Push:
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, Mapping[str, Option]]] = ()
     as_staged: frozenset[int] = frozenset()  #: slices that were staged early, and are what they were then
-    is_finite: bool = False  #: found to be so while it was copied, and not written since; else it is looked at
+    finite: Ranges = ()  #: of those pushed, which were found to be so while they were copied; others are looked at
 
 
 class Ticket(Protocol):
@@ -51,6 +51,7 @@ class Exchange(Protocol):
     clock: int
     times: StepClock
     checks_finite: bool  #: whether pushes that are not finite are refused
+    is_arena_lent: bool  #: whether a script may write arenas itself, at any time: it has them from `kv`
 
     @property
     def slot(self) -> int:

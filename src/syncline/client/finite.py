@@ -19,7 +19,7 @@ from syncline.client.arrays import Bytes
 from syncline.client.copying import count_threads, share
 from syncline.client.exchange import Push
 from syncline.config import JobConfig
-from syncline.core.layout import FLOATS, Layout, Parameter, Ranges, Segment, aligned
+from syncline.core.layout import FLOATS, Layout, Parameter, Ranges, Segment, aligned, without
 from syncline.core.policy import policy_of
 from syncline.errors import RuleError
 
@@ -180,14 +180,14 @@ def _are_neighbours(one: Place, two: Place) -> bool:
     return same and aligned(one.end) == two.begin
 
 
-def _look(data: Bytes, dtype: str, exact: bool = False) -> Bits | Halves:
+def look_at(data: Bytes, dtype: str, exact: bool = False) -> Bits | Halves:
     return Halves(data) if dtype == "float32" and not exact else Bits(data, dtype)
 
 
 def _cut(data: Bytes, dtype: str, exact: bool = False) -> Iterator[Bits | Halves]:
     """Bits are read twice, so in pieces that stay in the cache meanwhile."""
     for piece in _split(data, PIECE_BYTES if exact or dtype != "float32" else LONG_BYTES):
-        yield _look(piece, dtype, exact)
+        yield look_at(piece, dtype, exact)
 
 
 def _split(data: Bytes, num_bytes: int) -> Iterator[Bytes]:
@@ -219,7 +219,7 @@ def copy_finite(copies: Sequence[Copied]) -> bool:
 def _copy_group(told: list[bool], group: Sequence[Copied]) -> bool:
     for target, source, dtype in group:
         target[:] = source
-        if dtype in FLOATS and not _look(target, dtype).is_finite():
+        if dtype in FLOATS and not look_at(target, dtype).is_finite():
             told[0] = False
     return True  # everything is copied, whatever it is
 
@@ -247,11 +247,8 @@ class FiniteCheck:
             return void(push)
         if push.skip or not self._is_on:  # a scaler's overflow is no offence
             return push
-        if push.is_finite:
-            self._in_a_row = 0
-            return push
-        plan = self._plan(push.pushed, layout, arena, slot)
-        if plan.is_empty:
+        plan = self._plan(without(push.pushed, push.finite), layout, arena, slot)
+        if plan.is_empty and not push.finite:
             return push
         bad = plan.first_bad()
         if bad is None:
@@ -297,4 +294,4 @@ class FiniteCheck:
 
 def void(push: Push) -> Push:
     """The same commit with nothing in it. What the chief says for its round still counts."""
-    return dataclasses.replace(push, pushed=(), weight=0.0, skip=False, is_finite=False)
+    return dataclasses.replace(push, pushed=(), weight=0.0, skip=False, finite=())

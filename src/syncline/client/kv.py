@@ -144,6 +144,7 @@ class KeyValue:
     def _in_arena(self, name: str) -> Array:
         segment, index = self.layout.where[name]
         parameter, offset = segment.parameters[index], segment.offsets[index]
+        self._exchange.is_arena_lent = True
         data = self._exchange.arena(segment.index)[offset : offset + parameter.num_bytes]
         return arrays.from_bytes(data, parameter.dtype, parameter.shape, as_torch=self._as_torch.get(name, False))
 

@@ -73,7 +73,7 @@ class PushPlan:
     def push(self, weight: float, is_finite: bool = False) -> Push:
         if weight == 1.0 and not is_finite:
             return self._push
-        return Push(pushed=self._push.pushed, weight=weight, is_finite=is_finite)
+        return Push(pushed=self._push.pushed, weight=weight, finite=self._push.pushed if is_finite else ())
 
 
 class PullPlan:

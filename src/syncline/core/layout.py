@@ -269,6 +269,22 @@ def to_ranges(ids: Iterable[int]) -> Ranges:
     return tuple(ranges)
 
 
+def without(ranges: Ranges, others: Ranges) -> Ranges:
+    """These ids less the others. All are sorted."""
+    if not others:
+        return ranges
+    left: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        for other_start, other_stop in others:
+            if start < other_start < stop:
+                left.append((start, other_start))
+            if other_start < stop and other_stop > start:
+                start = other_stop
+        if start < stop:
+            left.append((start, stop))
+    return tuple(left)
+
+
 def in_ranges(ranges: Ranges, number: int) -> bool:
     position = bisect.bisect_right(ranges, (number, math.inf)) - 1
     return position >= 0 and ranges[position][0] <= number < ranges[position][1]

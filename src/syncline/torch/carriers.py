@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 from syncline.client.arrays import to_bytes
+from syncline.client.digests import copy_digested, is_same
 from syncline.client.exchange import Exchange
-from syncline.client.finite import LOOK_BYTES, copy_finite
+from syncline.client.finite import LOOK_BYTES, SMALL_BYTES, copy_finite
 from syncline.core.layout import Segment, Slice
 from syncline.torch.comparing import Comparison, place_of
 from syncline.torch.streams import Mark, Side
@@ -32,6 +33,9 @@ class Carrier(Protocol):
     def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
         """Copies these gradients there; whether all of them were found to be finite by the way."""
 
+    def copy_early(self, index: int, gradient: torch.Tensor) -> bool:
+        """Copies a gradient there that has become ready; whether it was found to be finite by the way."""
+
     def carry(self, numbers: Sequence[int]) -> None:
         """A gradient was copied, and these slices (or none) are whole by that: they travel."""
 
@@ -51,6 +55,8 @@ class ArenaCarrier:
     def __init__(self, exchange: Exchange, segment: Segment) -> None:
         self._exchange, self._segment = exchange, segment
         self._views: dict[int, list[torch.Tensor]] = {}  # by arena: there is one per slot of the window
+        # By parameter: where it was copied early, and the digests of what was, where that pays.
+        self._digests: dict[int, tuple[torch.Tensor, Sequence[bytes]]] = {}
 
     @property
     def helps_early(self) -> bool:
@@ -78,13 +84,31 @@ class ArenaCarrier:
         torch._foreach_copy_(targets, list(gradients.values()))
         return False
 
+    def copy_early(self, index: int, gradient: torch.Tensor) -> bool:
+        (target,) = self.targets((index,))
+        self._digests.pop(index, None)
+        if target.nbytes < SMALL_BYTES or not is_plain(gradient, target.dtype):
+            target.copy_(gradient)
+            return False
+        dtype, look = self._segment.parameters[index].dtype, self._exchange.checks_finite
+        copied = copy_digested(to_bytes(target), to_bytes(gradient), dtype, look=look)
+        self._digests[index] = (target, copied.digests)
+        return copied.is_finite
+
     def carry(self, numbers: Sequence[int]) -> None:
         if numbers:
             self._exchange.stage([self._segment.slices[number] for number in numbers])
 
     def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
         pairs = zip(gradients.items(), self.targets(gradients), strict=True)
-        return {index for (index, gradient), target in pairs if _same_bits(target, gradient)}
+        return {index for (index, gradient), target in pairs if self._is_same(index, target, gradient)}
+
+    def _is_same(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> bool:
+        where, digests = self._digests.get(index, (None, ()))
+        is_known = where is target and not self._exchange.is_arena_lent  # else it may hold something else by now
+        if is_known and is_plain(gradient, target.dtype) and gradient.nbytes == target.nbytes:
+            return is_same(to_bytes(gradient), digests)
+        return _same_bits(target, gradient)
 
     def finish(self, again: set[int], late: set[int]) -> None:
         for number in again:
@@ -113,6 +137,10 @@ class MirrorCarrier:
 
     def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
         torch._foreach_copy_(self.targets(gradients), list(gradients.values()))
+        return False
+
+    def copy_early(self, index: int, gradient: torch.Tensor) -> bool:
+        self._views[index].copy_(gradient)
         return False
 
     def carry(self, numbers: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ with the bytes that were copied, and carried again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -28,12 +28,13 @@ class Gradients:
         self._items = sorted(((index_of[item.name], item) for item in tracked), key=lambda pair: pair[0])
         self._all = to_ranges(segment.first_parameter + index for index, _ in self._items)
         self._paused = False
-        self.is_finite = False  #: whether all that `collect` has copied was found to be finite
+        self.finite: Ranges = ()  #: of what `collect` has copied, the ids of what was found to be finite by that
         self.as_staged: frozenset[int] = frozenset()  #: slices, by id, that are what they were when they were carried
         self._early = overlap
         self._wasted = 0
         self._carried: set[int] = set()  # slices
         self._ready: set[int] = set()  # parameters
+        self._finite: set[int] = set()  # those of them that were found to be so
         self._slices_of: dict[int, list[int]] = {}
         self._parameters_of: list[set[int]] = []
         for number, part in enumerate(segment.slices):
@@ -73,7 +74,8 @@ class Gradients:
             return
         if index in self._ready:
             return  # a second backward before the step: found by the comparison there
-        self._carrier.targets((index,))[0].copy_(parameter.grad.detach())
+        if self._carrier.copy_early(index, parameter.grad.detach()):
+            self._finite.add(index)
         self._ready.add(index)
         whole = [n for n in self._slices_of.get(index, ()) if self._parameters_of[n] & self._hooked <= self._ready]
         self._carried.update(whole)
@@ -83,7 +85,7 @@ class Gradients:
 
     def collect(self, scale: torch.Tensor | None = None) -> Ranges:
         """All gradients into the arena, multiplied by `scale`; the ids of the parameters that have one."""
-        self.is_finite, self.as_staged = False, frozenset()
+        self.finite, self.as_staged = (), frozenset()
         gradients = self._gradients()
         changed = dict(gradients)
         if scale is None:
@@ -91,18 +93,25 @@ class Gradients:
             for index in self._carrier.same(early) if early else ():
                 del changed[index]
         if changed:
-            found = self._carrier.fill(changed)
-            self.is_finite = found and scale is None and len(changed) == len(gradients)
+            is_found = self._carrier.fill(changed) and scale is None
+            self._finite = self._finite | changed.keys() if is_found else self._finite - changed.keys()
             if scale is not None:
                 for target in self._carrier.targets(changed):
                     target.mul_(scale.reshape(()))
+        finite: Collection[int] = self._finite & gradients.keys()
         if self._carrier.helps_early or self._ready:
             self._finish(gradients, changed)
             self._see_to_hooks()
-        self.is_finite = self._carrier.hand_over() or self.is_finite
-        if len(gradients) == len(self._items):
+        if self._carrier.hand_over():
+            finite = gradients
+        self._finite.clear()
+        self.finite = self._ranges(finite)
+        return self._ranges(gradients)
+
+    def _ranges(self, indices: Collection[int]) -> Ranges:
+        if len(indices) == len(self._items):
             return self._all
-        return to_ranges(self._segment.first_parameter + index for index in gradients)
+        return to_ranges(self._segment.first_parameter + index for index in indices)
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         found = {}
@@ -134,6 +143,7 @@ class Gradients:
     def forget(self) -> None:
         """What was copied early is nothing any more: a new step begins."""
         self._ready.clear()
+        self._finite.clear()
         self._carried.clear()
 
     def drop(self) -> None:

@@ -59,6 +59,10 @@ class HatchCarrier:
         torch._foreach_copy_(self.targets(gradients), list(gradients.values()))
         return False
 
+    def copy_early(self, index: int, gradient: torch.Tensor) -> bool:
+        self.targets((index,))[0].copy_(gradient)
+        return False
+
     def carry(self, numbers: Sequence[int]) -> None:
         self._bucket += [self._segment.slices[number] for number in numbers]
         if sum(part.num_bytes for part in self._bucket) >= BUCKET_BYTES:

@@ -271,7 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             clip_norm=clip,
             overrides=self._overrides(),
             as_staged=frozenset().union(*(g.as_staged for g in self._gradients)) if not overflow else frozenset(),
-            is_finite=all(gradients.is_finite for gradients in self._gradients) and not overflow,
+            finite=tuple(sorted(ids for g in self._gradients for ids in g.finite)) if not overflow else (),
         )
         self._landing.before_commit()
         self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
