@@ -10,6 +10,9 @@ import numpy as np
 
 from syncline import Rule
 
+#: How sums go in a ring of one host: by deputies; straight to primaries, through shared memory or over sockets.
+WAYS: dict[str, dict[str, Any]] = {"by deputies": {}, "straight": {"codec": "bf16"}, "sockets": {"transport": "tcp"}}
+
 
 def copies(jobs: Any) -> dict[str, dict[int, Any]]:
     """Every server's slots, its own and those of others, by number."""

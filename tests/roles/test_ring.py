@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
-from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_cells, start
+from tests.roles.rings import WAYS, check_all_equal, check_ledger, copies, kill, push_cells, start
 
 from syncline import Rule
 from syncline.roles.server.backups import Backups
@@ -22,10 +22,10 @@ from syncline.torch import DistributedOptimizer
 STEPS = 12
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("workers", [2, 3])
-def test_every_server_has_every_slice_bit_by_bit(workers: int, transport: str) -> None:
-    with local_job(workers=workers, exchange="ring", slice_bytes=64, transport=transport) as jobs:
+def test_every_server_has_every_slice_bit_by_bit(workers: int, way: str) -> None:
+    with local_job(workers=workers, exchange="ring", slice_bytes=64, **WAYS[way]) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, STEPS, acknowledged), job.barrier("all")))
         check_all_equal(jobs)
@@ -156,7 +156,7 @@ def test_after_a_death_a_round_counts_where_all_survivors_hold_it(monkeypatch: p
 
     monkeypatch.setattr(Voting, "held", held)
     monkeypatch.setattr(Backups, "_hold", holds)
-    with local_job(workers=3, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=3, exchange="ring", slice_bytes=64, **WAYS["straight"]) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         passed, go = threading.Barrier(4), threading.Event()

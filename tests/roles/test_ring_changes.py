@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
-from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_cells, start
+from tests.roles.rings import WAYS, check_all_equal, check_ledger, copies, kill, push_cells, start
 
 from syncline import Rule
 from syncline.core.control import Prepare, Retire
@@ -26,11 +26,11 @@ from syncline.testing import local_job
 STEPS = 12
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_process_that_dies_costs_nobody_a_step(victim: int, transport: str) -> None:
+def test_a_process_that_dies_costs_nobody_a_step(victim: int, way: str) -> None:
     """The others go on without it; all that was acknowledged counts, every step on all slices or on none."""
-    with local_job(workers=3, exchange="ring", slice_bytes=64, transport=transport) as jobs:
+    with local_job(workers=3, exchange="ring", slice_bytes=64, **WAYS[way]) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         threads = start(jobs, lambda job: push_cells(job, 50, acknowledged), gone)
@@ -169,7 +169,7 @@ def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Backups, "_hold", holds)
     monkeypatch.setattr(hosting.Hosting, "release_backups", releases)
-    with local_job(workers=3, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=3, exchange="ring", slice_bytes=64, **WAYS["straight"]) as jobs:
         acknowledged: dict[str, int] = {}
         passed, go = threading.Barrier(4), threading.Event()
 

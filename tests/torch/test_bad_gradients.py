@@ -61,7 +61,7 @@ def test_a_bad_gradient_counts_nowhere(
             if job.rank == 1 and step == 1:
                 model[0].weight.grad.data[0, 0] = NAN  # backward's last gradient, after its own bytes have left
             optimizer.step()
-        assert job.exchange.helps_early == sockets
+        assert (job.exchange.early_bytes == 0) == sockets
         assert job.exchange.clock == 3 and job.exchange.finite.num_refused == job.rank
         return [parameter.detach() for parameter in model.parameters()]
 

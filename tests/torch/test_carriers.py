@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ class Wire:
 
     checks_finite, is_arena_lent = True, False
 
-    def __init__(self, segment: Segment, helps_early: bool = True) -> None:
-        self.helps_early = helps_early
+    def __init__(self, segment: Segment, early_bytes: float = 0) -> None:
+        self.early_bytes = early_bytes
         self._arena = np.zeros(segment.num_bytes, np.uint8)
         self.staged: dict[int, bytes] = {}
 
@@ -51,10 +52,10 @@ class Wire:
 
 
 class Setting:
-    def __init__(self, side: Any, helps_early: bool = True) -> None:
+    def __init__(self, side: Any, early_bytes: float = 0) -> None:
         """`side`: of a device; none: the CPU copies."""
         self.segment = segment_of()
-        self.wire: Any = Wire(self.segment, helps_early)
+        self.wire: Any = Wire(self.segment, early_bytes)
         self.side = side
         self.carrier: Any = ArenaCarrier(self.wire, self.segment)
         if side is not None:
@@ -151,7 +152,7 @@ def test_while_paused_nothing_travels(setting: Setting) -> None:
 
 
 def test_shared_memory_is_staged_by_nobody(slow_side: Any) -> None:
-    setting = Setting(slow_side, helps_early=False)
+    setting = Setting(slow_side, early_bytes=math.inf)
     setting.backward()
     setting.gradients.collect()
     setting.check()
@@ -267,3 +268,22 @@ def test_what_is_said_to_be_finite_was_looked_at_as_it_is_pushed(on_cpu: Setting
         int(p.name[1:]) for k, p in enumerate(on_cpu.segment.parameters) if in_ranges(on_cpu.gradients.finite, k)
     }
     assert found == {k for k, size in enumerate(SIZES) if size >= 16} - {0, 2}
+
+
+def test_where_messages_have_their_price_a_few_bytes_are_not_told_early(on_cpu: Setting) -> None:
+    """The rest goes with the commit; and so it does in the next step, with nothing left over."""
+    for factor in (1.0, 2.0):
+        on_cpu.wire.early_bytes = 300
+        for tensor in on_cpu.tensors:
+            tensor.grad = None
+        on_cpu.backward(factor=factor)
+        told = sum(part.num_bytes for part in on_cpu.segment.slices if part.id in on_cpu.wire.staged)
+        assert 300 <= told < on_cpu.segment.num_bytes
+        on_cpu.gradients.collect()
+        on_cpu.check()
+        on_cpu.wire.staged.clear()
+    on_cpu.wire.early_bytes = on_cpu.segment.num_bytes + 1
+    on_cpu.backward()
+    assert not on_cpu.wire.staged and not on_cpu.carrier.helps_early
+    on_cpu.gradients.collect()
+    on_cpu.check()

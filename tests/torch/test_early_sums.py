@@ -11,7 +11,7 @@ from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
 from tests.roles.rings import check_all_equal, kill, start
 
-from syncline.client import digests
+from syncline.client import digests, placement
 from syncline.core.forecast import Outcome
 from syncline.roles.server import circle, pool, sums
 from syncline.roles.server.circling import Circling
@@ -20,8 +20,12 @@ from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer, carriers, hatch_carrier
 
 STEPS = 8
-#: Two hosts with two workers each, whose sums go by deputies; and four workers whose sums gloo makes.
-KINDS: dict[str, dict[str, Any]] = {"relay": {"on": ["a", "a", "b", "b"]}, "circle": {"sums": "gloo"}}
+#: Two hosts with two workers each, whose sums go by deputies; one host; and four workers whose sums gloo makes.
+KINDS: dict[str, dict[str, Any]] = {
+    "relay": {"on": ["a", "a", "b", "b"]},
+    "one host": {},
+    "circle": {"sums": "gloo"},
+}
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 Body = Callable[["Script", int], None]
 
@@ -29,6 +33,7 @@ Body = Callable[["Script", int], None]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are large enough for digests of several pieces, biases are compared."""
+    monkeypatch.setattr(placement, "EARLY_BYTES", 1)
     monkeypatch.setattr(carriers, "SMALL_BYTES", 512)
     monkeypatch.setattr(digests, "PIECE_BYTES", 512)
 
@@ -194,7 +199,8 @@ def test_so_it_does_where_gradients_stay_on_their_device(
     assert torch.equal(trained(body, True, "hatch", device), trained(body, False, "hatch", device))
 
 
-def test_deputies_begin_all_slices_before_their_round_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["relay", "one host"])
+def test_deputies_begin_all_slices_before_their_round_is_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, anew, original = dict[int, int](), list[bool](), Turn.take_up
 
     def take_up(self: Turn, work: Any, outcome: Outcome) -> Any:
@@ -203,7 +209,7 @@ def test_deputies_begin_all_slices_before_their_round_is_whole(monkeypatch: pyte
         return original(self, work, outcome)
 
     monkeypatch.setattr(Turn, "take_up", take_up)
-    trained(plain, True, "relay")
+    trained(plain, True, kind)
     assert begun == dict.fromkeys(range(STEPS), begun[STEPS - 1]) | {0: 0, 1: begun[1]}, "the first has no forecast"
     assert begun[STEPS - 1] > 0 and anew and not any(anew)
 

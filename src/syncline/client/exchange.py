@@ -73,8 +73,9 @@ class Exchange(Protocol):
         """Where the gradients of the next commit are written; free to be written when this returns."""
 
     @property
-    def helps_early(self) -> bool:
-        """Whether gradients travel over a socket, or servers add them up before the commit: staging early helps."""
+    def early_bytes(self) -> float:
+        """So many bytes are worth staging before the commit: any, where gradients travel over a socket; some, where
+        servers add them up in shared memory; else no number of them (inf)."""
 
     def stage(self, slices: Sequence[Slice]) -> None:
         """These slices of the arena are filled: they may travel and be added up now. They count at the commit."""

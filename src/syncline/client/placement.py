@@ -6,6 +6,7 @@ In a ring a worker reads from the server in its own process (`own`), whoever is 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from syncline.client.arena import Arenas
@@ -30,6 +31,8 @@ from syncline.stats import WireStats
 
 #: For the thread that reads a closed connection to be out of the model's memory.
 _LAST_READ_SECONDS = 5.0
+#: What lies in shared memory and is to be added up is told early when it is so much: a message has its price.
+EARLY_BYTES = 1 << 20
 
 
 class Placement:
@@ -52,7 +55,7 @@ class Placement:
         self.primaries: dict[int, str] = {}  # by slice
         self._seats: dict[int, Seat] = {}
         self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
-        self._deputies: Deputies | None = None  # in a ring over hosts
+        self._deputies: Deputies | None = None  # in a ring
         #: By server, by their ids: of which it is the primary; whose pushes it gets; that are read there.
         self.hosted: dict[str, list[Slice]] = {}
         self.taken: dict[str, list[Slice]] = {}
@@ -277,11 +280,11 @@ class Placement:
         return len(self.names) > 1 and (self._config.has_circle or self._deputies is not None)
 
     @property
-    def helps_early(self) -> bool:
-        """Whether it helps them to be told early: some get bytes over a socket, or add up before the commit."""
-        return self.sums_early or not all(
-            end.shares_memory for name, end in self.endpoints.items() if self.taken.get(name)
-        )
+    def early_bytes(self) -> float:
+        """From how many bytes on it helps to tell servers early: any, where some get them over a socket."""
+        if not all(end.shares_memory for name, end in self.endpoints.items() if self.taken.get(name)):
+            return 0
+        return EARLY_BYTES if self.sums_early else math.inf
 
     def mapped(self) -> list[Bytes]:
         return [array for reader in self.readers.values() for array in reader.mapped()]

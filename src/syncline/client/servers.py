@@ -173,8 +173,8 @@ class ServersExchange:
             self._open[0].wait()
 
     @property
-    def helps_early(self) -> bool:
-        return self._placement.helps_early
+    def early_bytes(self) -> float:
+        return self._placement.early_bytes
 
     def stage(self, slices: Sequence[Slice]) -> None:
         if not self._part.must_enter:

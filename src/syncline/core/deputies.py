@@ -1,4 +1,4 @@
-"""Deputies: in a ring over hosts, with three workers or more, through whom the sums of a slice go between hosts.
+"""Deputies: in a ring, through whom the sums of a slice go inside a host and between hosts.
 
 Of every slice each host has one deputy: on the host of its primary that one, elsewhere a server that follows from the
 seats alone. A deputy adds up its host's gradients, the primary adds up what deputies have carried to it; the sum goes
@@ -58,14 +58,15 @@ class Deputies:
 
 
 def deputies_of(config: JobConfig, seats: Mapping[int, Seat], hosts: Mapping[str, str]) -> Deputies | None:
-    """None where sums go straight: on one host, of two workers, without shared memory, with a codec, or where
-    torch.distributed adds up. Workers and servers come to the same by the seats. `hosts`: of all members."""
+    """None where sums go straight: of a lone worker, of two on two hosts, without shared memory, with a codec, or
+    where torch.distributed adds up. Workers and servers come to the same by the seats. `hosts`: of all members."""
     codecs = (config.codec, config.pull_codec)
     if not config.is_ring or config.has_circle or config.transport == "tcp" or any(c not in NONE for c in codecs):
         return None
     names = {name for seat in seats.values() for name in seat.names}
     where = {name: hosts.get(name, "") for name in names}
-    return Deputies(seats, where) if len(names) > 2 and len(set(where.values())) > 1 else None
+    num_hosts = len(set(where.values()))
+    return Deputies(seats, where) if len(names) > num_hosts or num_hosts > 2 else None
 
 
 def _deputies(seat: Seat, hosts: Mapping[str, str]) -> dict[str, str]:

@@ -57,10 +57,11 @@ class ArenaCarrier:
         self._views: dict[int, list[torch.Tensor]] = {}  # by arena: there is one per slot of the window
         # By parameter: where it was copied early, and the digests of what was, where that pays.
         self._digests: dict[int, tuple[torch.Tensor, Sequence[bytes]]] = {}
+        self._bucket: list[Slice] = []  # copied, and not told
 
     @property
     def helps_early(self) -> bool:
-        return self._exchange.helps_early
+        return self._segment.num_bytes >= self._exchange.early_bytes
 
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         arena = self._exchange.arena(self._segment.index)
@@ -96,8 +97,10 @@ class ArenaCarrier:
         return copied.is_finite
 
     def carry(self, numbers: Sequence[int]) -> None:
-        if numbers:
-            self._exchange.stage([self._segment.slices[number] for number in numbers])
+        self._bucket += [self._segment.slices[number] for number in numbers]
+        if self._bucket and _num_bytes(self._bucket) >= self._exchange.early_bytes:
+            self._exchange.stage(self._bucket)
+            self._bucket = []
 
     def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
         pairs = zip(gradients.items(), self.targets(gradients), strict=True)
@@ -111,6 +114,7 @@ class ArenaCarrier:
         return _same_bits(target, gradient)
 
     def finish(self, again: set[int], late: set[int]) -> None:
+        self._bucket = []  # what was not staged by now goes with the commit
         for number in again:
             self._exchange.restage(self._segment.slices[number])
 
@@ -146,13 +150,13 @@ class MirrorCarrier:
     def carry(self, numbers: Sequence[int]) -> None:
         self._streams.add(self._side.current())
         self._bucket += [self._segment.slices[number] for number in numbers]
-        if sum(part.num_bytes for part in self._bucket) >= BUCKET_BYTES:
+        if _num_bytes(self._bucket) >= BUCKET_BYTES:
             self._empty_bucket()
         self._stage(wait=False)
 
     def _empty_bucket(self) -> None:
         self._copy(self._bucket)
-        if self._bucket and self._exchange.helps_early:
+        if self._bucket and _num_bytes(self._bucket) >= self._exchange.early_bytes:
             self._under_way.append((self._side.mark(), self._bucket))
         self._bucket = []
 
@@ -189,6 +193,10 @@ class MirrorCarrier:
 
     def hand_over(self) -> bool:
         return False
+
+
+def _num_bytes(parts: Iterable[Slice]) -> int:
+    return sum([part.num_bytes for part in parts])
 
 
 def _runs(parts: Sequence[Slice]) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ class HatchCarrier:
 
     @property
     def helps_early(self) -> bool:
-        return self._exchange.helps_early
+        return self._segment.num_bytes >= self._exchange.early_bytes
 
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         self._make_free()
