@@ -84,6 +84,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "replicas-async": (2, 2),
         "mlp-ddp": (2, 2),
         "mlp-ring": (2, 2),
+        "mlp-early": (2, 2),
         "nccl-all": (2, 2),
         "mlp-async": (2, 2),
         "scaling-2": (2, 2),

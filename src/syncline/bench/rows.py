@@ -14,7 +14,7 @@ from syncline.bench.row import Reach, Row
 from syncline.bench.saves import checkpoint
 from syncline.bench.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
 from syncline.bench.starting import start
-from syncline.bench.training import beside_ddp, beside_nccl, beside_strangers, embedded, on_device
+from syncline.bench.training import beside_ddp, beside_nccl, beside_strangers, early_beside_late, embedded, on_device
 from syncline.bench.words import KIB, MIB
 from syncline.errors import ConfigError
 
@@ -94,6 +94,7 @@ def _training_rows() -> list[Row]:
         embedded("mlp", "mlp-small", small, reach=_at_most(1.15)),
         beside_ddp("mlp-ddp", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.2)),
         beside_ddp("mlp-ring", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.35), exchange="ring"),
+        early_beside_late("mlp-early", "mlp-wide", _WIDE, workers=2),
         beside_strangers("mlp-async", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 0.75)),
         *(
             beside_ddp(f"scaling-{n}", "mlp-wide", _WIDE, workers=n, reach=Reach("at least", 1.0), batch_size=32)

@@ -64,6 +64,24 @@ def beside_ddp(
     )
 
 
+def early_beside_late(name: str, model: str, what: str, *, workers: int) -> Row:
+    """A ring on one host: sums that begin while backward goes on, beside sums that begin at the step."""
+
+    def measure(effort: Effort) -> Samples:
+        settings: dict[str, Any] = {"workers": workers, "transport": "shm", "exchange": "ring"}
+        task = Task(kind="train", model=model, num_threads=1)
+        late = Task(kind="train", model=model, num_threads=1, overlap=False)
+        return play(JobSide(task, **settings), JobSide(late, side="reference", **settings), effort)
+
+    return Row(
+        name=name,
+        what=f"{what}, {counted(workers, 'worker')} in a ring, one torch thread each",
+        reference="the same with overlap=False",
+        reach=Reach("printed"),
+        measure=measure,
+    )
+
+
 def beside_nccl(name: str, model: str, what: str, *, workers: int, reach: Reach) -> Row:
     """A ring on GPUs, beside DistributedDataParallel on nccl; 0 workers: as many as there are GPUs."""
 
