@@ -107,8 +107,6 @@ def test_what_was_staged_early_and_has_changed_since_counts_once(one: Job) -> No
     view[:] = floats(100)
     exchange.stage(segment.slices)
     view[:] = 0
-    for part in segment.slices:
-        exchange.restage(part)
     exchange.commit(Push(pushed=pushed), None).wait()
     np.testing.assert_array_equal(residual_of(one), floats(0, 0, 0, 0, 0, 0, 2, 1))
     view[:] = floats(100)

@@ -78,10 +78,8 @@ class Exchange(Protocol):
         servers add them up in shared memory; else no number of them (inf)."""
 
     def stage(self, slices: Sequence[Slice]) -> None:
-        """These slices of the arena are filled: they may travel and be added up now. They count at the commit."""
-
-    def restage(self, part: Slice) -> None:
-        """This slice of the arena has changed since it was staged."""
+        """These slices of the arena are filled: they may travel and be added up now. They count at the commit, as
+        they are then: what a push does not vouch for by that goes again (`Push.as_staged`)."""
 
     def commit(self, push: Push, sink: Sink | None) -> Ticket:
         """The arena counts from now on; new parameters go into the sink, if there is one."""

@@ -87,12 +87,6 @@ class Sending:
         is_handed = hatch is not None and part.segment in hatch.segments
         return is_handed or self._placement.arenas.is_shared(server, part.segment, slot)
 
-    def restage(self, part: Slice) -> None:
-        """This slice of the arena has changed since it was staged."""
-        self._sent = {sent for sent in self._sent if sent[1] != part.id}
-        if self.encoder is not None:
-            self.encoder.forget(part.id)
-
     # -- encoding -----------------------------------------------------------------------------------------
 
     def _encode(

@@ -180,9 +180,6 @@ class ServersExchange:
         if not self._part.must_enter:
             self._sending.stage(self._draft(_NOTHING, None), slices)
 
-    def restage(self, part: Slice) -> None:
-        self._sending.restage(part)
-
     def _draft(self, push: Push, sink: Sink | None) -> ServersTicket:
         """The next commit."""
         part = self._part

@@ -45,8 +45,8 @@ class Carrier(Protocol):
     def hand_over(self) -> bool:
         """Everything is copied. Whether all of it was found to be finite by that."""
 
-    def finish(self, again: set[int], late: set[int]) -> None:
-        """The arena has everything when this returns: slices that have changed since, and those that came late."""
+    def finish(self, late: set[int]) -> None:
+        """The arena has everything when this returns: also slices that have changed since, or came late."""
 
 
 class ArenaCarrier:
@@ -113,10 +113,8 @@ class ArenaCarrier:
             return is_same(to_bytes(gradient), digests)
         return _same_bits(target, gradient)
 
-    def finish(self, again: set[int], late: set[int]) -> None:
+    def finish(self, late: set[int]) -> None:
         self._bucket = []  # what was not staged by now goes with the commit
-        for number in again:
-            self._exchange.restage(self._segment.slices[number])
 
     def hand_over(self) -> bool:
         return False
@@ -182,13 +180,11 @@ class MirrorCarrier:
         self._stage(wait=True)  # while backward is still at work on the device
         return self._comparison.same(gradients)
 
-    def finish(self, again: set[int], late: set[int]) -> None:
+    def finish(self, late: set[int]) -> None:
         self._empty_bucket()
         self._under_way.clear()  # what was not staged by now goes with the commit
-        for number in again:
-            self._exchange.restage(self._segment.slices[number])
         self._streams.add(self._side.current())
-        self._copy([self._segment.slices[number] for number in again | late])
+        self._copy([self._segment.slices[number] for number in late])
         self._side.mark().wait()
 
     def hand_over(self) -> bool:

@@ -127,7 +127,7 @@ class Gradients:
     def _finish(self, gradients: Iterable[int], changed: Iterable[int]) -> None:
         again = {n for index in changed for n in self._slices_of.get(index, ())} & self._carried
         late = {n for index in gradients for n in self._slices_of.get(index, ())} - self._carried
-        self._carrier.finish(again, late)
+        self._carrier.finish(again | late)
         self.as_staged = frozenset(self._segment.slices[number].id for number in self._carried - again)
         self._judge(len(again))
         self.forget()
@@ -148,7 +148,7 @@ class Gradients:
 
     def drop(self) -> None:
         """This step's gradients do not count."""
-        self._carrier.finish(set(), set())
+        self._carrier.finish(set())
         self.forget()
 
     def norm(self) -> torch.Tensor:

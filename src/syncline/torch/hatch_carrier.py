@@ -88,10 +88,8 @@ class HatchCarrier:
         self._tell()
         return self._comparison.same(gradients)
 
-    def finish(self, again: set[int], late: set[int]) -> None:
+    def finish(self, late: set[int]) -> None:
         self._bucket = []
-        for number in again:
-            self._exchange.restage(self._segment.slices[number])
 
     def hand_over(self) -> bool:
         """On the GPU the largest number of each slice tells whether all are finite. Where some are not, host memory
