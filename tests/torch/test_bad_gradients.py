@@ -102,6 +102,30 @@ def test_one_that_left_early_is_bad_and_only_another_is_copied_again(
                 torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("restored", [True, False])
+def test_what_another_optimizer_has_left_in_the_arena_is_not_believed(restored: bool) -> None:
+    """Both copied the gradient in backward, and found it finite. Then one of them has pushed another one."""
+
+    def train(job: Job) -> tuple[float, float, int]:
+        model = torch.nn.Linear(256, 256, bias=False)  # large enough for digests
+        torch.nn.init.zeros_(model.weight)
+        one, two = (DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model) for _ in range(2))
+        model.weight.sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad[0, 0] = NAN
+        model.weight.grad[0, 1] = 5.0
+        one.step()
+        if restored:
+            model.weight.grad[0, :2] = 1.0
+        two.step()
+        two.wait()
+        first, second = model.weight[0, :2].tolist()
+        return first, second, job.exchange.finite.num_refused
+
+    with local_job(workers=2, transport="tcp") as jobs:
+        assert jobs.run(train) == [(-1.0, -1.0, 1) if restored else (0.0, 0.0, 2)] * 2
+
+
 def test_what_only_unscaling_makes_infinite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite while it was copied, times 1/scale it is not: the scaler has found no overflow, so it is an offence."""
     monkeypatch.setattr(carriers, "LOOK_BYTES", 1)

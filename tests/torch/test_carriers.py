@@ -37,6 +37,7 @@ class Wire:
         self.early_bytes = early_bytes
         self._arena = np.zeros(segment.num_bytes, np.uint8)
         self.staged: dict[int, bytes] = {}
+        self.carried: set[int] = set()
 
     def arena(self, segment: int) -> Any:
         return self._arena

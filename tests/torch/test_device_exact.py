@@ -215,8 +215,10 @@ def test_servers_on_the_gpu_are_exact_too(case: dict[str, Any], delays: None) ->
 
 
 SCRIPT = """
-import importlib.util, sys
+import importlib.util, pathlib, sys
 import syncline
+
+sys.path.append(str(pathlib.Path(sys.argv[1]).parents[1]))  # where `tests` is
 
 def load(name):
     spec = importlib.util.spec_from_file_location(name, f"{sys.argv[1]}/{name}.py")

@@ -51,7 +51,10 @@ class Exchange(Protocol):
     clock: int
     times: StepClock
     checks_finite: bool  #: whether pushes that are not finite are refused
-    is_arena_lent: bool  #: whether a script may write arenas itself, at any time: it has them from `kv`
+    is_arena_lent: (
+        bool  #: whether others than a segment's carrier may write arenas: a script, which has them from `kv`
+    )
+    carried: set[int]  #: segments that have a carrier
 
     @property
     def slot(self) -> int:

@@ -88,6 +88,7 @@ class ServersExchange:
         self.times, self.uses = StepClock(), Uses()
         self._part.is_in_loop = lambda: self.uses.num_loops > 0
         self.finite, self.checks_finite, self.is_arena_lent = finite, config.check_finite, False
+        self.carried: set[int] = set()
         self.waits = Waits(name, self._ask_why, self.why, say)
         self._before_commit: list[Callable[[], None]] = []
         self._rosters.listen(self._placement.hear)

@@ -271,17 +271,16 @@ def to_ranges(ids: Iterable[int]) -> Ranges:
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
     """These ids less the others. All are sorted."""
-    if not others:
-        return ranges
     left: list[tuple[int, int]] = []
+    following, position = [*others, (math.inf, math.inf)], 0
     for start, stop in ranges:
-        for other_start, other_stop in others:
-            if start < other_start < stop:
-                left.append((start, other_start))
-            if other_start < stop and other_stop > start:
-                start = other_stop
-        if start < stop:
-            left.append((start, stop))
+        while start < stop:
+            low, high = following[position]
+            if low > start:
+                left.append((start, int(min(low, stop))))
+            if high >= stop:
+                break  # it may reach into the next range
+            start, position = max(start, int(high)), position + 1
     return tuple(left)
 
 

@@ -58,6 +58,8 @@ class ArenaCarrier:
         # By parameter: where it was copied early, and the digests of what was, where that pays.
         self._digests: dict[int, tuple[torch.Tensor, Sequence[bytes]]] = {}
         self._bucket: list[Slice] = []  # copied, and not told
+        exchange.is_arena_lent |= segment.index in exchange.carried  # by another optimizer, of the same parameters
+        exchange.carried.add(segment.index)
 
     @property
     def helps_early(self) -> bool:
@@ -73,6 +75,8 @@ class ArenaCarrier:
         return [views[index] for index in indices]
 
     def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+        for index in gradients:
+            self._digests.pop(index, None)
         targets = self.targets(gradients)
         pairs = list(zip(targets, gradients.values(), strict=True))
         if (
@@ -107,11 +111,12 @@ class ArenaCarrier:
         return {index for (index, gradient), target in pairs if self._is_same(index, target, gradient)}
 
     def _is_same(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> bool:
-        where, digests = self._digests.get(index, (None, ()))
-        is_known = where is target and not self._exchange.is_arena_lent  # else it may hold something else by now
-        if is_known and is_plain(gradient, target.dtype) and gradient.nbytes == target.nbytes:
-            return is_same(to_bytes(gradient), digests)
-        return _same_bits(target, gradient)
+        if index not in self._digests:
+            return _same_bits(target, gradient)
+        where, digests = self._digests[index]
+        is_there = where is target and not self._exchange.is_arena_lent  # else there may be something else by now
+        is_like = is_plain(gradient, target.dtype) and gradient.nbytes == target.nbytes
+        return is_there and is_like and is_same(to_bytes(gradient), digests)
 
     def finish(self, late: set[int]) -> None:
         self._bucket = []  # what was not staged by now goes with the commit

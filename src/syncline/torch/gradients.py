@@ -1,7 +1,7 @@
 """Gradients on their way into the arena: at `step()`, or while backward goes on where that helps.
 
-Bytes travel early, they count late: what was edited after backward (clipping, unscaling) is found by comparing
-with the bytes that were copied, and carried again.
+Bytes travel early, they count late: what was edited after backward (clipping, unscaling) is found at the step, by
+digests of what was copied or by comparing with it, and carried again.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     With `model`, its names and buffers are used: buffers are the chief's after every step (`buffers="chief"`) or
     the workers' mean (`"mean"`). `clip_norm` clips the round's mean gradient by its global norm. `overlap` sends
-    gradients while backward goes on, over sockets and from a GPU, and has them added up. On a GPU `step()` then
+    gradients while backward goes on, over sockets and from a GPU, and has a ring add them up. On a GPU `step()` then
     returns before the new parameters are there: each is awaited where its module's code reads it. Who reads them
     elsewhere (from a list kept from before, say) calls `wait()` first.
     """

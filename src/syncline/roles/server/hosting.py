@@ -189,7 +189,7 @@ class Hosting:
         return [*self.slices.values(), *self.backups.slots()]
 
     def deputies_by(self, config: JobConfig) -> Deputies | None:
-        """In a ring: through whom sums go between hosts, by the seats as they are."""
+        """In a ring: through whom sums go, by the seats as they are."""
         hosts = {member.name: member.host for member in self._members.values()}
         return deputies_of(config, dict(self._seats), hosts)
 
