@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ Body = Callable[["Script", int], None]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are large enough for digests of several pieces, biases are compared."""
+    """Weights are large enough for digests of several pieces, biases are compared; and there are cores to spare."""
+    monkeypatch.setattr(placement, "num_cores", lambda: 64)
     monkeypatch.setattr(placement, "EARLY_BYTES", 1)
     monkeypatch.setattr(carriers, "SMALL_BYTES", 512)
     monkeypatch.setattr(digests, "PIECE_BYTES", 512)
@@ -309,3 +311,11 @@ def test_a_death_while_sums_are_early(kind: str, victim: int, monkeypatch: pytes
         counts = found[f"worker-{left[0]}"].check(acknowledged)
         assert [counts[rank] for rank in left] == [steps] * 3 and not broken
         check_all_equal(jobs)
+
+
+@pytest.mark.parametrize(("num_cores", "is_early"), [(7, False), (8, True)])
+def test_on_one_host_it_needs_cores_to_spare(num_cores: int, is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "num_cores", lambda: num_cores)
+    with local_job(workers=4, exchange="ring", slice_bytes=256) as jobs:
+        bytes_of = jobs.run(lambda job: (Script(job, True).step(0), job.exchange.early_bytes)[1])
+    assert bytes_of == [1 if is_early else math.inf] * 4

@@ -24,6 +24,7 @@ class Deputies:
         """`hosts`: of the servers, by name."""
         self._seats, self._hosts = seats, hosts
         self._known: dict[int, dict[str, str]] = {}
+        self.num_hosts = len(set(hosts.values()))
 
     def host_of(self, name: str) -> str:
         """Of a server, or of a worker by the server in its process; "": it has no seat."""
@@ -65,8 +66,8 @@ def deputies_of(config: JobConfig, seats: Mapping[int, Seat], hosts: Mapping[str
         return None
     names = {name for seat in seats.values() for name in seat.names}
     where = {name: hosts.get(name, "") for name in names}
-    num_hosts = len(set(where.values()))
-    return Deputies(seats, where) if len(names) > num_hosts or num_hosts > 2 else None
+    found = Deputies(seats, where)
+    return found if len(names) > found.num_hosts or found.num_hosts > 2 else None
 
 
 def _deputies(seat: Seat, hosts: Mapping[str, str]) -> dict[str, str]:
