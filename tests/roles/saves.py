@@ -6,13 +6,16 @@ import pathlib
 from typing import Any
 
 import pytest
+from tests.roles.played import SECONDS
 
 from syncline.store.checkpoints import choose
 from syncline.store.folders import open_folder
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Whoever asks for a save waits for it, however slow the machine is."""
+    monkeypatch.setattr("syncline.roles.coordinator.wanted.ASKER_SECONDS", SECONDS)
     return tmp_path / "saves"
 
 

@@ -154,6 +154,7 @@ def test_a_whole_job_waits_for_the_one_that_is_held() -> None:
 
         def release() -> None:
             held.wait(SECONDS)
+            until(lambda: min(steps) >= 2, "both have made the steps before")
             time.sleep(0.4)
             seen.extend(steps)
             pacing.set(Pace("worker-1"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container
 
 import numpy as np
@@ -16,12 +17,16 @@ from syncline.roles.server.rules import Bytes, tensor_of
 
 
 class Staging:
-    """The staged bytes of all workers, by worker, slot and slice. A worker that came back is another one."""
+    """The staged bytes of all workers, by worker, slot and slice. A worker that came back is another one.
+
+    Workers bring their arenas while others' bytes are added up, each in a thread of its own.
+    """
 
     def __init__(self, release: Callable[[Bytes], None] = lambda array: None, hatch: Hatch | None = None) -> None:
         """`hatch`: to the worker of this process."""
         self._release, self._hatch = release, hatch
         self.copies = Copies()
+        self._lock = threading.Lock()  # for all tables but `_handed`; what is known is found without it
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
         self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
@@ -29,10 +34,11 @@ class Staging:
 
     def attach(self, worker: Identity, segment: int, slot: int, arena: Memory) -> None:
         """In the place of the one before it: a worker that has reached us anew brings its arena again."""
-        before = self._arenas.get((worker, segment, slot))
-        self._arenas[worker, segment, slot] = arena
-        for key in [k for k in self._tensors if k[0] == worker and k[1] == slot]:
-            del self._tensors[key]
+        with self._lock:
+            before = self._arenas.get((worker, segment, slot))
+            self._arenas[worker, segment, slot] = arena
+            for key in [k for k in self._tensors if k[0] == worker and k[1] == slot]:
+                del self._tensors[key]
         if before is not None:
             self._let_go(before)
 
@@ -43,9 +49,11 @@ class Staging:
     def buffer(self, worker: Identity, slot: int, part: Slice) -> Buffer:
         """Where a socket puts a slice's bytes; made once, used again for every clock of this slot."""
         key = (worker, slot, part.id)
-        if key not in self._buffers:
-            self._buffers[key] = np.zeros(part.num_bytes, np.uint8)  # of an encoding, not all may be written
-        return buffer_of(self._buffers[key])
+        with self._lock:
+            array = self._buffers.get(key)
+            if array is None:
+                array = self._buffers[key] = np.zeros(part.num_bytes, np.uint8)  # of an encoding, not all is written
+        return buffer_of(array)
 
     def tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
         """The staged bytes of one slice, as numbers, where they lie."""
@@ -56,14 +64,18 @@ class Staging:
             return self._handed_slice(handed.data, part)
         key = (worker, slot, part.id)
         known = self._tensors.get(key)
-        if known is None:
+        return known if known is not None else self._make_tensor(worker, slot, part)
+
+    def _make_tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
+        key = (worker, slot, part.id)
+        with self._lock:
             arena = self._arenas.get((worker, part.segment, slot))
             if arena is not None:
                 array = arena.array[part.offset : part.offset + part.num_bytes]
             else:
                 array = self._buffers[key]
-            known = self._tensors[key] = tensor_of(array, part.dtype)
-        return known
+            made = self._tensors[key] = tensor_of(array, part.dtype)
+        return made
 
     def _handed_slice(self, data: torch.Tensor, part: Slice) -> torch.Tensor:
         """It lies where it lies, mostly: the same tensor again."""
@@ -75,25 +87,30 @@ class Staging:
 
     def forget_worker(self, worker: Identity) -> None:
         """Nothing of this worker is needed any more."""
-        for table in (self._tensors, self._buffers):
-            for key in [k for k in table if k[0] == worker]:
-                del table[key]
-        for place in [k for k in self._arenas if k[0] == worker]:
-            self._let_go(self._arenas.pop(place))
+        with self._lock:
+            for table in (self._tensors, self._buffers):
+                for key in [k for k in table if k[0] == worker]:
+                    del table[key]
+            arenas = [self._arenas.pop(place) for place in [k for k in self._arenas if k[0] == worker]]
+        for arena in arenas:
+            self._let_go(arena)
 
     def keep_only(self, slices: Container[int]) -> None:
         """Others are not here any more; but for those of which there are copies."""
-        for table in (self._tensors, self._buffers):
-            for key in [k for k in table if k[2] not in slices and k[2] not in self.copies.numbers]:
-                del table[key]
+        with self._lock:
+            for table in (self._tensors, self._buffers):
+                for key in [k for k in table if k[2] not in slices and k[2] not in self.copies.numbers]:
+                    del table[key]
 
     def _let_go(self, arena: Memory) -> None:
         self._release(arena.array)
         arena.close()
 
     def close(self) -> None:
-        self._tensors.clear()
-        self._buffers.clear()
-        for arena in self._arenas.values():
+        with self._lock:
+            self._tensors.clear()
+            self._buffers.clear()
+            arenas = list(self._arenas.values())
+            self._arenas.clear()
+        for arena in arenas:
             arena.close()
-        self._arenas.clear()
