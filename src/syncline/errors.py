@@ -12,6 +12,7 @@ SynclineError
 │   ├── TokenError         the other side does not know the job's token
 │   └── VersionError       the other side speaks another version of the protocol
 ├── ConnectionLost         the other side is gone
+│   └── NoAnswer           it listens, and has not answered yet: its process may still be starting
 ├── CollectiveError        ranks did not call the same collective, or one is gone; all of them get it
 ├── Refresh                the sender knows an older generation; it fetches the roster and repeats
 ├── FencedError            this process has been replaced or evicted
@@ -70,6 +71,10 @@ class VersionError(ProtocolError):
 
 class ConnectionLost(SynclineError, ConnectionError):
     """The other side is gone."""
+
+
+class NoAnswer(ConnectionLost):
+    """The other side listens, and has not answered yet: its process may still be starting, or have no time."""
 
 
 class CollectiveError(SynclineError):

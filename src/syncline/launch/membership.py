@@ -22,7 +22,7 @@ from syncline.core.control import Join, Joined
 from syncline.core.cores import describe
 from syncline.core.members import Address, Member
 from syncline.core.policy import parse_policy
-from syncline.errors import ConfigError, ConnectionLost, WaitTimeout
+from syncline.errors import ConfigError, ConnectionLost, NoAnswer, WaitTimeout
 from syncline.launch.jobfile import JobFile
 from syncline.net import tcp
 from syncline.net.connection import SocketConnection
@@ -30,7 +30,8 @@ from syncline.net.link import Link
 from syncline.net.rpc import Call, Endpoint, Service, Stamp
 from syncline.net.transport import Connection, Peer
 
-#: A member may start before its coordinator listens.
+#: A member may start before its coordinator listens. Where that listens already, and is silent, it is starting too:
+#: then a member waits as long as for the job to be whole.
 CONNECT_SECONDS = 20.0
 
 
@@ -46,14 +47,15 @@ def say(who: str) -> Callable[[str], None]:
 
 def connect(file: JobFile, identity: tcp.Identity) -> SocketConnection:
     """A connection to the coordinator, tried again for a while."""
-    deadline = time.monotonic() + CONNECT_SECONDS
+    began, start_seconds = time.monotonic(), configuration.resolve(file.given).start_seconds
     while True:
         try:
             return tcp.connect_tcp(file.host, file.port, identity, 5.0)
-        except (OSError, ConnectionLost) as error:
-            if time.monotonic() > deadline:
+        except OSError as error:
+            seconds = max(CONNECT_SECONDS, start_seconds) if isinstance(error, NoAnswer) else CONNECT_SECONDS
+            if time.monotonic() - began > seconds:
                 raise ConnectionLost(
-                    f"no coordinator at {file.host}:{file.port} within {CONNECT_SECONDS:g} s: {error}; is its job "
+                    f"no coordinator at {file.host}:{file.port} within {seconds:g} s: {error}; is its job "
                     "still running? if not, start a new one: syncline coordinator --job FILE"
                 ) from None
             time.sleep(0.05)

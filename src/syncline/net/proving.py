@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import time
 
-from syncline.errors import ConnectionLost, FrameError, ProtocolError
+from syncline.errors import ConnectionLost, FrameError, NoAnswer, ProtocolError, SynclineError
 from syncline.net import handshake
 from syncline.net.transport import Peer
 
 
 def connecting(sock: socket.socket, side: handshake.Connecting) -> Peer:
-    """Proves the token to the side that listens, and has it proved by it."""
-    parts = _Parts(sock, 2 * handshake.MAX_BYTES, time.monotonic() + handshake.SECONDS)
+    """Proves the token to the side that listens, and has it proved by it. Silence is no refusal: a NoAnswer."""
+    parts = _Parts(sock, 2 * handshake.MAX_BYTES, time.monotonic() + handshake.SECONDS, NoAnswer)
     sock.sendall(side.hello())
-    proof, peer = side.answer(parts.read_first())
+    proof, peer = side.answer(parts.read())
     sock.sendall(proof)
     side.finish(parts.read())
     return peer
@@ -23,9 +24,12 @@ def connecting(sock: socket.socket, side: handshake.Connecting) -> Peer:
 
 def listening(sock: socket.socket, side: handshake.Listening, until: float) -> Peer:
     """The same for a stranger that has connected; one that is refused is told why."""
-    parts = _Parts(sock, handshake.MAX_BYTES, until)
+    parts = _Parts(sock, handshake.MAX_BYTES, until, FrameError)
     try:
-        sock.sendall(side.challenge(parts.read()))
+        challenge = side.challenge(parts.read())
+        if _is_gone(sock):  # it could not wait until we were awake, and dials again
+            raise ConnectionLost(f"{side.asker} had given up before it was answered")
+        sock.sendall(challenge)
     except ProtocolError as error:
         with contextlib.suppress(OSError):
             sock.sendall(handshake.refuse(error))
@@ -43,21 +47,28 @@ def listening(sock: socket.socket, side: handshake.Listening, until: float) -> P
     return peer
 
 
+def _is_gone(sock: socket.socket) -> bool:
+    """Whether the other side has closed the connection, as far as can be seen without reading (not under TLS)."""
+    if isinstance(sock, ssl.SSLSocket):
+        return False
+    seconds = sock.gettimeout()
+    sock.setblocking(False)
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        sock.settimeout(seconds)
+
+
 class _Parts:
-    """The parts of a handshake as they come: so many bytes, until then, all of them together."""
+    """The parts of a handshake as they come: so many bytes, until then, all together; after that it is `silence`."""
 
-    def __init__(self, sock: socket.socket, most_bytes: int, until: float) -> None:
+    def __init__(self, sock: socket.socket, most_bytes: int, until: float, silence: type[SynclineError]) -> None:
         self._sock, self._most, self._left, self._until = sock, most_bytes, most_bytes, until
-        self._is_silent = False  # nothing came in time
-
-    def read_first(self) -> bytes:
-        """As `read`; silence is no refusal: the other side may listen already, and not be awake yet."""
-        try:
-            return self.read()
-        except FrameError as error:
-            if self._is_silent:
-                raise ConnectionLost(str(error)) from None
-            raise
+        self._silence = silence
 
     def read(self) -> bytes:
         return self._exactly(handshake.body_bytes(self._exactly(handshake.PREFIX_BYTES)))
@@ -72,8 +83,7 @@ class _Parts:
                 self._sock.settimeout(max(0.001, self._until - time.monotonic()))
                 chunk = self._sock.recv(count - len(data))
             except TimeoutError:
-                self._is_silent = True
-                raise FrameError(f"no handshake within {handshake.SECONDS:g} s") from None
+                raise self._silence(f"no handshake within {handshake.SECONDS:g} s") from None
             except ConnectionError:
                 chunk = b""  # reset: the same as an end
             except OSError as error:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from syncline.core.members import Address
-from syncline.errors import ConfigError, ConnectionLost
+from syncline.errors import ConfigError, ConnectionLost, NoAnswer
 from syncline.net import handshake, proving
 from syncline.net.certificate import Certificate, client_context, peer_digest
 from syncline.net.connection import SocketConnection
@@ -75,12 +75,19 @@ def connect_tcp(host: str, port: int, identity: Identity, seconds: float) -> Soc
         _tune(sock)
         certificate = ""
         if not is_loopback(sock.getpeername()[0]):
-            sock = client_context().wrap_socket(sock)
+            sock = _encrypted(sock)
             certificate = peer_digest(sock)
         return _connected(sock, identity, certificate)
     except BaseException:
         sock.close()
         raise
+
+
+def _encrypted(sock: socket.socket) -> ssl.SSLSocket:
+    try:
+        return client_context().wrap_socket(sock)
+    except TimeoutError as error:
+        raise NoAnswer(f"no TLS handshake within {sock.gettimeout() or 0.0:g} s") from error
 
 
 def _connected(sock: socket.socket, identity: Identity, certificate: str) -> SocketConnection:

@@ -1,0 +1,61 @@
+"""How long a member tries to reach its coordinator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tests.patience import PATIENCE
+
+from syncline.errors import ConnectionLost
+from syncline.launch import jobfile, membership
+from syncline.launch.jobfile import JobFile
+from syncline.net import handshake, tcp
+from syncline.net.transport import Peer
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(handshake, "SECONDS", 0.1)
+    monkeypatch.setattr(membership, "CONNECT_SECONDS", 0.3)
+    yield
+
+
+def identity(file: JobFile, role: str) -> tcp.Identity:
+    return tcp.Identity(file.job, file.token_bytes, Peer(role, role, 0))
+
+
+def test_where_nobody_listens_it_is_said_soon() -> None:
+    with tcp.bind("127.0.0.1", 0) as sock:
+        file = jobfile.new("127.0.0.1", sock.getsockname()[1], {"start_seconds": PATIENCE})
+    with pytest.raises(ConnectionLost, match=r"no coordinator at 127\.0\.0\.1:\d+ within 0\.3 s: .*refused"):
+        membership.connect(file, identity(file, "worker"))
+
+
+def test_one_that_listens_and_is_silent_is_waited_for_as_long_as_for_the_job() -> None:
+    with tcp.bind("127.0.0.1", 0) as sock:
+        file = jobfile.new("127.0.0.1", sock.getsockname()[1], {"start_seconds": 0.9})
+        with pytest.raises(ConnectionLost, match=r"within 0\.9 s: no handshake within 0\.1 s"):
+            membership.connect(file, identity(file, "worker"))
+
+
+def test_a_coordinator_that_starts_slowly_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket is bound before its process has loaded, which on a busy machine takes longer than any one try."""
+    sock, made = tcp.bind("127.0.0.1", 0), []
+    file = jobfile.new("127.0.0.1", sock.getsockname()[1], {"start_seconds": PATIENCE})
+
+    def wake_up() -> None:
+        monkeypatch.setattr(handshake, "SECONDS", PATIENCE)
+        there = identity(file, "coordinator")
+        made.append(tcp.Listener(there, lambda connection: None, sock=sock, log=lambda line: None))
+
+    timer = threading.Timer(1.0, wake_up)  # after CONNECT_SECONDS
+    timer.start()
+    try:
+        connection = membership.connect(file, identity(file, "worker"))
+        assert connection.peer.role == "coordinator"
+        connection.close()
+    finally:
+        timer.join()
+        made[0].close()
