@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 
+import msgspec
 import pytest
 
 from syncline.config import JobConfig
 from syncline.core.deputies import deputies_of
+from syncline.core.members import Member
 from syncline.core.seats import Seat
 
 RING = JobConfig(exchange="ring", workers=4)
@@ -22,11 +24,15 @@ def seats_of(servers: list[str], num_slices: int) -> dict[int, Seat]:
     return found
 
 
+def members_of(hosts: dict[str, str], num_cores: int = 64, cores: str = "") -> list[Member]:
+    return [Member(name, name[:6], 1, host, cores=cores, num_cores=num_cores) for name, host in hosts.items()]
+
+
 @pytest.mark.parametrize("on", ["aa", "aaaa", "aabb", "abab", "abbb", "aabbcc", "abcabc", "aaab", "aabc"])
 def test_every_host_has_one_deputy_of_each_slice_and_they_are_even(on: str) -> None:
     hosts = {f"server-{rank}": host for rank, host in enumerate(on)}
     seats = seats_of(list(hosts), 24 * len(on))
-    found = deputies_of(RING, seats, {**hosts, "worker-0": "elsewhere"})
+    found = deputies_of(RING, seats, members_of({**hosts, "worker-0": "elsewhere"}))
     assert found is not None
     counts: collections.Counter[str] = collections.Counter()
     for number, seat in seats.items():
@@ -52,11 +58,33 @@ def test_every_host_has_one_deputy_of_each_slice_and_they_are_even(on: str) -> N
 def test_where_sums_go_straight(on: str, settings: dict[str, str]) -> None:
     hosts = {f"server-{rank}": host for rank, host in enumerate(on)}
     config = JobConfig(**{"exchange": "ring", "workers": len(on), **settings})  # type: ignore[arg-type]
-    assert deputies_of(config, seats_of(list(hosts), 8), hosts) is None
+    assert deputies_of(config, seats_of(list(hosts), 8), members_of(hosts)) is None
+
+
+@pytest.mark.parametrize(
+    ("on", "num_cores", "cores", "is_straight"),
+    [
+        ("aa", 4, "", False), ("aa", 3, "", True), ("aaaa", 8, "", False), ("aaaa", 7, "", True),
+        ("aaaa", 2, "0-1", False), ("aaaa", 1, "0", True), ("aabb", 1, "", False), ("aa", 0, "", True),
+    ],
+)  # fmt: skip
+def test_on_one_host_it_takes_cores_to_spare(on: str, num_cores: int, cores: str, is_straight: bool) -> None:
+    """Two for each process, its own or shared; between hosts sums are waited for in any case."""
+    hosts = {f"server-{rank}": host for rank, host in enumerate(on)}
+    found = deputies_of(RING, seats_of(list(hosts), 8), members_of(hosts, num_cores, cores))
+    assert (found is None) == is_straight
+
+
+def test_one_with_fewer_cores_counts_for_all() -> None:
+    """It was started within a cpuset, say: then sums would wait for it."""
+    hosts = {f"server-{rank}": "a" for rank in range(2)}
+    first, second = members_of(hosts)
+    few = msgspec.structs.replace(second, num_cores=1)
+    assert deputies_of(RING, seats_of(list(hosts), 8), [first, few]) is None
 
 
 def test_a_slice_without_copies_has_its_primary_alone() -> None:
     hosts = {f"server-{rank}": host for rank, host in enumerate("aab")}
     seats = {**seats_of(list(hosts), 2), 2: Seat(2, "server-0"), 3: Seat(3, "")}
-    found = deputies_of(RING, seats, hosts)
+    found = deputies_of(RING, seats, members_of(hosts))
     assert found is not None and found.of(2) == {"a": "server-0"} and found.of(3) == {} == found.of(4)

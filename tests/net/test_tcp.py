@@ -26,6 +26,7 @@ from syncline.net.transport import Connection, Peer, buffer_of
 
 Make = Callable[..., Any]
 SECONDS = PATIENCE
+_PREFIX = b"SYNH" + bytes([PROTOCOL])
 
 
 def send(connection: Any, message: Any, payload: bytes = b"", **fields: int) -> None:
@@ -113,10 +114,10 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
 
     monkeypatch.setattr(handshake, "pack", pack_as_one)
     with pytest.raises(
-        VersionError, match="the other side speaks protocol 1, this one 9; use one version of syncline"
+        VersionError, match="the other side speaks protocol 1, this one 10; use one version of syncline"
     ):
         there.connect()
-    assert "was refused: VersionError: the other side speaks protocol 1, this one 9" in there.log()
+    assert "was refused: VersionError: the other side speaks protocol 1, this one 10" in there.log()
     monkeypatch.undo()
     check_works(there)
 
@@ -125,9 +126,9 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
     ("data", "reason"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "was refused: FrameError: not a handshake of ours: it begins with b'GET '"),
-        (b"SYNH\x09\xff\xff", "was refused: FrameError: a handshake of 65535 bytes; at most 512"),
-        (b"SYNH\x09\x05\x00\xc1\xc1\xc1\xc1\xc1", "was refused: FrameError: a handshake that cannot be read"),
-        (b"SYNH\x09", "ended: the other side closed the connection during the handshake"),
+        (_PREFIX + b"\xff\xff", "was refused: FrameError: a handshake of 65535 bytes; at most 512"),
+        (_PREFIX + b"\x05\x00\xc1\xc1\xc1\xc1\xc1", "was refused: FrameError: a handshake that cannot be read"),
+        (_PREFIX, "ended: the other side closed the connection during the handshake"),
         (b"", "ended: the other side closed the connection during the handshake"),
     ],
 )
@@ -241,7 +242,7 @@ def test_too_many_open_files_do_not_end_the_listener(host: Make) -> None:
         (raw_bytes(Upload(0, [1]), b"x" * 100) + b"x" * 40, "the other side closed the connection"),
         (Header(1, 1, body_bytes=0xFFFFFFFF).pack(), "FrameError: a body of 4294967295 bytes; at most 67108864"),
         (Header(1, 1, payload_bytes=1 << 60).pack(), "FrameError: a payload of 1152921504606846976 bytes; at most"),
-        (b"SYNC\x01" + bytes(47), "VersionError: protocol 1 spoken to protocol 9; use one version of syncline"),
+        (b"SYNC\x01" + bytes(47), "VersionError: protocol 1 spoken to protocol 10; use one version of syncline"),
         (Header(0xFFFF, 1).pack(), "FrameError: unknown kind 65535"),
         (Header(3, 1, body_bytes=4).pack() + b"\xc1\xc1\xc1\xc1", "FrameError: a Joined that cannot be read"),
         (random.Random(1).randbytes(300), "FrameError: not a frame of ours: it begins with"),

@@ -10,8 +10,14 @@ import numpy as np
 
 from syncline import Rule
 
-#: How sums go in a ring of one host: by deputies; straight to primaries, through shared memory or over sockets.
-WAYS: dict[str, dict[str, Any]] = {"by deputies": {}, "straight": {"codec": "bf16"}, "sockets": {"transport": "tcp"}}
+#: How sums go in a ring of one host: by deputies; straight to primaries, as they are, encoded, or over sockets.
+WAYS: dict[str, dict[str, Any]] = {
+    "by deputies": {"num_cores": 64},
+    "straight": {"num_cores": 1},
+    "by deputies for two": {"num_cores": 5},  # three have no cores to spare
+    "encoded": {"codec": "bf16"},
+    "sockets": {"transport": "tcp"},
+}
 
 
 def copies(jobs: Any) -> dict[str, dict[int, Any]]:

@@ -46,8 +46,9 @@ def test_a_process_that_dies_costs_nobody_a_step(victim: int, way: str) -> None:
         assert {name for server in lone for name in server._voting.votes.voters} == {f"server-{r}" for r in left}
 
 
-def test_one_that_comes_gets_everything_and_takes_part() -> None:
-    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
+@pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])
+def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3, **WAYS[way]) as jobs:
         acknowledged: dict[str, int] = {}
 
         def work(job: Any) -> None:
@@ -65,10 +66,11 @@ def test_one_that_comes_gets_everything_and_takes_part() -> None:
         check_all_equal(jobs)
 
 
+@pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])
 @pytest.mark.parametrize("slice_bytes", [64, 1 << 20])
-def test_one_that_died_comes_back(slice_bytes: int) -> None:
+def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
     """Also where there are fewer slices than servers: it is nobody's primary then, and has its vote all the same."""
-    with local_job(workers=3, exchange="ring", slice_bytes=slice_bytes) as jobs:
+    with local_job(workers=3, exchange="ring", slice_bytes=slice_bytes, **WAYS[way]) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
 

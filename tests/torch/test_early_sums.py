@@ -24,7 +24,7 @@ STEPS = 8
 #: Two hosts with two workers each, whose sums go by deputies; one host; and four workers whose sums gloo makes.
 KINDS: dict[str, dict[str, Any]] = {
     "relay": {"on": ["a", "a", "b", "b"]},
-    "one host": {},
+    "one host": {"num_cores": 64},
     "circle": {"sums": "gloo"},
 }
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -33,8 +33,7 @@ Body = Callable[["Script", int], None]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are large enough for digests of several pieces, biases are compared; and there are cores to spare."""
-    monkeypatch.setattr(placement, "num_cores", lambda: 64)
+    """Weights are large enough for digests of several pieces, biases are compared."""
     monkeypatch.setattr(placement, "EARLY_BYTES", 1)
     monkeypatch.setattr(carriers, "SMALL_BYTES", 512)
     monkeypatch.setattr(digests, "PIECE_BYTES", 512)
@@ -314,8 +313,7 @@ def test_a_death_while_sums_are_early(kind: str, victim: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("num_cores", "is_early"), [(7, False), (8, True)])
-def test_on_one_host_it_needs_cores_to_spare(num_cores: int, is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "num_cores", lambda: num_cores)
-    with local_job(workers=4, exchange="ring", slice_bytes=256) as jobs:
+def test_on_one_host_it_needs_cores_to_spare(num_cores: int, is_early: bool) -> None:
+    with local_job(workers=4, exchange="ring", slice_bytes=256, num_cores=num_cores) as jobs:
         bytes_of = jobs.run(lambda job: (Script(job, True).step(0), job.exchange.early_bytes)[1])
     assert bytes_of == [1 if is_early else math.inf] * 4

@@ -79,6 +79,7 @@ def early_beside_late(name: str, model: str, what: str, *, workers: int) -> Row:
         reference="the same with overlap=False",
         reach=Reach("printed"),
         measure=measure,
+        num_cores=2 * workers,  # with fewer both begin at the step
     )
 
 

@@ -13,7 +13,7 @@ from syncline.client.arena import Arenas
 from syncline.client.arrays import Bytes
 from syncline.client.dialing import Dialing
 from syncline.client.reading import ServerReader
-from syncline.config import JobConfig, num_cores
+from syncline.config import JobConfig
 from syncline.core.codecs.named import NONE, codecs_of
 from syncline.core.control import AskWhy, GivenWhy, Roster
 from syncline.core.deputies import Deputies, deputies_of
@@ -144,7 +144,7 @@ class Placement:
         hosts = {member.name: member.host for member in roster.members}
         parts = ((segment, part) for segment in self.layout.segments for part in segment.slices)
         self.spread = self._spread.of(parts, self._seats, hosts)
-        self._deputies = deputies_of(self._config, self._seats, hosts)
+        self._deputies = deputies_of(self._config, self._seats, roster.members)
         self.taken = self._taken(by_server)
         read = self._sorted({} if self._own else by_server, lambda part: (self.source(part.id),))
         for name in self.names:
@@ -284,12 +284,7 @@ class Placement:
         """From how many bytes on it helps to tell servers early: any, where some get them over a socket."""
         if not all(end.shares_memory for name, end in self.endpoints.items() if self.taken.get(name)):
             return 0
-        return EARLY_BYTES if self.sums_early and self._hides_sums() else math.inf
-
-    def _hides_sums(self) -> bool:
-        """Whether sums are made by what is idle while backward goes on: other hosts, a GPU, or cores to spare."""
-        is_one_host = self._deputies is not None and self._deputies.num_hosts == 1
-        return not is_one_host or num_cores() >= 2 * len(self.names)
+        return EARLY_BYTES if self.sums_early else math.inf
 
     def mapped(self) -> list[Bytes]:
         return [array for reader in self.readers.values() for array in reader.mapped()]

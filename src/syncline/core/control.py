@@ -29,6 +29,7 @@ class Join(Message, frozen=True):
     process: str  # drawn by the process when it starts
     kind: str  # processor and torch: copies of a slice on equal ones are equal bit by bit
     cores: str = ""  # that are its own
+    num_cores: int = 0  # that it may run on
 
 
 class Joined(Message, frozen=True):

@@ -8,10 +8,11 @@ each host: 2 (h-1)/h of the model for each of h hosts, however many workers it h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from syncline.config import JobConfig
 from syncline.core.codecs.named import NONE
+from syncline.core.members import Member
 from syncline.core.ring import partner_of
 from syncline.core.seats import Seat
 from syncline.core.standings import by_name
@@ -24,7 +25,6 @@ class Deputies:
         """`hosts`: of the servers, by name."""
         self._seats, self._hosts = seats, hosts
         self._known: dict[int, dict[str, str]] = {}
-        self.num_hosts = len(set(hosts.values()))
 
     def host_of(self, name: str) -> str:
         """Of a server, or of a worker by the server in its process; "": it has no seat."""
@@ -58,16 +58,25 @@ class Deputies:
         return sorted((other for other, where in self._hosts.items() if where == host and other != name), key=by_name)
 
 
-def deputies_of(config: JobConfig, seats: Mapping[int, Seat], hosts: Mapping[str, str]) -> Deputies | None:
-    """None where sums go straight: of a lone worker, of two on two hosts, without shared memory, with a codec, or
-    where torch.distributed adds up. Workers and servers come to the same by the seats. `hosts`: of all members."""
+def deputies_of(config: JobConfig, seats: Mapping[int, Seat], members: Iterable[Member]) -> Deputies | None:
+    """None where sums go straight: of a lone worker, of two on two hosts, on one host without cores to spare, without
+    shared memory, with a codec, or where torch.distributed adds up. All members come to the same by the seats."""
     codecs = (config.codec, config.pull_codec)
     if not config.is_ring or config.has_circle or config.transport == "tcp" or any(c not in NONE for c in codecs):
         return None
     names = {name for seat in seats.values() for name in seat.names}
-    where = {name: hosts.get(name, "") for name in names}
-    found = Deputies(seats, where)
-    return found if len(names) > found.num_hosts or found.num_hosts > 2 else None
+    seated = {member.name: member for member in members if member.name in names}
+    hosts = {name: seated[name].host if name in seated else "" for name in names}
+    num_hosts = len(set(hosts.values()))
+    if len(names) <= num_hosts <= 2 or (num_hosts == 1 and not _have_cores_to_spare(seated.values())):
+        return None
+    return Deputies(seats, hosts)
+
+
+def _have_cores_to_spare(seated: Collection[Member]) -> bool:
+    """Whether sums are made by cores that are idle while backward goes on: of one host's, two for each process. With
+    fewer, sums and backward would only take turns, and straight is less work."""
+    return all(member.num_cores >= (2 if member.cores else 2 * len(seated)) for member in seated)
 
 
 def _deputies(seat: Seat, hosts: Mapping[str, str]) -> dict[str, str]:

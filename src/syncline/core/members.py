@@ -25,3 +25,4 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     kind: str = ""  # processor and torch
     cores: str = ""  # that are its own, where it was given some
     pid: int = 0  # on its host
+    num_cores: int = 0  # that it may run on

@@ -157,7 +157,7 @@ class Membership:
 
     def join(
         self, role: str, name: str, host: str, address: Address | None, process: str = "", kind: str = "",
-        cores: str = "", pid: int = 0,
+        cores: str = "", pid: int = 0, num_cores: int = 0,
     ) -> Member:  # fmt: skip
         """A new member, or a ConfigError that says why not. An empty name takes the next free one."""
         state = self.state
@@ -177,7 +177,8 @@ class Membership:
         state.incarnations += 1
         if self.formed:
             state.generation += 1
-        member = Member(name, role, state.incarnations, host, address, state.generation, kind, cores, pid)
+        incarnation, since = state.incarnations, state.generation
+        member = Member(name, role, incarnation, host, address, since, kind, cores, pid, num_cores)
         state.members[name], state.processes[name] = member, process
         self.state.awaited.pop(name, None)
         state.finished.pop(name, None)

@@ -145,7 +145,7 @@ from syncline.core.traffic import (
     WholeSum,
 )
 
-PROTOCOL = 9
+PROTOCOL = 10
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (

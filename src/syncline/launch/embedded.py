@@ -43,6 +43,7 @@ class InProcess:
         self._servers: dict[str, Any] = {}
         self._endpoints: dict[str, list[Endpoint]] = {}  # by the member that they belong to
         self._links: dict[str, Link] = {}
+        self.num_cores = configuration.num_cores()  #: of every host that members say to be on
         self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
         self._hosts: dict[str, str] = {}  # of members
         self._peers: dict[str, Peers] = {}  # of workers, by name
@@ -123,8 +124,11 @@ class InProcess:
                 )
                 server.form(call.answer)
 
-        message = Join("server", name, host, 0, None, {}, self._process_of(name), "in-process")
-        return link.try_call(message, joined)
+        return link.try_call(self._greeting("server", name, host, {}), joined)
+
+    def _greeting(self, role: str, name: str, host: str, defaults: Mapping[str, Any]) -> Join:
+        process = self._process_of(name)
+        return Join(role, name, host, 0, None, dict(defaults), process, "in-process", "", self.num_cores)
 
     def _hatched_home(self, name: str) -> Any:
         """With `--sums nccl`; where there is no GPU, the twin of one."""
@@ -148,9 +152,7 @@ class InProcess:
         """A worker's question to be a member, not waited for."""
         stamp, hearing, self._hosts[name] = self.stamp(), FromCoordinator(), host
         link = self.link("worker", name, hearing, stamp)
-        call = link.try_call(
-            Join("worker", name, host, 0, None, dict(defaults), self._process_of(name), "in-process")
-        )
+        call = link.try_call(self._greeting("worker", name, host, defaults))
         return link, hearing, stamp, call
 
     def _process_of(self, name: str) -> str:

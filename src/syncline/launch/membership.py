@@ -100,7 +100,8 @@ def greeting(
 
     `process`: in a ring a worker and its server give the same."""
     process, own = process or secrets.token_hex(8), describe(configuration.own_cores())
-    return Join(role, name, host, os.getpid(), address, dict(defaults), process, process_kind(), own)
+    num_cores = configuration.num_cores()
+    return Join(role, name, host, os.getpid(), address, dict(defaults), process, process_kind(), own, num_cores)
 
 
 def join(

@@ -109,11 +109,12 @@ def _leave(job: Job) -> None:
 @contextlib.contextmanager
 def local_job(
     workers: int = 2, servers: int | None = None, policy: str = "sync", *, folder: str = "runs/local",
-    on: Sequence[str] = (), **settings: Any,
+    on: Sequence[str] = (), num_cores: int = 0, **settings: Any,
 ) -> Iterator[LocalJob]:  # fmt: skip
     """A whole job inside this process; `settings` are those of syncline.toml.
 
     `on`: the host of each worker, by name. Workers of different hosts share no memory among themselves.
+    `num_cores`: as if every host had so many; 0: as many as this one has.
     With `transport="tcp"` workers and servers share no memory: bytes travel, as they would over sockets.
     There is one server if nothing is said; with `exchange="ring"` every worker has its own.
     """
@@ -126,6 +127,7 @@ def local_job(
         given |= ring_settings(config)
     process = InProcess(given, pathlib.Path(folder))
     process.shares_memory = given.get("transport") != "tcp"
+    process.num_cores = num_cores or process.num_cores
     local: LocalJob | None = None
     try:
         hosts = [*on, *["local"] * (workers - len(on))]

@@ -52,6 +52,7 @@ class Joining:
                 message.kind,
                 message.cores,
                 message.pid,
+                message.num_cores,
             )
             self._c.endpoints[member.name] = request.endpoint
             request.endpoint.peer = Peer(member.role, member.name, member.incarnation)

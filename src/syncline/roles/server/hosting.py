@@ -190,8 +190,7 @@ class Hosting:
 
     def deputies_by(self, config: JobConfig) -> Deputies | None:
         """In a ring: through whom sums go, by the seats as they are."""
-        hosts = {member.name: member.host for member in self._members.values()}
-        return deputies_of(config, dict(self._seats), hosts)
+        return deputies_of(config, dict(self._seats), list(self._members.values()))
 
     def spread_by(self, spread: Spread) -> frozenset[int]:
         """In a ring: the slices that are spread by the seats as they are."""
