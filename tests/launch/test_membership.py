@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.errors import ConnectionLost
+from syncline.config import JobConfig
+from syncline.core.members import Address, Member
+from syncline.errors import ConnectionLost, NoAnswer
 from syncline.launch import jobfile, membership
 from syncline.launch.jobfile import JobFile
 from syncline.net import handshake, tcp
@@ -38,6 +40,31 @@ def test_one_that_listens_and_is_silent_is_waited_for_as_long_as_for_the_job() -
         file = jobfile.new("127.0.0.1", sock.getsockname()[1], {"start_seconds": 0.9})
         with pytest.raises(ConnectionLost, match=r"within 0\.9 s: no handshake within 0\.1 s"):
             membership.connect(file, identity(file, "worker"))
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+@pytest.mark.parametrize("num_silent", [1, 2])
+def test_a_server_beside_that_is_silent_is_no_reason_for_sockets(
+    transport: str, num_silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no time. Without shared memory the job would be slow to its end; and `shm` is not what is wrong."""
+    found, tries = object(), []
+
+    def connect(path: str, identity: tcp.Identity, seconds: float) -> object:
+        tries.append(path)
+        if len(tries) <= num_silent:
+            raise NoAnswer("no handshake within 5 s")
+        return found
+
+    monkeypatch.setattr(tcp, "connect_unix", connect)
+    file, config = jobfile.new("127.0.0.1", 1, {}), JobConfig(transport=transport)
+    member = Member("server-0", "server", 1, "here", Address("@there", "127.0.0.1", 1))
+    if num_silent == 1:
+        assert membership.reach(member, identity(file, "worker"), config) is found
+    else:
+        with pytest.raises(ConnectionLost, match="server-0 does not answer: no handshake within 5 s"):
+            membership.reach(member, identity(file, "worker"), config)
+    assert tries == ["@there"] * 2
 
 
 def test_a_coordinator_that_starts_slowly_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:

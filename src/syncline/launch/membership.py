@@ -190,7 +190,9 @@ def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: 
     assert address is not None
     if (config.transport != "tcp" or is_own) and address.unix:
         try:
-            return tcp.connect_unix(address.unix, identity, 5.0)
+            return _reach_beside(address.unix, identity)
+        except NoAnswer as error:  # it is on this host: no reason to go over sockets from now on
+            raise ConnectionLost(f"{member.name} does not answer: {error}") from None
         except OSError as error:
             if config.transport == "shm":
                 raise ConfigError(
@@ -200,6 +202,14 @@ def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: 
         return tcp.connect_tcp(address.host, address.port, identity, 10.0)
     except OSError as error:
         raise ConnectionLost(f"{member.name} cannot be reached at {address.host}:{address.port}: {error}") from None
+
+
+def _reach_beside(path: str, identity: tcp.Identity) -> SocketConnection:
+    """Who listens and is silent has no time: once more."""
+    try:
+        return tcp.connect_unix(path, identity, 5.0)
+    except NoAnswer:
+        return tcp.connect_unix(path, identity, 5.0)
 
 
 def connect_service(file: JobFile, peer: Peer, stamp: Stamp, service: Service | None) -> Endpoint:
