@@ -12,7 +12,7 @@ SynclineError
 │   ├── TokenError         the other side does not know the job's token
 │   └── VersionError       the other side speaks another version of the protocol
 ├── ConnectionLost         the other side is gone
-│   └── NoAnswer           it listens, and has not answered yet: its process may still be starting
+│   └── NoAnswer           the other side listens, and has not answered yet
 ├── CollectiveError        ranks did not call the same collective, or one is gone; all of them get it
 ├── Refresh                the sender knows an older generation; it fetches the roster and repeats
 ├── FencedError            this process has been replaced or evicted
@@ -74,7 +74,7 @@ class ConnectionLost(SynclineError, ConnectionError):
 
 
 class NoAnswer(ConnectionLost):
-    """The other side listens, and has not answered yet: its process may still be starting, or have no time."""
+    """The other side listens, and has not answered yet; its process may still be starting."""
 
 
 class CollectiveError(SynclineError):

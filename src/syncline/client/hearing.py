@@ -18,7 +18,7 @@ from syncline.core.metrics import Steer
 from syncline.core.pacing import Pace
 from syncline.core.saving import EndSave, Expect, WriteScript
 from syncline.core.slices import Copy
-from syncline.errors import FencedError, JobFailed, ProtocolError, SynclineError
+from syncline.errors import FencedError, JobFailed, ProtocolError
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
@@ -149,7 +149,7 @@ class FromCoordinator:
             else:
                 self.copies.give_copies(message.copies, message.target)
                 request.reply(Done())
-        except SynclineError as error:
+        except Exception as error:  # whatever it is, the coordinator waits for an answer
             request.refuse(error)
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:

@@ -55,7 +55,7 @@ class OwnModel:
             request.reply(self._write(message, values))
         except SynclineError as error:
             request.refuse(error)
-        except OSError as error:
+        except Exception as error:  # a disk that is full, or a bug: the coordinator waits for an answer
             request.refuse(StoreError(f"{self._job.name}: {error}"))
 
     def _write(self, message: WriteOwn, values: dict[str, Array]) -> WrittenOwn:

@@ -210,11 +210,11 @@ class Placement:
         finally:
             self._dialing = None
         self._has_connected = True
-        self.endpoints[member.name] = endpoint
         pins = member.name != self._own  # there, copies of others' slices are read too
         self.readers[member.name] = ServerReader(endpoint, self._config.wait_seconds, pins=pins)
         self._incarnations[member.name] = member.incarnation
         self._unseen.add(member.name)
+        self.endpoints[member.name] = endpoint  # from now on it is closed by a roster that has another incarnation
 
     def _tell_of_codecs(self) -> None:
         shared = [endpoint.shares_memory for endpoint in self.endpoints.values()]
@@ -287,7 +287,7 @@ class Placement:
         return EARLY_BYTES if self.sums_early else math.inf
 
     def mapped(self) -> list[Bytes]:
-        return [array for reader in self.readers.values() for array in reader.mapped()]
+        return [array for reader in list(self.readers.values()) for array in reader.mapped()]
 
     def stats(self) -> WireStats:
         total = self._wire

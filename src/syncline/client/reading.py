@@ -74,7 +74,7 @@ class ServerReader:
 
     def mapped(self) -> list[Bytes]:
         """All of the server's memory that is mapped here."""
-        return [memory.array for memory in self._blocks.values()]
+        return [memory.array for memory in list(self._blocks.values())]
 
     # -- shared memory ------------------------------------------------------------------------------------
 

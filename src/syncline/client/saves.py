@@ -60,7 +60,7 @@ class Saves:
                 self._expect(request, message.number)
             elif isinstance(message, WriteScript):
                 self._want(request, message)
-        except SynclineError as error:
+        except Exception as error:  # whatever it is, the coordinator waits for an answer
             request.refuse(error)
 
     def _expect(self, request: Request, number: int) -> None:
@@ -200,8 +200,11 @@ class Saves:
         request, message = wanted
         try:
             script = write_script(self._name, note, message)
-        except (SynclineError, OSError) as error:
-            request.refuse(error if isinstance(error, SynclineError) else StoreError(f"{self._name}: {error}"))
+        except SynclineError as error:
+            request.refuse(error)
+            return
+        except Exception as error:  # a disk that is full, or a bug: the coordinator waits for an answer
+            request.refuse(StoreError(f"{self._name}: {error}"))
             return
         if faults.armed is not None:
             faults.reach("script.written")

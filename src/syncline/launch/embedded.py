@@ -224,17 +224,17 @@ class InProcess:
 
     def close(self) -> None:
         self.coordinator.close()
-        for link in self._links.values():
+        for link in list(self._links.values()):
             link.close()
         with self._change:
             self._links.clear()
             self._change.notify_all()
-        for peers in self._peers.values():
+        for peers in list(self._peers.values()):
             peers.close()
-        for server in self._servers.values():
+        for server in list(self._servers.values()):
             server.close()
-        for endpoints in self._endpoints.values():
-            for endpoint in endpoints:
+        for endpoints in list(self._endpoints.values()):
+            for endpoint in list(endpoints):
                 endpoint.close()
 
 

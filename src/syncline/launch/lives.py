@@ -113,6 +113,8 @@ class Lives:
                     self._screen.line(process.name, raw.decode("utf-8", "replace").rstrip("\n"))
                 except BrokenPipeError:
                     self._unread()
+                except (OSError, ValueError):
+                    continue  # a screen that is full, or lacks a letter: the log has it
             process.output.close()
 
     def _keep(self, name: str, raw: bytes) -> None:

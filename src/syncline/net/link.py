@@ -155,6 +155,8 @@ class Link:
                 return
             except SynclineError:
                 continue  # lost: whoever reads the connection sees to it
+            except Exception as error:  # a bug of ours is no reason to be taken for dead
+                self._say(f"a sign of life could not be made: {type(error).__name__}: {error}")
 
     # -- when it breaks -----------------------------------------------------------------------------------
 

@@ -212,11 +212,11 @@ class Pairs:
         raise _Crossing(*said.key, crossing_words(self._me.name, waiting.what, way.name, said))
 
     def settle(self) -> None:
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             lane.settle()
 
     def close(self) -> None:
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             lane.close()
 
     # -- what ways call -----------------------------------------------------------------------------------

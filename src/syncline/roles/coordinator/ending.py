@@ -62,8 +62,10 @@ class Ending:
         def end(calls: Sequence[Call] = ()) -> None:
             if once.acquire(blocking=False):
                 timer.cancel()
-                self._profile(calls)
-                then()
+                try:
+                    self._profile(calls)
+                finally:
+                    then()
 
         timer = threading.Timer(PROFILE_SECONDS, end)
         timer.daemon = True
@@ -75,7 +77,8 @@ class Ending:
 
     def _profile(self, calls: Sequence[Call]) -> None:
         servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
-        times = {name: report.times for name, report in self._c.reports.items()}
+        with self._c.lock:
+            times = {name: report.times for name, report in self._c.reports.items()}
         for line in profile_lines(times, servers, self._c.config):
             self._c.log_line(line)
 

@@ -182,11 +182,11 @@ class Handing:
                 )
             for owner, recall in self._desk.recut():
                 self._recall(owner, recall)
-            somebody_waits = self._desk.somebody_waits
+            somebody_waits, has_news = self._desk.somebody_waits, self._desk.has_news
         self.answer()
         if somebody_waits:
             self._ask_uses()
-        if self._desk.has_news and now - self._kept_at > KEEP_SECONDS:
+        if has_news and now - self._kept_at > KEEP_SECONDS:
             self._confirm(now)
 
     def _confirm(self, now: float) -> None:

@@ -6,7 +6,6 @@ its own, see `recording`), or given up. Nobody waits for any of it but at the ga
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from syncline.core.frequency import Every, every
 from syncline.core.message import Done, Message
 from syncline.core.policy import policy_of
 from syncline.core.saves import Checkpoint
-from syncline.core.saving import EndSave, Expect, Finish, Noted, OpenGate, Save, Saved
+from syncline.core.saving import EndSave, Finish, Noted, OpenGate, Save, Saved
 from syncline.core.slices import Identity
 from syncline.core.words import size
 from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
@@ -193,8 +192,9 @@ class Saving:
             under_way = self._begin(now) if begins else self._under_way
             askers = self._askers(now)
             released = askers[0].let_go(askers[1]) if askers is not None else []
+            step = self._c.reporting.step()
         for request in released:
-            request.reply(Saved("", self._c.reporting.step()))
+            request.reply(Saved("", step))
         if begins and under_way is not None:
             self._expect(under_way)
         with self._c.lock:
@@ -244,11 +244,7 @@ class Saving:
         with self._c.lock:
             names = self._c.membership.workers()
             endpoints = {name: self._c.endpoints[name] for name in names if name in self._c.endpoints}
-        for name, endpoint in endpoints.items():
-            with contextlib.suppress(ConnectionLost):
-                under_way.expects[name] = endpoint.call(Expect(under_way.number))
-        for call in list(under_way.expects.values()):
-            call.when_done(self._c.changing.wake)
+        under_way.expect(endpoints, self._c.changing.wake)
 
     def _askers(self, now: float) -> tuple[Wanted, list[str]] | None:
         """Under the lock: a save whose askers are not to wait any longer, and for whom they would."""

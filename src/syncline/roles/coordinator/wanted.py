@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from syncline.config import JobConfig
-from syncline.net.rpc import Call, Request
+from syncline.core.saving import Expect
+from syncline.errors import ConnectionLost
+from syncline.net.rpc import Call, Endpoint, Request
 from syncline.stats import Wait
 
 #: For workers other than the chief to come to a boundary; a save without a slow one's script is still a save.
@@ -63,6 +66,16 @@ class UnderWay:
     is_cut: bool = False
     cut_at: float = 0.0
     is_marked: bool = False  # the cut is made: who stood still for it goes on
+
+    def expect(self, endpoints: Mapping[str, Endpoint], wake: Callable[[], None]) -> None:
+        """Asks workers to come to a boundary. `wake`: at each answer."""
+        expects: dict[str, Call] = {}
+        for name, endpoint in endpoints.items():
+            with contextlib.suppress(ConnectionLost):
+                expects[name] = endpoint.call(Expect(self.number))
+        self.expects = expects  # whole, since others look at it meanwhile
+        for call in expects.values():
+            call.when_done(wake)
 
     @property
     def waiting(self) -> list[str]:

@@ -115,5 +115,5 @@ class Blocks:
         request.reply(Mapped(block.num_bytes), attachment=block.memory)
 
     def close(self) -> None:
-        for block in self._blocks.values():
+        for block in list(self._blocks.values()):
             block.memory.close()

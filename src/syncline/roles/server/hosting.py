@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from syncline.config import JobConfig
@@ -54,6 +55,7 @@ class Hosting:
         self._primaries: dict[int, str] = {}  # by slice: the life of its primary
         self._members: dict[str, Member] = {}
         self._partners: dict[Identity, Partner] = {}
+        self._partners_lock = threading.Lock()
         self._out: set[Identity] = set()  # servers of which nothing is taken any more
 
     def find(self, number: int) -> tuple[Segment, Slice]:
@@ -164,19 +166,21 @@ class Hosting:
             raise FencedError(f"{peer}, incarnation {peer.incarnation}, has been replaced")
 
     def partner(self, member: Member) -> Partner:
-        """The way to another server."""
+        """The way to another server: one, whichever thread asks first."""
         key = (member.name, member.incarnation)
-        if key not in self._partners:
-            mine = self._members.get(self.name)
-            self._partners[key] = Partner(
-                member,
-                self._dial,
-                is_of_our_kind=mine is not None and mine.kind == member.kind,
-                drain=lambda slot: self._pool.submit(functools.partial(self._drain, slot)),
-                submit=self._pool.submit,
-                log=self._log,
-            )
-        return self._partners[key]
+        with self._partners_lock:
+            found = self._partners.get(key)
+            if found is None:
+                mine = self._members.get(self.name)
+                found = self._partners[key] = Partner(
+                    member,
+                    self._dial,
+                    is_of_our_kind=mine is not None and mine.kind == member.kind,
+                    drain=lambda slot: self._pool.submit(functools.partial(self._drain, slot)),
+                    submit=self._pool.submit,
+                    log=self._log,
+                )
+        return found
 
     def servers(self) -> list[Member]:
         return [member for member in self._members.values() if member.role == "server"]
@@ -241,7 +245,7 @@ class Hosting:
 
     def has_all(self) -> bool:
         """Whether every slice is here that the seats say is."""
-        mine = [number for number, seat in self._seats.items() if self.name in seat.names]
+        mine = [number for number, seat in dict(self._seats).items() if self.name in seat.names]
         return all(number in self.slices or self.backups.slot_of(number) is not None for number in mine)
 
     def leaving(self, seats: Iterable[Seat]) -> list[int]:
@@ -259,9 +263,9 @@ class Hosting:
             else:
                 self._become_other(seat)
         there = {(member.name, member.incarnation) for member in members}
-        gone = [key for key in self._partners if key not in there]
         self.backups.lenders.forget_but(set(self._members))
-        return [self._partners.pop(key) for key in gone]
+        with self._partners_lock:
+            return [self._partners.pop(key) for key in list(self._partners) if key not in there]
 
     def _become_primary(self, seat: Seat, before: Seat | None) -> None:
         slot = self.slices.get(seat.slice)
@@ -349,7 +353,9 @@ class Hosting:
         return found
 
     def close_ways(self) -> None:
-        for partner in self._partners.values():
+        with self._partners_lock:
+            partners = list(self._partners.values())
+        for partner in partners:
             partner.close()
 
     def close(self) -> None:

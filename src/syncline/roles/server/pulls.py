@@ -151,15 +151,25 @@ class Pulls:
         least = message.min_version
         return least is None or all(self._slot(n).state.version >= least for n in message.slices)
 
+    def _may_go(self, message: Pull) -> bool:
+        """Also one whose slices have moved since it came: it is refused when it is answered."""
+        try:
+            return self._is_new_enough(message)
+        except SynclineError:
+            return True
+
     def advanced(self) -> None:
         """A round is in: pulls that waited for it may go."""
         if not self._waiting:
             return
         with self._lock:
-            ready = [item for item in self._waiting if self._is_new_enough(item[1])]
+            ready = [item for item in self._waiting if self._may_go(item[1])]
             self._waiting = [item for item in self._waiting if item not in ready]
         for request, message in ready:
-            self._answer(request, message)
+            try:
+                self._answer(request, message)
+            except SynclineError as error:
+                request.refuse(error)
 
     def begin_anew(self) -> list[Request]:
         """Under `order`: primaries have changed, and pins end. What waits here may have to wait elsewhere."""

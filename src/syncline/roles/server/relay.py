@@ -91,11 +91,11 @@ class Relay:
     def _begin(self) -> None:
         """Before the first sum: nobody's copy is on its way any more, from here or to here; neighbours have what
         sums will lie in."""
-        while not self._closed.is_set() and not (self._is_supplied.is_set() and self._hosting.has_all()):
-            self._closed.wait(_LOOK_SECONDS)
-        if self._closed.is_set():
-            return
         try:
+            while not self._closed.is_set() and not (self._is_supplied.is_set() and self._hosting.has_all()):
+                self._closed.wait(_LOOK_SECONDS)
+            if self._closed.is_set():
+                return
             laid = lay_out(self.generation, self.names, self._deputies, self._hosting)
         except Exception as error:  # whoever waits must hear of it, whatever it is
             with self._lock:
