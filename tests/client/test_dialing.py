@@ -13,6 +13,7 @@ from tests.blackhole import blackhole
 from tests.patience import PATIENCE
 
 from syncline import Rule
+from syncline.client import placement
 from syncline.core.control import Over
 from syncline.core.members import Member
 from syncline.errors import JobFailed
@@ -85,3 +86,18 @@ def test_the_end_of_the_job_ends_the_dial(house: Callable[..., Any], nowhere: An
     twin.coordinator.say(Over(True, "worker-7", "worker-7 failed"))
     thread.join(DIAL_SECONDS / 2)
     assert not thread.is_alive() and isinstance(found[0], JobFailed)
+
+
+def test_a_roster_that_comes_while_a_server_is_reached_closes_nothing(house: Any, monkeypatch: Any) -> None:
+    """It names the very server that was just reached: closed, it would have to be reached anew."""
+    twin, reader = house(2, slice_bytes=256), placement.ServerReader
+
+    def heard(*given: Any, **more: Any) -> Any:
+        twin.job.exchange.placement.hear(twin.roster())
+        return reader(*given, **more)
+
+    monkeypatch.setattr(placement, "ServerReader", heard)
+    twin.job.kv.register({"a": np.zeros(64), "b": np.zeros(64)}, SGD)
+    twin.job.kv.push({"a": np.ones(64), "b": np.ones(64)}).wait()
+    assert all((value == -1.0).all() for value in twin.everything().values())
+    assert [len(server.endpoints) for server in twin.servers.values()] == [1, 1]

@@ -275,6 +275,29 @@ def test_when_all_end_no_server_is_said_to_hand_over(play: Callable[..., Play]) 
     assert sum("leaves" in said for said in job.screen.lines) == 1
 
 
+def test_a_line_that_the_screen_cannot_show_ends_no_forwarding(play: Callable[..., Play]) -> None:
+    """A terminal without this letter, a disk that is full: the member would wait for ever at its full pipe."""
+    job, words = play(), queue.SimpleQueue[bytes]()
+    server = Process(job.plan("server-1"))
+    server.output.readline = words.get  # type: ignore[method-assign]
+    show = job.screen.line
+
+    def line(name: str, text: str) -> None:
+        if "ü" in text:
+            text.encode("ascii")
+        show(name, text)
+
+    job.screen.line = line  # type: ignore[method-assign]
+    lives = Lives(job.screen, job.folder, lambda plan: server, lambda: None)  # type: ignore[arg-type, return-value]
+    lives.begin(server.plan)
+    words.put("für\n".encode())
+    words.put(b"after it\n")
+    job.wait(lambda: any("after it" in said for said in job.screen.lines))
+    assert "für" in (job.folder / "server-1.log").read_text()
+    server.signal = lambda number: (words.put(b""), setattr(server, "code", 0))  # type: ignore
+    lives.stop(1.0, asks=True)
+
+
 def test_who_was_evicted_and_hears_nothing_is_ended(
     play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
 ) -> None:

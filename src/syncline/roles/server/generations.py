@@ -56,7 +56,7 @@ class Generations:
         self._voting = voting  # in a ring
         self._name, self._commits, self._hosting, self._pulls = name, commits, hosting, pulls
         self._flow, self._departures, self._order = commits.flow, commits.departures, commits.order
-        self._installed, self._is_late = generation if not is_late else 0, is_late
+        self.installed, self._is_late = generation if not is_late else 0, is_late
         self._replicas, self._log, self._hold_seconds = replicas, log, hold_seconds
         self._hold: _Hold | None = None
         self._is_half_way = False  # a move was begun: what goes elsewhere takes nothing more in
@@ -77,7 +77,7 @@ class Generations:
         servers = {member.name for member in roster.members if member.role == "server"}
         number = len(servers.union(seat.primary for seat in roster.seats if seat.primary))
         with self._order:
-            if roster.generation >= self._installed:
+            if roster.generation >= self.installed:
                 self._flow.num_servers, self._commits.rounds.is_alone = number, number == 1
 
     # -- prepare ------------------------------------------------------------------------------------------
@@ -124,10 +124,10 @@ class Generations:
             hold.ended.set()
 
     def _check_newer(self, message: Prepare) -> None:
-        newest = self._installed if self._hold is None else max(self._installed + 1, self._hold.message.generation)
-        if message.generation <= self._installed or message.generation < newest:
+        newest = self.installed if self._hold is None else max(self.installed + 1, self._hold.message.generation)
+        if message.generation <= self.installed or message.generation < newest:
             raise ProtocolError(
-                f"{self._name} is asked to prepare generation {message.generation}; it is at {self._installed}, "
+                f"{self._name} is asked to prepare generation {message.generation}; it is at {self.installed}, "
                 f"and has heard of {newest}"
             )
 
@@ -192,7 +192,7 @@ class Generations:
 
     def _install(self, request: Request, message: Install) -> None:
         with self._order:
-            if message.generation == self._installed:
+            if message.generation == self.installed:
                 through = self._through  # said again
                 hold = None
             else:
@@ -328,7 +328,7 @@ class Generations:
         if self._voting is not None and self._hold is not None and self._hold.message.moves:
             names = {name for seat in self._hold.message.seats for name in seat.names}
             self._voting.begin(message.generation, names)
-        self._installed, self._hold, self._through = message.generation, None, through
+        self.installed, self._hold, self._through = message.generation, None, through
         self._is_half_way = False
         self._flow.num_servers = sum(member.role == "server" for member in message.members)
         self._flow.hosts_others()

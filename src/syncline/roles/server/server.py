@@ -111,6 +111,7 @@ class Server:
         self._lock, self._host_lock = threading.Lock(), threading.Lock()
         self._commits: Commits | None = None
         self._generations: Generations | None = None
+        self._heard = 0  # the generation of the newest roster
         self._voting: Voting | None = None  # in a ring
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
         self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
@@ -181,7 +182,10 @@ class Server:
         self._pulls.outgoing.window = config.window
 
     def hear(self, roster: Roster) -> None:
-        """The coordinator tells who there is."""
+        """The coordinator tells who there is; told twice at a time, the older one may come last."""
+        if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
+            return
+        self._heard = roster.generation
         self._hosting.hear(roster.members, roster.seats)
         if self._commits is not None and roster.generation >= self._commits.moved:
             self._hosting.backups.are_all_told()
