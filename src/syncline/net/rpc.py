@@ -371,9 +371,10 @@ class Endpoint:
         with self._lock:
             self._lost = reason
             calls, self._calls = list(self._calls.values()), {}
-        for call in calls:
-            call.finish(None, None, ConnectionLost(f"{self.peer} is gone: {reason}"))
-        self._service.lost(self, reason)
+        with contextlib.ExitStack() as ends:  # whatever one of them raises, all hear of it
+            ends.callback(self._service.lost, self, reason)
+            for call in reversed(calls):
+                ends.callback(call.finish, None, None, ConnectionLost(f"{self.peer} is gone: {reason}"))
 
     def close(self, reason: str = "closed") -> None:
         self._connection.close(reason)
