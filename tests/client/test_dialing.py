@@ -101,3 +101,22 @@ def test_a_roster_that_comes_while_a_server_is_reached_closes_nothing(house: Any
     twin.job.kv.push({"a": np.ones(64), "b": np.ones(64)}).wait()
     assert all((value == -1.0).all() for value in twin.everything().values())
     assert [len(server.endpoints) for server in twin.servers.values()] == [1, 1]
+
+
+def test_a_roster_that_comes_between_the_dial_and_the_way_counts(house: Any, monkeypatch: Any) -> None:
+    """The server that was just reached is out by it: whoever asked it something would wait for its deadline."""
+    twin, reader, open_ = house(2, slice_bytes=256), placement.ServerReader, []
+
+    def heard(endpoint: Any, *given: Any, **more: Any) -> Any:
+        made = reader(endpoint, *given, **more)
+        if endpoint.peer.name == "server-1":
+            look = made.look
+            made.look = lambda parts: (open_.append(endpoint.is_open), look(parts))[1]
+            twin.servers.pop("server-1")  # it hangs: its connection stays
+            twin.fail_over("server-1", "server-0", tell=False)
+            twin.job.exchange.placement.hear(twin.roster())
+        return made
+
+    monkeypatch.setattr(placement, "ServerReader", heard)
+    twin.job.kv.register({"a": np.zeros(64), "b": np.zeros(64)}, SGD)
+    assert not any(open_)

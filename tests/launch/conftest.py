@@ -81,13 +81,15 @@ class Commands:
         """Waits until a member's log under runs/ has this text; the log. Jobs that have ended bring it no more."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            has_ended = all(process.poll() is not None for process in self._started)
+            has_ended = bool(self._started) and all(process.poll() is not None for process in self._started)
             for log in self.folder.glob(f"runs/*/{name}.log"):
                 content = log.read_text()
                 if text in content:
                     return content
             if has_ended:
-                told = [process.stdout.read() for process in self._started if process.stdout is not None]
+                told = [
+                    process.stdout.read() for process in self._started if process.stdout and not process.stdout.closed
+                ]
                 raise AssertionError(f"{text!r} is not in the log of {name}, and the job has ended: {told}")
             time.sleep(0.05)
         raise TimeoutError(f"{text!r} did not appear in the log of {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,7 @@ from syncline.net.transport import Peer
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(handshake, "SECONDS", 0.1)
     monkeypatch.setattr(membership, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(membership, "AGAIN_SECONDS", 0.0)
     yield
 
 
@@ -31,15 +33,37 @@ def identity(file: JobFile, role: str) -> tcp.Identity:
 def test_where_nobody_listens_it_is_said_soon() -> None:
     with tcp.bind("127.0.0.1", 0) as sock:
         file = jobfile.new("127.0.0.1", sock.getsockname()[1], {"start_seconds": PATIENCE})
-    with pytest.raises(ConnectionLost, match=r"no coordinator at 127\.0\.0\.1:\d+ within 0\.3 s: .*refused"):
+    with pytest.raises(ConnectionLost, match=r"no coordinator at 127\.0\.0\.1:\d+ within \d+ s: .*refused"):
         membership.connect(file, identity(file, "worker"))
 
 
 def test_one_that_listens_and_is_silent_is_waited_for_as_long_as_for_the_job() -> None:
     with tcp.bind("127.0.0.1", 0) as sock:
         file = jobfile.new("127.0.0.1", sock.getsockname()[1], {"start_seconds": 0.9})
-        with pytest.raises(ConnectionLost, match=r"within 0\.9 s: no handshake within 0\.1 s"):
+        with pytest.raises(ConnectionLost, match=r"within \d+ s: no handshake within 0\.1 s"):
             membership.connect(file, identity(file, "worker"))
+
+
+def test_a_queue_full_of_those_who_gave_up_is_no_reason_to_give_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try leaves a connection behind that nobody has taken: after many, the system answers no more."""
+    tries: list[float] = []
+
+    def connect(host: str, port: int, identity: tcp.Identity, seconds: float) -> None:
+        tries.append(seconds)
+        if len(tries) == 1:
+            raise NoAnswer("no handshake within 5 s")
+        time.sleep(0.1)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(tcp, "connect_tcp", connect)
+    file = jobfile.new("127.0.0.1", 1, {"start_seconds": 0.9})
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match="timed out"):
+        membership.connect(file, identity(file, "worker"))
+    assert time.monotonic() - began > 0.9 and len(tries) > 2
+    tries[:] = [0.0]  # silent from the first: nobody may be there at all
+    with pytest.raises(ConnectionLost, match=r"no coordinator at 127\.0\.0\.1:1 within \d+ s: timed out"):
+        membership.connect(jobfile.new("127.0.0.1", 1, {"start_seconds": PATIENCE}), identity(file, "worker"))
 
 
 @pytest.mark.parametrize("transport", ["auto", "shm"])

@@ -156,3 +156,33 @@ def test_a_coordinator_that_answers_late_is_looked_for_no_more() -> None:
         until(lambda: coordinator.beats > before + 3)
         assert coordinator.connections[0] not in coordinator.closed, "it is whole, and stays"
         assert "came back" not in coordinator.order
+
+
+def test_who_has_no_news_by_a_bug_beats_all_the_same() -> None:
+    """Silent, a healthy member would be taken for dead. What is wrong is said once."""
+    beats, said, enough = [], [], threading.Event()
+
+    class Counts(Hears):
+        def handle(self, request: Request) -> None:
+            if isinstance(request.message, Beat):
+                beats.append(request.message)
+                enough.set() if len(beats) > 2 else None
+            request.reply(Done())
+
+    def dial() -> Connection:
+        left, right = memory.pair(Peer("worker", "worker-0", 0), Peer("coordinator", "coordinator", 0))
+        Endpoint(right, Stamp("job"), Counts([]))
+        return left
+
+    def make() -> Beat:
+        raise KeyError("x")
+
+    link = Link(
+        dial, Hears([]), Stamp("job"),
+        patience_seconds=0.0, say=said.append, fenced=lambda error: None, gone=lambda reason: None,
+    )  # fmt: skip
+    link.try_call(AskWhy()).wait(PATIENCE)
+    link.begin("worker-0", 1, beat=make, beat_seconds=0.001, silent_seconds=PATIENCE, on_roster=lambda roster: None)
+    assert enough.wait(PATIENCE)
+    link.close()
+    assert said == ["a sign of life without news: KeyError: 'x'"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import queue
 import socket
 import threading
@@ -28,13 +29,15 @@ def test_silence_is_no_answer_yet_at_any_part_of_a_handshake(monkeypatch: pytest
             accepted, _ = sock.accept()
             with accepted:
                 accepted.sendall(side.challenge(accepted.recv(512)[handshake.PREFIX_BYTES :]))
+                has_answered.set()
                 is_over.wait(PATIENCE)
 
-        is_over = threading.Event()
+        is_over, has_answered = threading.Event(), threading.Event()
         thread = threading.Thread(target=challenge if answers else is_over.wait, daemon=True)
         thread.start()
         with pytest.raises(NoAnswer, match=r"no handshake within 0\.3 s"):
             tcp.connect_tcp(*sock.getsockname(), ASKING, PATIENCE)
+        assert has_answered.wait(PATIENCE if answers else 0.0) == answers
         is_over.set()
         thread.join(PATIENCE)
 
@@ -45,8 +48,9 @@ def test_over_tls_too(monkeypatch: pytest.MonkeyPatch) -> None:
         tcp.connect_tcp(*sock.getsockname(), ASKING, 0.3)
 
 
-def test_who_gave_up_before_it_was_answered_is_not_said_to_lack_the_token() -> None:
+def test_who_gave_up_before_it_was_answered_is_not_said_to_lack_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """It dialled before we were awake, and dials again: a user who reads of tokens would look for a wrong one."""
+    monkeypatch.setattr(handshake, "SECONDS", PATIENCE)
     sock, lines, accepted = tcp.bind("127.0.0.1", 0), queue.Queue(), queue.Queue()
     with socket.create_connection(sock.getsockname()) as early:
         early.sendall(handshake.Connecting(TOKEN, "job-1", ASKING.me, "").hello())
@@ -58,3 +62,24 @@ def test_who_gave_up_before_it_was_answered_is_not_said_to_lack_the_token() -> N
         assert accepted.get(timeout=PATIENCE).peer.name == "worker-0"
     finally:
         listener.close()
+
+
+def test_a_unix_socket_whose_queue_is_full_is_there_and_has_no_time(tmp_path: pathlib.Path) -> None:
+    """Else a worker would take it for a server of another host, and go over sockets from then on."""
+    path, waiting = str(tmp_path / "full"), []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(path)
+        listening.listen(0)
+        try:
+            for _ in range(64):
+                waiting.append(sock := socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                sock.setblocking(False)
+                sock.connect(path)
+        except BlockingIOError:
+            pass
+        with pytest.raises(NoAnswer, match="too many wait to be heard there"):
+            tcp.connect_unix(path, ASKING, 0.2)
+        for sock in waiting:
+            sock.close()
+    with pytest.raises(FileNotFoundError):
+        tcp.connect_unix(str(tmp_path / "none"), ASKING, 0.2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
-from tests.roles.rings import WAYS, check_all_equal, check_ledger, copies, kill, push_cells, start
+from tests.roles.rings import WAYS, check_all_equal, check_ledger, check_way, copies, kill, push_cells, start
 
 from syncline import Rule
 from syncline.roles.server.backups import Backups
@@ -30,6 +30,7 @@ def test_every_server_has_every_slice_bit_by_bit(workers: int, way: str) -> None
         jobs.run(lambda job: (push_cells(job, STEPS, acknowledged), job.barrier("all")))
         check_all_equal(jobs)
         assert check_ledger(jobs[0], acknowledged)[:workers] == [STEPS] * workers
+        check_way(jobs, way, workers)
         servers = jobs._process._servers.values()
         assert all(len(server._slices) for server in servers), "all sum up a part"
 
@@ -74,7 +75,7 @@ def test_a_ring_and_servers_come_to_the_same(rule: str, clip: float | None) -> N
     """Also where the round's mean is clipped, and where a worker has fewer steps."""
     found = {}
     for exchange in ("servers", "ring"):
-        with local_job(workers=3, exchange=exchange, slice_bytes=128) as jobs:
+        with local_job(workers=3, exchange=exchange, slice_bytes=128, **WAYS["by deputies"]) as jobs:
             found[exchange] = jobs.run(lambda job: train(job, rule, clip))
             if exchange == "ring":
                 check_all_equal(jobs)
@@ -97,7 +98,7 @@ def test_nobody_applies_a_round_before_all_have_voted(monkeypatch: pytest.Monkey
             original(self, work)
 
     monkeypatch.setattr(Voting, "held", held)
-    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
         acknowledged: dict[str, int] = {}
         go, passed = threading.Event(), threading.Barrier(3)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
-from tests.roles.rings import WAYS, check_all_equal, check_ledger, copies, kill, push_cells, start
+from tests.roles.rings import WAYS, check_all_equal, check_ledger, check_way, copies, kill, push_cells, start
 
 from syncline import Rule
 from syncline.core.control import Prepare, Retire
@@ -42,6 +42,7 @@ def test_a_process_that_dies_costs_nobody_a_step(victim: int, way: str) -> None:
         counts = check_ledger(jobs[left[0]], acknowledged)
         assert [counts[rank] for rank in left] == [50, 50]
         check_all_equal(jobs)
+        check_way(jobs, way, 2)
         lone = jobs._process._servers.values()
         assert {name for server in lone for name in server._voting.votes.voters} == {f"server-{r}" for r in left}
 
@@ -64,6 +65,7 @@ def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
         assert check_ledger(late, acknowledged)[:3] == [60, 60, 20]
         eventually(lambda: "server-2" in jobs._process._servers["server-0"]._voting.votes.voters)
         check_all_equal(jobs)
+        check_way(jobs, way, 3)
 
 
 @pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])
@@ -107,8 +109,9 @@ def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
         check_all_equal(jobs)
 
 
+@pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
+def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch, victim: int, way: str) -> None:
     """A joiner is named as a backup of all, and lacks what this primary was to give it: it is none of that. Nor does
     it matter when the joiner itself is gone again."""
     begun, is_over = threading.Event(), threading.Event()
@@ -122,7 +125,7 @@ def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch
         original(partner, slots, goes_on)
 
     monkeypatch.setattr(hosting, "supply", supplies)
-    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3, **WAYS[way]) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         first = "server-0" if victim == 0 else ""
@@ -207,7 +210,7 @@ def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyP
 def test_who_is_nobodys_primary_says_where_those_begin_who_enter() -> None:
     """It hears of all commits too, and may have closed a round that is open still elsewhere: whoever were put into
     that one would wait for it for ever."""
-    with local_job(workers=2, exchange="ring", slice_bytes=1 << 20) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=1 << 20, **WAYS["by deputies"]) as jobs:
 
         def work(job: Any) -> None:
             job.kv.register({"x": np.zeros(4, np.float32)}, Rule("Add"), reduce="sum")
@@ -223,7 +226,7 @@ def test_who_is_nobodys_primary_says_where_those_begin_who_enter() -> None:
 
 
 def test_two_that_die_at_once_cost_no_step() -> None:
-    with local_job(workers=4, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=4, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         threads = start(jobs, lambda job: push_cells(job, 40, acknowledged), gone)
@@ -250,7 +253,7 @@ def test_the_last_one_goes_on_alone(sums: str) -> None:
 
 def test_what_was_dropped_and_fails_late_takes_nothing_from_what_is_made_anew() -> None:
     """The same commit, in a round that counts nowhere and in the one that takes its place."""
-    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
         flow = jobs._process._servers["server-0"].commits.flow
         commit = Commit("worker-0", 1, 7, Contribution(1, 0, 0))
         dropped, anew = (RoundWork((commit,), (), commit, parse_policy("sync"), lambda work: None) for _ in range(2))
@@ -283,7 +286,7 @@ def test_when_all_have_ended_the_verdict_says_so_and_what_helps(monkeypatch: pyt
 
 
 def test_what_a_rule_remembers_is_everywhere_too() -> None:
-    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
 
         def work(job: Any) -> None:
             job.kv.register({"x": np.ones(80, np.float32)}, Rule("Adam", lr=0.1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 from tests.roles.conftest import eventually
-from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_cells, start
+from tests.roles.rings import WAYS, check_all_equal, check_ledger, copies, kill, push_cells, start
 from tests.roles.test_ring import Net, train
 
 from syncline import Rule
@@ -313,7 +313,7 @@ def test_a_sum_that_comes_late_is_not_written_over_one_of_a_later_round() -> Non
 def test_a_copy_that_is_being_written_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker reads its own server's memory while a round of others is applied to it."""
     still: list[bool] = []
-    with local_job(workers=2, exchange="ring", slice_bytes=64) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(64, np.float32)}, Rule("Add")))
         for name, slots in copies(jobs).items():
             for number in jobs._process._servers[name]._hosting.backups.numbers():

@@ -35,8 +35,10 @@ def turns() -> Iterator[None]:
     """Threads take turns as often as they can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_arenas_come_and_workers_go_while_others_bytes_are_added_up(turns: None) -> None:
@@ -55,14 +57,16 @@ def test_arenas_come_and_workers_go_while_others_bytes_are_added_up(turns: None)
 
     thread = threading.Thread(target=come_and_go)
     thread.start()
-    for _ in range(4):
-        for number in range(NUM_SLICES):
-            assert staging.tensor(("worker-0", 1), 0, part(number)).sum() == 8 * 7
-            staging.buffer(("worker-0", 1), 0, part(number))
-        staging.forget_worker(("worker-0", 1))
-        staging.attach(("worker-0", 1), 0, 0, Arena(7))
-    is_over.set()
-    thread.join()
+    try:
+        for _ in range(4):
+            for number in range(NUM_SLICES):
+                assert staging.tensor(("worker-0", 1), 0, part(number)).sum() == 8 * 7
+                staging.buffer(("worker-0", 1), 0, part(number))
+            staging.forget_worker(("worker-0", 1))
+            staging.attach(("worker-0", 1), 0, 0, Arena(7))
+    finally:
+        is_over.set()
+        thread.join()
     assert not errors
 
 

@@ -140,6 +140,7 @@ class Placement:
                 if name not in members:
                     raise Refresh(f"{name or 'no server'} is to have slices and is not in the roster")
                 self._connect(members[name])
+                self._hear_again(roster)
         self.names = sorted(by_server, key=by_name)
         hosts = {member.name: member.host for member in roster.members}
         parts = ((segment, part) for segment in self.layout.segments for part in segment.slices)
@@ -243,6 +244,12 @@ class Placement:
             if incarnations.get(name) != self._incarnations.get(name):
                 endpoint.close(f"{name} is out since generation {roster.generation}")
         self._stop_dialing_if_out()
+
+    def _hear_again(self, followed: Roster) -> None:
+        """A later roster may have come while a server was neither dialled any more nor reached."""
+        heard = self._heard
+        if heard is not None and heard.generation > followed.generation:
+            self.hear(heard)
 
     def _stop_dialing_if_out(self) -> None:
         dialing, roster = self._dialing, self._heard

@@ -60,7 +60,7 @@ class Saves:
                 self._expect(request, message.number)
             elif isinstance(message, WriteScript):
                 self._want(request, message)
-        except Exception as error:  # whatever it is, the coordinator waits for an answer
+        except SynclineError as error:
             request.refuse(error)
 
     def _expect(self, request: Request, number: int) -> None:

@@ -60,7 +60,8 @@ class Deputies:
 
 def deputies_of(config: JobConfig, seats: Mapping[int, Seat], members: Iterable[Member]) -> Deputies | None:
     """None where sums go straight: of a lone worker, of two on two hosts, on one host without cores to spare, without
-    shared memory, with a codec, or where torch.distributed adds up. All members come to the same by the seats."""
+    shared memory, with a codec, or where torch.distributed adds up. All members come to the same by
+    the seats, and by what the roster says of who is in them."""
     codecs = (config.codec, config.pull_codec)
     if not config.is_ring or config.has_circle or config.transport == "tcp" or any(c not in NONE for c in codecs):
         return None

@@ -33,6 +33,8 @@ from syncline.net.transport import Connection, Peer
 #: A member may start before its coordinator listens. Where that listens already, and is silent, it is starting too:
 #: then a member waits as long as for the job to be whole.
 CONNECT_SECONDS = 20.0
+#: Before a server on this host that has no time is dialled once more.
+AGAIN_SECONDS = 0.5
 
 
 def say(who: str) -> Callable[[str], None]:
@@ -47,15 +49,17 @@ def say(who: str) -> Callable[[str], None]:
 
 def connect(file: JobFile, identity: tcp.Identity) -> SocketConnection:
     """A connection to the coordinator, tried again for a while."""
-    began, start_seconds = time.monotonic(), configuration.resolve(file.given).start_seconds
+    began, listens, start_seconds = time.monotonic(), False, configuration.resolve(file.given).start_seconds
     while True:
         try:
             return tcp.connect_tcp(file.host, file.port, identity, 5.0)
         except OSError as error:
-            seconds = max(CONNECT_SECONDS, start_seconds) if isinstance(error, NoAnswer) else CONNECT_SECONDS
-            if time.monotonic() - began > seconds:
+            # Those who gave up before may fill its queue: then nobody gets as far as a handshake.
+            listens = isinstance(error, NoAnswer) or (listens and isinstance(error, TimeoutError))
+            passed, seconds = time.monotonic() - began, max(CONNECT_SECONDS, start_seconds if listens else 0.0)
+            if passed > seconds:
                 raise ConnectionLost(
-                    f"no coordinator at {file.host}:{file.port} within {seconds:g} s: {error}; is its job "
+                    f"no coordinator at {file.host}:{file.port} within {passed:.0f} s: {error}; is its job "
                     "still running? if not, start a new one: syncline coordinator --job FILE"
                 ) from None
             time.sleep(0.05)
@@ -184,8 +188,8 @@ def waiter_reads(joined: Joined) -> bool:
 
 
 def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: bool = False) -> SocketConnection:
-    """A connection to a server: shared memory where a file descriptor can be handed over, else TCP. `is_own`: it is
-    in this process, which shares memory with itself whatever is said of others."""
+    """A connection to a server, or to another worker: shared memory where a file descriptor can be handed over, else
+    TCP. `is_own`: it is in this process, which shares memory with itself whatever is said of others."""
     address = member.address
     assert address is not None
     if (config.transport != "tcp" or is_own) and address.unix:
@@ -206,10 +210,10 @@ def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: 
 
 def _reach_beside(path: str, identity: tcp.Identity) -> SocketConnection:
     """Who listens and is silent has no time: once more."""
-    try:
+    with contextlib.suppress(NoAnswer):
         return tcp.connect_unix(path, identity, 5.0)
-    except NoAnswer:
-        return tcp.connect_unix(path, identity, 5.0)
+    time.sleep(AGAIN_SECONDS)
+    return tcp.connect_unix(path, identity, 5.0)
 
 
 def connect_service(file: JobFile, peer: Peer, stamp: Stamp, service: Service | None) -> Endpoint:

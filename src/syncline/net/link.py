@@ -45,7 +45,7 @@ class Link:
         gone: Callable[[str], None],
     ) -> None:
         self._dial, self._service, self._stamp = dial, service, stamp
-        self._patience_seconds, self._say = patience_seconds, say
+        self._patience_seconds, self._say, self._trouble = patience_seconds, say, ""
         self._fenced, self._gone = fenced, gone
         self._change = threading.Condition()
         self._closed = threading.Event()
@@ -145,7 +145,7 @@ class Link:
                 continue
             began = time.monotonic()
             try:
-                call = endpoint.call(_with_rtt(make(), rtt))
+                call = endpoint.call(_with_rtt(self._made(make), rtt))
                 if not call.arrives(silent_seconds):
                     self._is_silent(endpoint, call, f"the coordinator has not answered for {silent_seconds:g} s")
                 call.wait(None)  # here or, when there is another connection, lost
@@ -155,8 +155,17 @@ class Link:
                 return
             except SynclineError:
                 continue  # lost: whoever reads the connection sees to it
-            except Exception as error:  # a bug of ours is no reason to be taken for dead
-                self._say(f"a sign of life could not be made: {type(error).__name__}: {error}")
+
+    def _made(self, make: Callable[[], Beat]) -> Beat:
+        """A bug of ours is no reason to be taken for dead: then the beat has nothing to say."""
+        try:
+            return make()
+        except Exception as error:
+            text = f"a sign of life without news: {type(error).__name__}: {error}"
+            if text != self._trouble:
+                self._trouble = text
+                self._say(text)
+            return Beat()
 
     # -- when it breaks -----------------------------------------------------------------------------------
 

@@ -61,7 +61,10 @@ def connect_unix(path: str, identity: Identity, seconds: float) -> SocketConnect
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(seconds)
     try:
-        sock.connect(_unix_name(path))
+        try:
+            sock.connect(_unix_name(path))
+        except (BlockingIOError, TimeoutError) as error:
+            raise NoAnswer(f"too many wait to be heard there: {error}") from None
         return _connected(sock, identity, "")
     except BaseException:
         sock.close()

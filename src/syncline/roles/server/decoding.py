@@ -30,7 +30,9 @@ class Decoding:
     ) -> None:
         self._slices, self._staging, self._find, self._is_taken = slices, staging, find, is_taken
         self.coder: SliceCoder | None = None  # with --codec
-        self.takes_all = False  # with a circle: also for slices whose primaries are elsewhere
+        self.takes_all = (
+            False  # with a circle, or a relay in this generation: also for slices whose primaries are elsewhere
+        )
 
     def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
         """Memory for the bytes behind this message; none is allocated for sizes that cannot be."""

@@ -77,7 +77,7 @@ class Generations:
         servers = {member.name for member in roster.members if member.role == "server"}
         number = len(servers.union(seat.primary for seat in roster.seats if seat.primary))
         with self._order:
-            if roster.generation >= self.installed:
+            if roster.generation >= self.installed:  # still
                 self._flow.num_servers, self._commits.rounds.is_alone = number, number == 1
 
     # -- prepare ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -57,6 +58,9 @@ class Relays:
             self._relay = relay
         if relay is not None:
             relay.keep(early)
+        else:
+            for request in early:
+                self._pool.submit(functools.partial(request.reply, Done()))  # as for what comes from now on
         departures, self._commits.decoding.takes_all = self._commits.departures, relay is not None
         departures.staged_by = relay.staged_by if relay is not None else departures.staged_here
         return relay

@@ -183,15 +183,15 @@ class Server:
 
     def hear(self, roster: Roster) -> None:
         """The coordinator tells who there is; told twice at a time, the older one may come last."""
-        if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
-            return
-        self._heard = roster.generation
-        self._hosting.hear(roster.members, roster.seats)
+        with self._pulls.order:  # none comes in the middle of a change
+            if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
+                return
+            self._heard = roster.generation
+            self._hosting.hear(roster.members, roster.seats)
         if self._commits is not None and roster.generation >= self._commits.moved:
             self._hosting.backups.are_all_told()
-        if self._generations is not None:
+        if self._commits is not None and self._generations is not None:
             self._generations.hear(roster)
-        if self._commits is not None:
             self._commits.ranks.hear(roster.members)
 
     def _cut_off(self, name: str, incarnation: int) -> None:
