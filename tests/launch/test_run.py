@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.launch.played import STANDBY_SOON
+from tests.launch.played import PATIENT_END, STANDBY_SOON
 from tests.patience import JOB_PATIENCE
 
 from syncline.launch.processes import STANDBY
@@ -178,7 +178,9 @@ STUCK = """
     ],
 )
 def test_without_restarts_a_death_ends_the_job_at_once_and_is_named(commands: Any, victim: str) -> None:
-    process = commands.start("run", "-w", "2", "--max-restarts", "0", "--name", "mortal", commands.script(STUCK))
+    script = commands.script(STUCK.replace("time.sleep(600)", "while True: time.sleep(0.05); job.kv.pull()"))
+    program = ("-m", "syncline") if victim == "coordinator" else ("-c", PATIENT_END)
+    process = commands.start("run", "-w", "2", "--max-restarts", "0", "--name", "mortal", script, program=program)
     commands.wait_for("READY", "worker-1")
     os.kill(commands.members()[victim], signal.SIGKILL)
     result = commands.finish(process)
