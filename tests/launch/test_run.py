@@ -209,7 +209,7 @@ def test_ctrl_c_ends_everything_soon(commands: Any, number: int, is_stubborn: bo
     started, began = time.monotonic() - began, time.monotonic()
     process.send_signal(number)
     result = commands.finish(process)
-    assert time.monotonic() - began < max(60.0, 5 * started), "a starved machine needs longer, as it did for the start"
+    assert time.monotonic() - began < max(60.0, 5 * started), "a starved machine needs longer, as for the start"
     assert result.code == 128 + number and f"interrupted by {signal.Signals(number).name}" in result.output
     assert "Traceback" not in result.output
     assert "its slices go to other servers" not in result.output, "there is no job any more"
