@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tests.launch.conftest import Commands
+from tests.patience import PATIENCE
 
 VERBS = """
     import numpy as np
@@ -41,14 +44,14 @@ VERBS = """
 """
 
 DEATH = """
-    import os, time
+    import pathlib, time
     if me == 2:
         print("ALONE", flush=True)
         time.sleep(600)
     try:
         collectives.all_reduce(np.ones(1_000_000))
     except syncline.CollectiveError as error:
-        print("TOLD", error)
+        pathlib.Path(f"told-{me}").write_text(str(error))
 """
 
 
@@ -62,11 +65,19 @@ def commands(tmp_path: Any) -> Iterator[Commands]:
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.proof)])
 def test_every_way(commands: Commands, transport: str) -> None:
     """Right results, the same error at all ranks; in shared memory no data go over sockets. Then one is killed while
-    the others wait for it, and they are told."""
+    the others wait for it, and they are told. The launcher stands still meanwhile: it ends them else, however far
+    they are."""
     script = commands.script(VERBS + DEATH)
     process = commands.start("run", "-w", "3", "-s", "1", "--max-restarts", "0", "--transport", transport, script)
     commands.wait_for("ALONE", "worker-2")
+    for rank in range(2):
+        commands.wait_for("BYTES", f"worker-{rank}")
+    process.send_signal(signal.SIGSTOP)
     os.kill(commands.members()["worker-2"], signal.SIGKILL)
+    for rank in range(2):
+        told = _written(commands.folder / f"told-{rank}")
+        assert told.startswith("worker-2 is gone while all_reduce of float64[1000000] was under way"), told
+    process.send_signal(signal.SIGCONT)
     output = commands.finish(process).output
     for size in (5, 100_003):
         told = (
@@ -75,4 +86,12 @@ def test_every_way(commands: Commands, transport: str) -> None:
         )
         assert output.count(told) == 3, output
     assert output.count(f"BYTES {transport == 'tcp'}") == 3, output
-    assert output.count("TOLD worker-2 is gone while all_reduce of float64[1000000] was under way") == 2, output
+
+
+def _written(path: pathlib.Path) -> str:
+    """What a worker writes there, once it has."""
+    deadline = time.monotonic() + PATIENCE
+    while not (path.exists() and (text := path.read_text())):
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+    return text

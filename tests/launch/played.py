@@ -26,6 +26,16 @@ from syncline.launch import launcher
 launcher.STANDBY_AFTER_SECONDS = 0.0
 main()
 """
+#: `syncline`, which lets members hear of a failure however slow they are. For jobs in which all end by that.
+PATIENT_END = f"""
+from syncline.cli.main import main
+from syncline.launch import launcher, watching
+
+tell = watching.Watching.tell
+watching.Watching.tell = lambda self, died, seconds=0.0: tell(self, died, {PATIENCE} if seconds else 0.0)
+launcher.HEAR_SECONDS = {PATIENCE}
+main()
+"""
 FILE = jobfile.new("127.0.0.1", 1, {})
 SECONDS = PATIENCE
 

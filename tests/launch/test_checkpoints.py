@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
 from tests.launch.saved import EPOCHS, NUM_SAMPLES, SCRIPT, break_off, expected, once_each, result, saved
+from tests.patience import PATIENCE, PATIENT_TOML
 
 WORDS = ("run", "--checkpoint", "saves", "--save-every", "4steps")
 
@@ -53,14 +55,56 @@ def test_other_numbers_and_another_policy_lose_and_repeat_no_sample(commands: An
     assert once_each(result(again.output)[1]), again.output
 
 
+#: Seen by every process before its own program: members wait for the launcher's word that all are to end, and the
+#: save for them, as long as it takes.
+PATIENT_SITE = f"""
+import sys
+from syncline.core import cutting
+from syncline.launch import lifeline
+
+cutting.CUT_SECONDS = lifeline.WORD_SECONDS = {PATIENCE}
+if sys.orig_argv[-1] == "server-0":
+    from syncline.roles.server.gate import CommitGate
+    CommitGate.__init__.__kwdefaults__["gate_seconds"] = {PATIENCE}
+"""
+#: `syncline`, which makes a file when it has learnt that the job has begun: before that it saves none.
+TELLS_WHEN_FORMED = """
+import pathlib
+from syncline.cli.main import main
+from syncline.launch.launcher import Launcher
+
+learn = Launcher._learn
+def learn_and_tell(self, standings):
+    learn(self, standings)
+    if standings.formed:
+        pathlib.Path("formed").touch()
+Launcher._learn = learn_and_tell
+main()
+"""
+#: No worker comes to the end of its script before a save is asked for.
+UNTIL_A_SAVE = """time.sleep(pause)
+        while pause and own["steps"] == 20 and not job._hearing.saves._number:
+            time.sleep(0.02)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", [pytest.param("the launcher", marks=pytest.mark.proof), "everybody"])
-def test_sigterm_of_the_whole_job_saves_first(commands: Any, whom: str) -> None:
+def test_sigterm_of_the_whole_job_saves_first(commands: Any, whom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster may send it to every process of a job at once."""
-    script, saves = commands.script(SCRIPT), commands.folder / "saves"
+    folder = commands.folder
+    (folder / "site").mkdir()
+    (folder / "site/sitecustomize.py").write_text(PATIENT_SITE)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "site"), prepend=os.pathsep)
+    (folder / "syncline.toml").write_text(PATIENT_TOML + f"save_seconds = {PATIENCE}\n")
+    script, saves = commands.script(SCRIPT.replace("time.sleep(pause)\n", UNTIL_A_SAVE)), folder / "saves"
     words = ("run", "--checkpoint", "saves", "-w", "2", "-s", "1", script)
-    process = commands.start(*words, "0.2")
+    process = commands.start(*words, "0.2", program=("-c", TELLS_WHEN_FORMED))
     commands.wait_for("at work", "worker-0")
+    deadline = time.monotonic() + PATIENCE
+    while not (folder / "formed").exists():
+        assert time.monotonic() < deadline, "the launcher does not look at its job"
+        time.sleep(0.02)
     told = [process.pid, *(commands.members().values() if whom == "everybody" else ())]
     for number in reversed(told):
         os.kill(number, signal.SIGTERM)

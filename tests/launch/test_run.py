@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 import pytest
-from tests.launch.played import STANDBY_SOON
-from tests.patience import JOB_PATIENCE
+from tests.launch.played import PATIENT_END, STANDBY_SOON
+from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 
 from syncline.launch.processes import STANDBY
 
@@ -178,7 +178,9 @@ STUCK = """
     ],
 )
 def test_without_restarts_a_death_ends_the_job_at_once_and_is_named(commands: Any, victim: str) -> None:
-    process = commands.start("run", "-w", "2", "--max-restarts", "0", "--name", "mortal", commands.script(STUCK))
+    script = commands.script(STUCK.replace("time.sleep(600)", "while True: time.sleep(0.05); job.kv.pull()"))
+    program = ("-m", "syncline") if victim == "coordinator" else ("-c", PATIENT_END)
+    process = commands.start("run", "-w", "2", "--max-restarts", "0", "--name", "mortal", script, program=program)
     commands.wait_for("READY", "worker-1")
     os.kill(commands.members()[victim], signal.SIGKILL)
     result = commands.finish(process)
@@ -194,7 +196,7 @@ def test_without_restarts_a_death_ends_the_job_at_once_and_is_named(commands: An
 @pytest.mark.parametrize(
     ("number", "is_stubborn"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.proof)]
 )
-def test_ctrl_c_ends_everything_within_five_seconds(commands: Any, number: int, is_stubborn: bool) -> None:
+def test_ctrl_c_ends_everything_soon(commands: Any, number: int, is_stubborn: bool) -> None:
     """A worker that ignores SIGTERM, too, and the process that waits to be a server."""
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if is_stubborn else ""
     script = commands.script(STUCK.replace("        time.sleep(600)", f"        {ignores}        time.sleep(600)"))
@@ -207,7 +209,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(commands: Any, number: int, 
     started, began = time.monotonic() - began, time.monotonic()
     process.send_signal(number)
     result = commands.finish(process)
-    assert time.monotonic() - began < max(5.0, started), "a starved machine needs longer, as it did for the start"
+    assert time.monotonic() - began < max(60.0, 5 * started), "a starved machine needs longer, as for the start"
     assert result.code == 128 + number and f"interrupted by {signal.Signals(number).name}" in result.output
     assert "Traceback" not in result.output
     assert "its slices go to other servers" not in result.output, "there is no job any more"
@@ -252,7 +254,8 @@ def test_what_is_said_at_launch_is_heard(commands: Any) -> None:
     """,
         "mymodule.py",
     )
-    (commands.folder / "syncline.toml").write_text('policy = "bounded:3"\nwindow = 2\nstart_seconds = 350.0\n')
+    patient = PATIENT_TOML.replace(f"start_seconds = {PATIENCE}", "start_seconds = 350.0")
+    (commands.folder / "syncline.toml").write_text(f'policy = "bounded:3"\nwindow = 2\n{patient}')
     words = (
         "-w",
         "2",

@@ -12,6 +12,7 @@ from tests.patience import PATIENCE
 
 from syncline.core.control import (
     AskCopies,
+    Beat,
     GiveCopies,
     GivenCopies,
     Host,
@@ -244,6 +245,20 @@ class Job:
 
     def seats(self) -> dict[int, tuple[str, str]]:
         return {n: (s.primary, ",".join(s.backups)) for n, s in self.coordinator.membership.state.seats.items()}
+
+    def beat_before_looks(self, steps: Mapping[str, Iterator[int]]) -> None:
+        """These workers beat before each look at who is stuck, with their next step: no beat is late then, however
+        slow the machine is, and none comes from a worker that is out."""
+        watching = self.coordinator.watching
+        assert watching is not None
+        look = watching.look
+
+        def beat_and_look(now: float) -> None:
+            for name in steps.keys() & self.coordinator.membership.state.members.keys():
+                self[name].ask(Beat(step=next(steps[name])))
+            look(now)
+
+        watching.look = beat_and_look  # type: ignore[method-assign]
 
     def kill(self, name: str) -> None:
         self[name].endpoint.close("killed")

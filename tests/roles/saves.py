@@ -14,8 +14,10 @@ from syncline.store.folders import open_folder
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Whoever asks for a save waits for it, however slow the machine is."""
+    """Whoever asks for a save waits for it, and it for workers and servers, however slow the machine is."""
     monkeypatch.setattr("syncline.roles.coordinator.wanted.ASKER_SECONDS", SECONDS)
+    monkeypatch.setattr("syncline.roles.coordinator.wanted.EXPECT_SECONDS", SECONDS)
+    monkeypatch.setattr("syncline.roles.coordinator.saving.CUT_SECONDS", SECONDS)
     return tmp_path / "saves"
 
 

@@ -14,6 +14,7 @@ from syncline import Rule
 from syncline.core.layout import Layout
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Peer
+from syncline.roles.server.gate import CommitGate
 from syncline.testing import local_job
 
 from .cuts import WAIT, save, saved_values
@@ -46,20 +47,25 @@ def tell_of() -> Iterator[Callable[[Any], Callable[[str, Any], Any]]]:
     ids=["sync", "bounded", "async", "window", "spare"],
 )
 def test_the_cut_is_consistent_while_workers_push_all_the_time(
-    policy: str, settings: dict[str, Any], tmp_path: Any, tell_of: Any
+    policy: str, settings: dict[str, Any], tmp_path: Any, tell_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A one-hot ledger on three servers: what is saved is, for every worker, its first commits and no others; as many
-    as the cut says; the same on every server."""
+    as the cut says; the same on every server. The first cut is made before the hundredth push, the last one behind
+    all of them, however slow any of that is; the others somewhere between."""
+    monkeypatch.setitem(CommitGate.__init__.__kwdefaults__, "gate_seconds", PATIENCE)
     pushes, servers = 150, [f"server-{k}" for k in range(3)]
     with local_job(workers=3, servers=3, policy=policy, slice_bytes=64, **settings) as jobs:
         cuts: list[Any] = []
-        begun, failed = threading.Event(), []
+        begun, first_cut, last_cut, failed = threading.Event(), threading.Event(), threading.Event(), []
+        through = threading.Semaphore(0)
 
         def work(job: Any) -> None:
             zeros = np.zeros((3, pushes), np.float32)
             job.kv.register({"ledger": zeros, "count": np.zeros(96, np.float32)}, Rule("Add"), reduce="sum")
             tickets = []
             for number in range(pushes):
+                if number == 100:
+                    assert first_cut.wait(WAIT)
                 cell = zeros.copy()
                 cell[job.rank, number] = 1.0
                 count = np.zeros(96, np.float32)
@@ -70,15 +76,23 @@ def test_the_cut_is_consistent_while_workers_push_all_the_time(
             for ticket in tickets:
                 ticket.wait()
             job.barrier("all in")
+            through.release()
+            assert last_cut.wait(WAIT)
 
         def cut() -> None:
             try:
                 assert begun.wait(WAIT)
                 layout = Layout(jobs._process._servers["server-0"]._hosting.segments.values())
                 tell = tell_of(jobs)
-                cuts.extend(save(tell, servers, layout, tmp_path, number) for number in range(1, 6))
+                for number in range(1, 7):
+                    assert number < 6 or all(through.acquire(timeout=WAIT) for _ in range(3))
+                    cuts.append(save(tell, servers, layout, tmp_path, number))
+                    first_cut.set()
             except BaseException as error:
                 failed.append(error)
+            finally:
+                first_cut.set()
+                last_cut.set()
 
         thread = threading.Thread(target=cut)
         thread.start()

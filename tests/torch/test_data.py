@@ -320,11 +320,11 @@ def test_torchs_options_reach_torch() -> None:
 
     generator = torch.Generator()
     loader: DataLoader[Any] = DataLoader(
-        Numbers(6), 4, collate_fn=collate, drop_last=True, timeout=7, num_workers=1, prefetch_factor=5,
+        Numbers(6), 4, collate_fn=collate, drop_last=True, timeout=300, num_workers=1, prefetch_factor=5,
         generator=generator, job=alone(),
     )  # fmt: skip
     assert isinstance(loader, torch.utils.data.DataLoader)
-    assert (loader.batch_size, loader.drop_last, loader.timeout, loader.prefetch_factor) == (4, True, 7, 5)
+    assert (loader.batch_size, loader.drop_last, loader.timeout, loader.prefetch_factor) == (4, True, 300, 5)
     assert loader.generator is generator
     assert list(loader) == [(0, 1, 2, 3)]
     with pytest.raises(ValueError, match="persistent_workers"):
