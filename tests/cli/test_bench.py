@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE, PATIENT_TOML
 from typer.testing import CliRunner
 
 from syncline.bench import machine, moving, rows, training, words
@@ -32,6 +34,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is in a hurry, and who is silent is slow: no death."""
+    for name in ("turns.SEAT_SECONDS", "turns.TURN_SECONDS", "sides.WAIT_SECONDS", "sides.STOP_SECONDS"):
+        monkeypatch.setattr(f"syncline.bench.{name}", PATIENCE)
+    begin, settings = JobSide.__init__, tomllib.loads(PATIENT_TOML)
+    monkeypatch.setattr(JobSide, "__init__", lambda *args, **given: begin(*args, **{**settings, **given}))
 
 
 def row_of(name: str, samples: Samples, reach: Reach = AT_MOST, **more: Any) -> Row:

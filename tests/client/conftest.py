@@ -292,7 +292,7 @@ class House:
         self.stamp = Stamp("twin")
         me = self.members["worker-0"] = Member("worker-0", "worker", 3, "local")
         self.link = Link(
-            self.dial_coordinator, self.hearing, self.stamp, patience_seconds=5.0, say=self.said.append,
+            self.dial_coordinator, self.hearing, self.stamp, patience_seconds=PATIENCE, say=self.said.append,
             fenced=self.hearing.fenced, gone=self.hearing.gone,
         )  # fmt: skip
         joined = Joined(3, self.generation, list(self.members.values()), self.config, late)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.client.test_waits import until
 from tests.patience import PATIENCE
 
 from syncline import Rule
@@ -235,6 +236,7 @@ def test_copies_are_never_torn(house: Callable[..., Any]) -> None:
     try:
         for _ in range(400):
             twin.job.kv.push_pull({"a": np.ones(size)}, out=out).wait()
+        until(lambda: given or not thread.is_alive())
     finally:
         over.set()
         thread.join()

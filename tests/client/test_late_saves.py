@@ -89,6 +89,7 @@ def test_while_a_large_state_is_noted_the_coordinator_is_heard(house):
 def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
     """A large state, and a cut that takes its time: the script waits at its boundary, and goes on with the cut."""
     monkeypatch.setattr(saves, "MOST_NOTED_BYTES", 4000)
+    monkeypatch.setattr(saves, "HELD_SECONDS", SECONDS)
     _, job, asker = begin(house)
     job.state["large"] = np.zeros(300)
     told = asker.expect()

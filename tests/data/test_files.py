@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.data.endpoint import Bucket
+from tests.patience import PATIENCE
 
 import syncline.data
 from syncline.data import ShardSource, Source
@@ -159,7 +160,7 @@ def test_a_forked_process_reads_from_s3(bucket: Bucket) -> None:
     with here, there:
         process = fork.Process(target=lambda: there.send(values(source, [24, 0])))
         process.start()
-        assert here.poll(30) and here.recv() == [24, 0]
+        assert here.poll(PATIENCE) and here.recv() == [24, 0]
         process.join()
         process.close()
 

@@ -36,6 +36,14 @@ watching.Watching.tell = lambda self, died, seconds=0.0: tell(self, died, {PATIE
 launcher.HEAR_SECONDS = {PATIENCE}
 main()
 """
+#: `syncline`, for a role that is there long before the job file.
+FILE_LATE = f"""
+from syncline.cli import roles
+from syncline.cli.main import main
+
+roles.FILE_SECONDS = {PATIENCE}
+main()
+"""
 FILE = jobfile.new("127.0.0.1", 1, {})
 SECONDS = PATIENCE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from tests.launch.played import Play, Process
 from tests.patience import PATIENCE
 
-from syncline.core.control import Died, Report
+from syncline.core.control import Died, Report, Standings
 from syncline.launch.lives import Lives
 
 
@@ -95,11 +96,21 @@ def test_the_job_ends_well_without_one_that_was_evicted(
     own error is the job's: its connection may have closed before the launcher saw its end."""
     job = play(max_restarts=max_restarts)
     job.wait(lambda: all(life.incarnation for life in job.launcher._lives.values() if life.plan.role == "worker"))
+    stands, goes_on, take = threading.Event(), threading.Event(), job.coordinator.take
+
+    def take_later() -> list[Standings]:
+        stands.set()
+        assert goes_on.wait(PATIENCE)
+        return take()
+
+    job.coordinator.take = take_later  # the launcher sees all that follows at once
+    assert stands.wait(PATIENCE)
     known = {n: i for n, i in job.coordinator.standings.incarnations.items() if n != "worker-1"}
     job.coordinator.change(incarnations=known)
     job.end("worker-0", 0)
     job.coordinator.change(verdict="all workers have finished")
     job.lives["worker-1"][0].code = code
+    goes_on.set()
     assert job.finish()[0] == verdict
 
 

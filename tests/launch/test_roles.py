@@ -9,6 +9,7 @@ import subprocess
 import time
 from typing import Any
 
+from tests.launch.played import FILE_LATE
 from tests.patience import JOB_PATIENCE
 
 SCRIPT = """
@@ -28,7 +29,7 @@ def test_a_job_started_role_by_role(commands: Any) -> None:
     name is not expected."""
     script = commands.script(SCRIPT)
     coordinator = commands.start("coordinator", "--job", "job.json", "-w", "2", "-s", "1", "--name", "byhand")
-    first = commands.start("worker", "--job", "job.json", script)
+    first = commands.start("worker", "--job", "job.json", script, program=("-c", FILE_LATE))
     file = commands.folder / "job.json"
     deadline = time.monotonic() + JOB_PATIENCE
     while not file.exists():

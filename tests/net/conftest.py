@@ -119,9 +119,9 @@ class Host:
     ) -> SocketConnection:
         identity = tcp.Identity(job, token, Peer("worker", name, 3))
         if unix:
-            connection = tcp.connect_unix(self.address.unix, identity, 5.0)
+            connection = tcp.connect_unix(self.address.unix, identity, SECONDS)
         else:
-            connection = tcp.connect_tcp(self.address.host, self.address.port, identity, 5.0)
+            connection = tcp.connect_tcp(self.address.host, self.address.port, identity, SECONDS)
         self.connections.append(connection)
         return connection
 

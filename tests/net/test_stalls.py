@@ -202,7 +202,12 @@ def test_a_waiter_that_reads_does_not_hang_within_a_frame(reach: Make, sent: int
     connection, inbox, far = reach("unix", 0.2, waiter_reads=True)
     inbox.piece_bytes = 1 << 20
     data = LARGE if large else UPLOAD
-    writer = threading.Thread(target=far.sendall, args=(data[:sent],), name="write")
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # on a busy machine it stands still within the frame itself, and is cut off
+            far.sendall(data[:sent])
+
+    writer = threading.Thread(target=write, name="write")
     writer.start()
     assert connection.read(SECONDS)
     writer.join(SECONDS)

@@ -36,6 +36,12 @@ WAIT = PATIENCE
 Values = Mapping[str, np.ndarray[Any, Any]]
 
 
+@pytest.fixture(autouse=True)
+def circles_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
+    monkeypatch.setattr("syncline.roles.server.circle.CONNECT_SECONDS", 45.0)
+
+
 def eventually(what: Callable[[], object], seconds: float = WAIT) -> None:
     until = time.monotonic() + seconds
     while not what():

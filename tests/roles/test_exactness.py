@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.patience import PATIENCE
+from tests.roles.conftest import eventually
 
 from syncline import Rule
 from syncline.client.job import Job
@@ -77,6 +78,8 @@ def test_lag_never_passes_the_bound_with_a_slow_worker() -> None:
         def work(job: Job) -> None:
             job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
             job.barrier("begin")
+            if job.rank == 2:
+                eventually(lambda: clocks[0] == 3)  # two are answered, and the third waits for it
             for _ in range(12):
                 if job.rank == 2:
                     time.sleep(0.02)
@@ -202,7 +205,7 @@ def test_nobody_waits_for_who_is_at_a_barrier_and_behind_it_all_are_level(policy
 @pytest.mark.parametrize("policy", ["sync", "bounded:1", "async"])
 def test_who_comes_to_barriers_that_all_have_passed_is_in_the_rounds_again_with_its_next_push(policy: str) -> None:
     """A script that began anew comes to old barriers: it must neither stop the others nor wait for their next one."""
-    back, most = threading.Event(), 10_000
+    back, most = threading.Event(), 1_000_000
     with local_job(workers=2, servers=2, policy=policy, slice_bytes=64, wait_seconds=PATIENCE) as jobs:
 
         def work(job: Job) -> int:

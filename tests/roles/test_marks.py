@@ -154,6 +154,7 @@ class Watched:
 def test_a_bound_on_memory_is_kept_and_updates_wait(
     make_house: MakeHouse, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
+    monkeypatch.setattr(marks_module, "WORD_SECONDS", WAIT)
     watched = Watched(monkeypatch)
     house = made(make_house, 1)
     house.servers["server-0"]._saving.most_bytes = most

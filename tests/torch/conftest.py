@@ -17,6 +17,12 @@ from syncline.roles.server.pinning import bytes_at
 from syncline.torch import carriers, optimizer
 
 
+@pytest.fixture(autouse=True)
+def circles_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
+    monkeypatch.setattr("syncline.roles.server.circle.CONNECT_SECONDS", 45.0)
+
+
 class SlowMark:
     """A place in the queue of a `SlowSide`."""
 

@@ -158,7 +158,7 @@ def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
 
         def fire() -> None:
             desk = coordinator.handing._desk
-            for _ in range(2000):
+            for _ in range(60_000):
                 if desk.somebody_waits:
                     break
                 held.wait(0.005)

@@ -23,7 +23,7 @@ SECONDS = PATIENCE
 
 class Numbers(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
-        return 48
+        return 400
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor([float(index)])
@@ -57,7 +57,7 @@ class Between:
         has begun. It begins when they have come to a boundary."""
         if number < 2 or self._stands:
             return
-        self._begins.wait(0.1 * number)
+        self._begins.wait(min(0.1 * number, 1.0))
         self._workers.wait(SECONDS)
         if self._stands:
             self._all_there.wait(SECONDS)
@@ -80,7 +80,8 @@ def work(job: Any, between: Between) -> None:
             opt.step()
             if opt is opts[0]:
                 between.stand(number)
-        time.sleep(0.01)
+        if not between.is_over.is_set():
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
