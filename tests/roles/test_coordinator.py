@@ -157,7 +157,7 @@ def test_a_connection_that_broke_and_came_back_is_no_death(jobs: Any) -> None:
 
 def test_silence_is_noticed(jobs: Any) -> None:
     """Of one; the others beat, and where this machine lets none of their beats through, are heard all the same."""
-    job = jobs(deadline_seconds=1.0, longest_deadline_seconds=1.0)
+    job = jobs(deadline_seconds=0.5, longest_deadline_seconds=0.5, suspect_seconds=0.5)
     liveness = job.coordinator.liveness
     dead, hear, beaten = liveness.dead, liveness.heard, []
     staying, silent = ["server-0", "server-1", "worker-0"], []
