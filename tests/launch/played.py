@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import os
 import pathlib
 import signal
 import threading
@@ -49,13 +49,23 @@ SECONDS = PATIENCE
 
 
 class Process:
-    """Lives until it is told how it ended."""
+    """Lives until it is told how it ended; `ends`: its output does, at once."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, ends: bool = True) -> None:
         self.plan, self.name, self.pid = plan, plan.name, 1 << 30
-        self.output = io.BytesIO(f"{plan.name} speaks\n".encode())
+        reader, self._writer = os.pipe()
+        self.output = os.fdopen(reader, "rb")
+        self.says(f"{plan.name} speaks\n".encode())
+        if ends:
+            self.close()
         self.code: int | None = None
         self.signals: list[int] = []
+
+    def says(self, words: bytes) -> None:
+        os.write(self._writer, words)
+
+    def close(self) -> None:
+        os.close(self._writer)
 
     def poll(self) -> int | None:
         return self.code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import queue
 import signal
 import threading
 import time
@@ -273,15 +272,13 @@ def test_who_dies_while_the_job_ends_is_not_said_to_start_again(play: Callable[.
 def test_when_all_end_no_server_is_said_to_hand_over(play: Callable[..., Play]) -> None:
     """A server that leaves says where its slices go; at the end of the job they go nowhere."""
     job = play()
-    words: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    server = Process(job.plan("server-1"))
-    server.output.readline = words.get  # type: ignore[method-assign]
+    server = Process(job.plan("server-1"), ends=False)
     lives = Lives(job.screen, job.folder, lambda plan: server, lambda: None)  # type: ignore[arg-type, return-value]
     lives.begin(server.plan)
     line = b"syncline: server-1: leaves: its slices go to other servers\n"
-    words.put(line)
+    server.says(line)
     job.wait(lambda: any("leaves" in said for said in job.screen.lines))
-    server.signal = lambda number: (words.put(line), words.put(b""), setattr(server, "code", 0))  # type: ignore
+    server.signal = lambda number: (server.says(line), server.close(), setattr(server, "code", 0))  # type: ignore
     lives.stop(1.0, asks=True)
     assert sum("leaves" in said for said in job.screen.lines) == 1
 

@@ -204,7 +204,7 @@ def test_a_waiter_that_reads_does_not_hang_within_a_frame(reach: Make, sent: int
     data = LARGE if large else UPLOAD
 
     def write() -> None:
-        with contextlib.suppress(OSError):  # on a busy machine it stands still within the frame itself, and is cut off
+        with contextlib.suppress(OSError):  # itself slow within a frame, it is cut off
             far.sendall(data[:sent])
 
     writer = threading.Thread(target=write, name="write")

@@ -25,7 +25,7 @@ from syncline.net.transport import buffer_of
 
 PIECE_BYTES = 4 << 20
 BITE_BYTES = 1 << 18  #: what OpenSSL is given at once; larger and smaller ones were slower
-PARTNER_SECONDS = 20.0
+PARTNER_SECONDS = 120.0  #: on a busy machine it makes its certificate for long
 
 
 class Duplex:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import pathlib
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from syncline.core.control import Standings
+from syncline.launch.forwarding import Forwarder
 from syncline.launch.processes import MemberProcess, Plan, describe_exit
 
 #: What a server says when it was told to end: true where the job goes on without it, and there only.
 LEAVES = "leaves: its slices go to other servers"
 #: Between the first word to end (finish your step and leave) and the second (end at once).
 SECOND_WORD_SECONDS = 0.05
+#: For what a member that has ended had written to be passed on: before its end is told, and before our own.
+TOLD_SECONDS, LAST_SECONDS = 0.2, 30.0
 
 
 class Screen(Protocol):
@@ -39,7 +41,7 @@ class Life:
 
     plan: Plan
     process: MemberProcess
-    forwarder: threading.Thread
+    forwarder: Forwarder
     has_pushed: bool = False  # or has a slice: this life was of use
     incarnation: int = 0
     had_left: bool = False  # the life before had left the job, and may still be on its list
@@ -64,6 +66,7 @@ class Lives:
         self._screen, self._folder, self._start = screen, folder, start
         self._unread = unread  # hears that nobody reads our own output any more
         self._current: dict[str, Life] = {}
+        self._unheard: list[Life] = []  # ended, and not all that they wrote is passed on
         self._log_failed = False
         self._all_end = False  # they were told to
 
@@ -86,9 +89,8 @@ class Lives:
         if why:
             self._keep(plan.name, f"--- {plan.name} starts again: {why} ---\n".encode())
         process = self._start(plan)
-        thread = threading.Thread(target=self._forward, args=(process,), name=f"log {plan.name}", daemon=True)
-        life = self._current[plan.name] = Life(plan, process, thread)
-        thread.start()
+        forwarder = Forwarder(plan.name, process.output, functools.partial(self._forward, plan.name))
+        self._current[plan.name] = life = Life(plan, process, forwarder)
         return life
 
     def take_ended(self) -> list[tuple[Life, int]]:
@@ -97,25 +99,23 @@ class Lives:
         for life, _ in ended:
             del self._current[life.plan.name]
             life.process.close_lifeline()
-            life.forwarder.join(timeout=0.2)  # its last words come before what is said of its end
+            if not life.forwarder.wait(TOLD_SECONDS):  # its last words come before what is said of its end
+                self._unheard.append(life)
         return ended
 
-    def _forward(self, process: MemberProcess) -> None:
-        """A member's output: into its log, and onto the screen. Whatever fails there, the member is read on."""
-        with contextlib.suppress(ValueError, OSError):  # the pipe is closed at the end
-            for raw in iter(process.output.readline, b""):
-                if self._all_end and raw.endswith(f"{LEAVES}\n".encode()):
-                    continue
-                self._keep(process.name, raw)
-                if b"JobFailed: " in raw:
-                    continue  # it says what our own verdict will say
-                try:
-                    self._screen.line(process.name, raw.decode("utf-8", "replace").rstrip("\n"))
-                except BrokenPipeError:
-                    self._unread()
-                except (OSError, ValueError):
-                    continue  # a screen that is full, or lacks a letter: the log has it
-            process.output.close()
+    def _forward(self, name: str, raw: bytes) -> None:
+        """A line of a member: into its log, and onto the screen. Whatever fails there, the member is read on."""
+        if self._all_end and raw.endswith(f"{LEAVES}\n".encode()):
+            return
+        self._keep(name, raw)
+        if b"JobFailed: " in raw:
+            return  # it says what our own verdict will say
+        try:
+            self._screen.line(name, raw.decode("utf-8", "replace").rstrip("\n"))
+        except BrokenPipeError:
+            self._unread()
+        except (OSError, ValueError):
+            return  # a screen that is full, or lacks a letter: the log has it
 
     def _keep(self, name: str, raw: bytes) -> None:
         try:
@@ -148,11 +148,10 @@ class Lives:
         for life in self.alive():
             life.process.close_lifeline()
             life.process.kill()
-        deadline = time.monotonic() + 1.0
-        for life in self.values():
+        deadline = time.monotonic() + LAST_SECONDS
+        for life in (*self._unheard, *self.values()):
             life.process.close_lifeline()
-            # Something that a script has left behind may hold the pipe open: its reader is let go with us.
-            life.forwarder.join(timeout=max(0.0, deadline - time.monotonic()))
+            life.forwarder.wait(max(0.0, deadline - time.monotonic()))
 
     def tell(self, word: bytes) -> None:
         """To all that live, over their lifelines."""
