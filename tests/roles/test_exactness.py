@@ -79,7 +79,7 @@ def test_lag_never_passes_the_bound_with_a_slow_worker() -> None:
             job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
             job.barrier("begin")
             if job.rank == 2:
-                eventually(lambda: clocks[0] == 3)  # two are answered, and the third waits for it
+                eventually(lambda: clocks[0] >= 3)  # two are answered, and the third waits for it
             for _ in range(12):
                 if job.rank == 2:
                     time.sleep(0.02)
