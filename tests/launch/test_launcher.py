@@ -285,9 +285,8 @@ def test_when_all_end_no_server_is_said_to_hand_over(play: Callable[..., Play]) 
 
 def test_a_line_that_the_screen_cannot_show_ends_no_forwarding(play: Callable[..., Play]) -> None:
     """A terminal without this letter, a disk that is full: the member would wait for ever at its full pipe."""
-    job, words = play(), queue.SimpleQueue[bytes]()
-    server = Process(job.plan("server-1"))
-    server.output.readline = words.get  # type: ignore[method-assign]
+    job = play()
+    server = Process(job.plan("server-1"), ends=False)
     show = job.screen.line
 
     def line(name: str, text: str) -> None:
@@ -298,11 +297,11 @@ def test_a_line_that_the_screen_cannot_show_ends_no_forwarding(play: Callable[..
     job.screen.line = line  # type: ignore[method-assign]
     lives = Lives(job.screen, job.folder, lambda plan: server, lambda: None)  # type: ignore[arg-type, return-value]
     lives.begin(server.plan)
-    words.put("für\n".encode())
-    words.put(b"after it\n")
+    server.says("für\n".encode())
+    server.says(b"after it\n")
     job.wait(lambda: any("after it" in said for said in job.screen.lines))
     assert "für" in (job.folder / "server-1.log").read_text()
-    server.signal = lambda number: (words.put(b""), setattr(server, "code", 0))  # type: ignore
+    server.signal = lambda number: (server.close(), setattr(server, "code", 0))  # type: ignore
     lives.stop(1.0, asks=True)
 
 
