@@ -20,6 +20,7 @@ from syncline.core.verdicts import Commit
 from syncline.errors import ConnectionLost, JobFailed, RuleError
 from syncline.roles.server import hosting
 from syncline.roles.server.backups import Backups
+from syncline.roles.server.generations import Generations
 from syncline.roles.server.work import Contribution, RoundWork, key_of
 from syncline.testing import local_job
 
@@ -66,6 +67,38 @@ def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
         eventually(lambda: "server-2" in jobs._process._servers["server-0"]._voting.votes.voters)
         check_all_equal(jobs)
         check_way(jobs, way, 3)
+
+
+def test_one_that_holds_no_longer_does_not_stop_those_who_supply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine a server lets go of a change before its Install comes, and refuses that. Others have it, and
+    would wait for the one until it has it too: all of it begins anew."""
+    install, refused = Generations._install, []
+
+    def late(self: Any, request: Any, message: Any) -> None:
+        hold, known = self._hold, self._hosting._seats
+        seats = hold.message.seats if hold is not None else ()
+        moved = {seat.primary for seat in seats if known.get(seat.slice, seat).primary != seat.primary}
+        if moved and self._name not in moved and len(refused) < 6:  # who is to have more supplies the others
+            refused.append(self._name)
+            self._end_by_itself(self._hold)
+        install(self, request, message)
+
+    monkeypatch.setattr(Generations, "_install", late)
+    with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
+        acknowledged: dict[str, int] = {}
+
+        def work(job: Any) -> None:
+            push_cells(job, 60 if job.name != "worker-2" else 20, acknowledged)
+            job.barrier("all")
+
+        threads = start(jobs, work, set())
+        eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
+        late_one = jobs.add_worker("worker-2")
+        threads += start([late_one], work, set())
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert refused and check_ledger(late_one, acknowledged)[:3] == [60, 60, 20]
+        check_all_equal(jobs)
 
 
 @pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])

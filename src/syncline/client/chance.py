@@ -17,9 +17,10 @@ def take(device: str = "") -> dict[str, Any]:
         found["numpy"] = numpy_random.get_state(legacy=False)
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        found["torch"] = torch.get_rng_state()
+        # As arrays: in a ring it is the server that may have loaded torch, and the script goes on elsewhere without it.
+        found["torch"] = torch.get_rng_state().numpy()
         if torch.cuda.is_initialized():
-            found["cuda"] = torch.cuda.get_rng_state(device or "cuda").cpu()
+            found["cuda"] = torch.cuda.get_rng_state(device or "cuda").cpu().numpy()
     return found
 
 
@@ -33,8 +34,8 @@ def put_back(states: dict[str, Any], device: str = "") -> None:
             numpy_random.set_state(states["numpy"])
         if torch is not None:
             if "torch" in states:
-                torch.set_rng_state(states["torch"])
+                torch.set_rng_state(torch.as_tensor(states["torch"]))
             if "cuda" in states and torch.cuda.is_available():
-                torch.cuda.set_rng_state(states["cuda"], device or "cuda")
+                torch.cuda.set_rng_state(torch.as_tensor(states["cuda"]), device or "cuda")
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise StoreError(f"the random states of the checkpoint cannot be put back: {error}") from error

@@ -266,7 +266,7 @@ class Changing:
             self._c.event(
                 f"a worker and a server were lost in one step, which is outside of what is promised: {text}"
             )
-        self._ask_all(dict.fromkeys(change.servers, install))
+        self._ask_all(dict.fromkeys(change.servers, install), fails_soon=True)
 
     def _finish(self, change: Change) -> None:
         """Every server has the generation: rounds, barriers and places are others' from now on."""
@@ -312,10 +312,12 @@ class Changing:
     # -- asking -------------------------------------------------------------------------------------------
 
     def _ask_all(
-        self, messages: Mapping[str, Message], *, gives_way: bool = False, until: float | None = None
-    ) -> dict[str, Message]:
+        self, messages: Mapping[str, Message], *, gives_way: bool = False, until: float | None = None,
+        fails_soon: bool = False,
+    ) -> dict[str, Message]:  # fmt: skip
         """The servers' answers. Raises when one is out, or its connection is; `gives_way`: nothing, when that is so,
-        or when anything urgent comes up. Nothing, too, when one has not answered until then."""
+        or when anything urgent comes up. Nothing, too, when one has not answered until then. `fails_soon`: it raises
+        what one has refused though others have not answered; they may wait for that one."""
         calls: dict[str, Call] = {}
         for name, message in messages.items():
             with self._c.lock:
@@ -325,6 +327,9 @@ class Changing:
             calls[name] = endpoint.call(message)
         for call in calls.values():
             while not call.arrives(_LOOK_SECONDS):
+                refused = [other for other in calls.values() if fails_soon and other.is_done and other.answer is None]
+                if refused:
+                    refused[0].wait(0)
                 with self._c.lock:
                     if self._closed:
                         raise ConnectionLost("the coordinator is closing")

@@ -58,6 +58,7 @@ class Generations:
         self._flow, self._departures, self._order = commits.flow, commits.departures, commits.order
         self.installed, self._is_late = generation if not is_late else 0, is_late
         self._replicas, self._log, self._hold_seconds = replicas, log, hold_seconds
+        self._supplying = threading.Lock()
         self._hold: _Hold | None = None
         self._is_half_way = False  # a move was begun: what goes elsewhere takes nothing more in
         self._cut_off, self._is_closed = cut_off, False
@@ -98,6 +99,8 @@ class Generations:
             before.ended.set()
         if self._voting is not None and not message.moves and not self._is_half_way:
             self._voting.thaw()  # what was prepared before this is not to be
+        with self._supplying:  # by the change before this one: it sees that there is another, and ends
+            pass
         for asked in told:
             self._flow.refuse(asked, FencedError(f"this worker was evicted before generation {message.generation}"))
         for worker in message.fenced:
@@ -209,7 +212,7 @@ class Generations:
                 refuse = self._move(hold, message, through)
                 try:
                     if self._voting is not None:
-                        self._hosting.supply(lambda: self._hold is None and not self._is_closed)
+                        self._supply(message.generation)
                         self._voting.supplied()
                 except BaseException:
                     refuse()  # nobody else would: what is open here is dropped already
@@ -224,6 +227,12 @@ class Generations:
         request.reply(Done())
         if refuse is not None:  # last: inside one process whoever hears of it makes its commits anew in this thread
             refuse()
+
+    def _supply(self, generation: int) -> None:
+        """In a ring: the others get what they lack. The next change waits for the end of it: a seed that came after
+        that one would put a copy back."""
+        with self._supplying:
+            self._hosting.supply(lambda: self._hold is None and self.installed == generation and not self._is_closed)
 
     def _change(self, hold: _Hold, message: Install, through: Latch) -> None:
         """Primaries stay: the fenced ones are settled and out, others enter, and all goes on."""

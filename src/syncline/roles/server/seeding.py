@@ -176,19 +176,23 @@ def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[],
             with slot.lock:
                 replica.region, replica.lent = Region(view, slot.part.dtype, memory), (partner.num_lent, offset)
             offset += aligned(slot.part.num_bytes)
-    while lacking:
-        calls = [(slot, replica, _seed_now(slot, replica, endpoint)) for slot, replica in lacking]
-        lacking = []
-        for slot, replica, call in calls:
-            try:
-                call.wait(_TAIL_SECONDS)
-                replica.is_new = False
-            except FencedError:
-                lacking.append((slot, replica))
-        if lacking and not goes_on():
-            raise ConnectionLost(f"{partner.name} could not be supplied before the next change")
-        if lacking:
-            time.sleep(_AGAIN_SECONDS)
+    try:
+        while lacking:
+            calls = [(slot, replica, _seed_now(slot, replica, endpoint)) for slot, replica in lacking]
+            for _, replica, call in calls:
+                with contextlib.suppress(FencedError):
+                    call.wait(_TAIL_SECONDS)
+                    replica.is_new = False
+                    lacking = [(s, r) for s, r in lacking if r is not replica]
+            if lacking and goes_on():
+                time.sleep(_AGAIN_SECONDS)
+            if lacking and not goes_on():
+                raise ConnectionLost(f"{partner.name} could not be supplied before the next change")
+    except BaseException:
+        for slot, replica in lacking:
+            with slot.lock:
+                replica.lent = None  # it knows nothing of that memory: the next change begins anew with it
+        raise
 
 
 def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
