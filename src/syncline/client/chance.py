@@ -17,7 +17,7 @@ def take(device: str = "") -> dict[str, Any]:
         found["numpy"] = numpy_random.get_state(legacy=False)
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        # As arrays: in a ring it is the server that may have loaded torch, and the script goes on elsewhere without it.
+        # As arrays: in a ring it may be the server that has loaded torch, and the script goes on without it.
         found["torch"] = torch.get_rng_state().numpy()
         if torch.cuda.is_initialized():
             found["cuda"] = torch.cuda.get_rng_state(device or "cuda").cpu().numpy()
