@@ -22,6 +22,8 @@ from syncline.roles.server.work import RoundWork, Work, in_thread
 
 #: A hold without an Install ends by itself: a coordinator that died there stops nobody.
 HOLD_SECONDS = 0.15
+#: For what is being supplied when the next change comes.
+_SUPPLY_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
 
 
@@ -99,8 +101,9 @@ class Generations:
             before.ended.set()
         if self._voting is not None and not message.moves and not self._is_half_way:
             self._voting.thaw()  # what was prepared before this is not to be
-        with self._supplying:  # by the change before this one: it sees that there is another, and ends
-            pass
+        # By the change before this one: it sees that there is another, and ends; unless whom it supplies hangs.
+        if self._supplying.acquire(timeout=_SUPPLY_SECONDS):
+            self._supplying.release()
         for asked in told:
             self._flow.refuse(asked, FencedError(f"this worker was evicted before generation {message.generation}"))
         for worker in message.fenced:
