@@ -31,9 +31,16 @@ class Circling:
 
     def go_on(self, staged: Early) -> None:
         """With what this server's worker has staged: as many buckets as are whole by that, the next one first."""
-        own = staged.with_arrays(self._own(self._forecast))
+        own = self._own(self._forecast)
+
+        def is_ready(bucket: Bucket) -> bool:
+            if not all(staged.has_all(own, number) for number in bucket.awaits(own)):
+                return False
+            staged.with_arrays(own)  # after it: it may have been staged in this moment
+            return True
+
         with contextlib.suppress(KeyError):  # that worker has left: the round will be another one
-            self._enter(own, self._forecast, lambda bucket: all(staged.has_all(own, n) for n in bucket.awaits(own)))
+            self._enter(own, self._forecast, is_ready)
 
     def _own(self, commits: Counted) -> Counted:
         return [commit for commit in commits if commit.worker == self._own_worker]
