@@ -48,22 +48,26 @@ def test_a_process_that_dies_costs_nobody_a_step(victim: int, way: str) -> None:
         assert {name for server in lone for name in server._voting.votes.voters} == {f"server-{r}" for r in left}
 
 
+def join_late(jobs: Any) -> None:
+    """Two push 60 times; a third comes meanwhile, and pushes 20 times: all of it counts."""
+    acknowledged: dict[str, int] = {}
+
+    def work(job: Any) -> None:
+        push_cells(job, 60 if job.name != "worker-2" else 20, acknowledged)
+        job.barrier("all")
+
+    threads = start(jobs, work, set())
+    eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
+    late = jobs.add_worker("worker-2")
+    for thread in [*threads, *start([late], work, set())]:
+        thread.join(PATIENCE)
+    assert check_ledger(late, acknowledged)[:3] == [60, 60, 20]
+
+
 @pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])
 def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
     with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3, **WAYS[way]) as jobs:
-        acknowledged: dict[str, int] = {}
-
-        def work(job: Any) -> None:
-            push_cells(job, 60 if job.name != "worker-2" else 20, acknowledged)
-            job.barrier("all")
-
-        first = start(jobs, work, set())
-        eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
-        late = jobs.add_worker("worker-2")
-        threads = start([late], work, set())
-        for thread in [*first, *threads]:
-            thread.join(PATIENCE)
-        assert check_ledger(late, acknowledged)[:3] == [60, 60, 20]
+        join_late(jobs)
         eventually(lambda: "server-2" in jobs._process._servers["server-0"]._voting.votes.voters)
         check_all_equal(jobs)
         check_way(jobs, way, 3)
@@ -85,19 +89,8 @@ def test_one_that_holds_no_longer_does_not_stop_those_who_supply_it(monkeypatch:
 
     monkeypatch.setattr(Generations, "_install", late)
     with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
-        acknowledged: dict[str, int] = {}
-
-        def work(job: Any) -> None:
-            push_cells(job, 60 if job.name != "worker-2" else 20, acknowledged)
-            job.barrier("all")
-
-        threads = start(jobs, work, set())
-        eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
-        late_one = jobs.add_worker("worker-2")
-        threads += start([late_one], work, set())
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert refused and check_ledger(late_one, acknowledged)[:3] == [60, 60, 20]
+        join_late(jobs)
+        assert refused
         check_all_equal(jobs)
 
 
