@@ -14,7 +14,6 @@ from tests.sim.bugs import BUGS
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "syncline"
 
-MOST_LINES = 400
 BANNED_FILE_WORDS = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 # Each of these turns bytes into running code.
@@ -166,11 +165,6 @@ def parsed(path: Path) -> ast.Module:
 
 def findings(finder, paths: Iterable[Path]) -> list[str]:
     return [f"{relative(path)}:{line}: {what}" for path in paths for line, what in finder(parsed(path))]
-
-
-def test_no_python_file_is_longer_than_400_lines():
-    long = {relative(p): n for p in python_files() if (n := len(p.read_text().splitlines())) > MOST_LINES}
-    assert not long, f"split by idea: {long}"
 
 
 def test_file_names_say_what_is_inside():
