@@ -91,6 +91,7 @@ def main() -> None:
     job.kv.register({"x": np.zeros(args.size, np.float32)}, syncline.Rule("SGD", lr=1.0), reduce="sum")
     life, until = Life(folder, args.lives), deadline(folder, args.seconds)
     print(f"{job.name} has row {life.row}", flush=True)
+    job.resume_at()  # each life has a row of its own: what it pushes was not pushed before
     while time.monotonic() < until and not (args.until and args.until.exists()):
         grads = job.kv.gradients()
         for name in names:

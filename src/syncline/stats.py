@@ -137,6 +137,7 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_slices: int = 0
     parameter_bytes: int = 0
     num_updates: int = 0  #: applied to slices, counted per slice
+    most_updates: int = 0  #: of the slice that has had the most, also before a job was taken up
     num_commits: int = 0
     num_late: int = 0  #: commits that came when their round was closed: nothing of them counts
     apply_seconds: float = 0.0  #: of all threads, in rules on slices

@@ -15,12 +15,14 @@ from syncline.client.hearing import FromCoordinator
 from syncline.client.job import Job
 from syncline.config import resolve
 from syncline.core.control import (
+    AskLife,
     AskRoster,
     AskWhy,
     Barrier,
     Beat,
     Enter,
     Entered,
+    GivenLife,
     GivenWhy,
     Joined,
     Leave,
@@ -250,6 +252,8 @@ class TwinCoordinator:
             return Done()
         if isinstance(message, AskRoster | Rejoin):
             return house.roster()
+        if isinstance(message, AskLife):
+            return GivenLife()
         if isinstance(message, Barrier):
             return Passed(message.stretch + (1 << 32))
         if isinstance(message, Enter):

@@ -45,6 +45,7 @@ def main() -> None:
     print(f"{job.name} has row {row}", flush=True)
     cells, num_late, until = np.zeros((LIVES, STEPS), np.float32), 0, time.monotonic() + args.seconds
     step = 0
+    job.resume_at()  # each life has a row of its own
     while time.monotonic() < until and not args.until.exists() and step < STEPS:
         os.pwrite(file, b"?", step)
         cells[row, step] = 1.0

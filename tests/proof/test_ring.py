@@ -27,6 +27,7 @@ SCRIPT = """
     os.rename(folder / f"{job.name}.pid.part", folder / f"{job.name}.pid")
     job.kv.register({"x": np.zeros(200_000, np.float32)}, syncline.Rule("SGD", lr=0.001))
     times = []
+    job.resume_at()
     while not (folder / "over").exists():
         job.kv.push({"x": np.ones(200_000, np.float32)}).wait()
         times.append(time.monotonic())

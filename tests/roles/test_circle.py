@@ -127,6 +127,7 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
         def again(job: Any) -> None:
             zeros = np.zeros((4, 64), np.float32)
             job.kv.register({"here": zeros, "there": zeros}, Rule("Add"), reduce="sum")
+            job.resume_at()
             cell = zeros.copy()
             cell[1, 63] = 1.0
             job.kv.push({"here": cell, "there": cell}).wait()

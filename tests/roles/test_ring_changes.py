@@ -117,6 +117,7 @@ def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
         def again(job: Any) -> None:
             zeros = np.zeros((4, 64), np.float32)
             job.kv.register({"here": zeros, "there": zeros}, Rule("Add"), reduce="sum")
+            job.resume_at(20)
             for number in range(20, 30):
                 cell = zeros.copy()
                 cell[1, number] = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from syncline.client.hearing import FromCoordinator
-from syncline.core.control import AskWhy, Barrier, GivenWhy, Register, Uploaded
+from syncline.core.control import AskLife, AskWhy, Barrier, GivenWhy, Register, Uploaded
 from syncline.core.handing import AskLease
 from syncline.core.measuring import AskReading, AskStint, Attend, Begin, Come, Own
 from syncline.core.message import Message
@@ -22,11 +22,12 @@ VERDICT_SECONDS = 4.0
 _WAITS: dict[type[Message], str] = {
     Register: "registration",
     AskLease: "the end of the epoch",
+    AskLife: "the end of its earlier life",
     Save: "a save",
     **dict.fromkeys((Come, Attend, Begin, AskStint, Own, AskReading), "the validation"),
 }
 #: What may wait for other workers: who is to leave waits no longer.
-_FOR_OTHERS = (Barrier, Register, Uploaded, AskLease, Attend, Begin, AskReading)
+_FOR_OTHERS = (AskLife, Barrier, Register, Uploaded, AskLease, Attend, Begin, AskReading)
 #: Meanwhile no round waits for this worker, or there is none.
 _ASIDE = (Barrier, AskLease, Attend, Begin, AskReading)
 

@@ -83,7 +83,9 @@ class FromCoordinator:
         if self._has_begun:
             return
         self._has_begun, self._life = True, (name, joined.incarnation)
-        self.rosters.hear(Roster(joined.generation, joined.members, []))
+        self.rosters.hear(
+            Roster(joined.generation, joined.members, [], joined.finished, is_chief_done=joined.is_chief_done)
+        )
         link.begin(
             name,
             joined.incarnation,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from syncline.client.device import choose_device
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
+from syncline.client.life import CannotResume, Life, checked_step
 from syncline.client.measures import Measures
 from syncline.client.memory import Memory
 from syncline.client.peers import Peers
@@ -25,9 +27,10 @@ from syncline.client.residuals import keep_residuals
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
 from syncline.client.servers import ServersExchange
+from syncline.client.steps import steps
 from syncline.client.validating import Measure, Validated, Validating
 from syncline.config import JobConfig
-from syncline.core.control import Barrier, Joined, Leave, Passed, Roster
+from syncline.core.control import AskLife, Barrier, GivenLife, Joined, Leave, Passed, Roster
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
@@ -77,13 +80,14 @@ class Job:
         self.measures = Measures(self, link, hearing.steering, say)
         hearing.copies, hearing.beat = self.exchange, self.reporting.beat
         self.kv = KeyValue(
-            self.exchange, self.ask, self.name, self.stepped, self.leave_if_asked, lambda: self.lr_factor
-        )
-        self.own_step = 0  #: steps that this worker has made
+            self.exchange, self.ask, self.name, self.commits, self.stepped, self.leave_if_asked,
+            lambda: self.lr_factor,
+        )  # fmt: skip
+        self.own_step = 0  #: steps that this worker has made, in all its lives
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self.ask, link)
         self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
-        self._memory = Memory(self, link, hearing, say)
+        self._memory = Memory(self, link, hearing, say, is_late=joined.late)
         self.boundary = self._memory.boundary
         self.state = self._memory.state  #: what the script wants to have again when the job is taken up
         keep_residuals(self.exchange.encoder, self.state, lambda: self.world_size, say)
@@ -96,8 +100,21 @@ class Job:
         self._device: str | None = None
         self._noticed: set[str] = set()
         self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
+        self._rates: list[Callable[[], Mapping[str, Any]]] = []  # of optimizers
+        self.life = Life(self._ask_life(joined), in_rounds=self.in_rounds)
+        self.own_step = self.life.own_step * self.config.sync_every
+        self.exchange.has_stepped_to(self.life.step)
         if not embedded:
             self.reporting.begin(self._closed)
+            self._memory.notes.begin(self._closed)
+
+    def _ask_life(self, joined: Joined) -> GivenLife:
+        """Of a worker that was there when the job began, nothing is to ask."""
+        if not joined.late:
+            return GivenLife(step=joined.step)
+        answer = self.ask(AskLife())
+        assert isinstance(answer, GivenLife)
+        return answer
 
     # -- who I am -----------------------------------------------------------------------------------------
 
@@ -161,6 +178,59 @@ class Job:
             self._say(text)
 
     # -- steps, samples, rest -----------------------------------------------------------------------------
+
+    def commits(self) -> None:
+        """A step is about to be committed, or made locally. Ends the script of a worker that was started again, where
+        this step may have been made before."""
+        with self._leaving_if_it_cannot_resume():
+            self.life.commits(in_leases=self.exchange.uses.has_position)
+
+    def uses_rates(self, rates: Mapping[str, Any]) -> None:
+        """The learning rates of the step that is about to be committed. Ends a script that was started again, where
+        its schedule began again too."""
+        with self._leaving_if_it_cannot_resume():
+            self.life.uses_rates(
+                {name: float(rate) for name, rate in rates.items()}, has_restored=self.state.num_loaded > 0
+            )
+
+    def tells_rates(self, rates: Callable[[], Mapping[str, Any]]) -> None:
+        """What the learning rates are, by optimizer and group; asked for now and then, by another thread."""
+        self._rates.append(rates)
+
+    def rates(self) -> dict[str, float]:
+        """The learning rates as they are now, by optimizer and group."""
+        return {name: float(rate) for told in self._rates for name, rate in told().items()}
+
+    @contextlib.contextmanager
+    def _leaving_if_it_cannot_resume(self) -> Iterator[None]:
+        try:
+            yield
+        except CannotResume as error:
+            self._say(error.reason)
+            self.abandon()
+            raise
+
+    def steps(self, count: int) -> Iterator[int]:
+        """The loop of a script without a data set: `for step in job.steps(1000):` makes 1,000 steps of the job.
+
+        In `sync` every worker makes all of them, together with the others; otherwise the workers share them. They
+        are leased like samples, so that a worker that is started again goes on where the job is. The loop ends early
+        when a rule stops the training. The n-th loop of a script is the n-th of the job.
+        """
+        return steps(self, count)
+
+    def resume_at(self, step: int | None = None) -> int:
+        """For a loop of your own: says that the script goes on at this step, so that it can be started again.
+
+        In `sync` a step is one of the job, otherwise one of this worker. Without `step`: where the job, or this
+        worker, is. Returns the step to go on at: in `sync` others may have gone on meanwhile, and wait for this
+        worker from now on. So it is called right before the loop: `for step in range(job.resume_at(), n):`
+        """
+        in_rounds = self.in_rounds and self.config.sync_every == 1
+        known = self.step if in_rounds else self.own_step
+        step = known if step is None else checked_step(step)
+        self.life.has_resumed = True
+        return max(step, self.exchange.enter()) if in_rounds and self.life.number > 1 else step
 
     def stepped(self) -> None:
         """A step was made: by a push, or locally between two of them."""

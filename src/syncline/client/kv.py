@@ -60,12 +60,15 @@ class KeyValue:
         exchange: Exchange,
         ask: Callable[[Message], Message],
         who: str,
+        commits: Callable[[], None],
         stepped: Callable[[], None],
         leave_if_asked: Callable[[], None],
         lr_factor: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`leave_if_asked`: between two steps, this worker may have to go. `lr_factor`: on every rule's lr."""
-        self._exchange, self._ask, self._who, self._stepped = exchange, ask, who, stepped
+        """`commits`, `stepped`: called before and after each commit. `leave_if_asked`: between two steps, this worker
+        may have to go. `lr_factor`: on every rule's lr."""
+        self._exchange, self._ask, self._who = exchange, ask, who
+        self._commits, self._stepped = commits, stepped
         self._leave_if_asked, self._lr_factor = leave_if_asked, lr_factor
         self._ordinal = 0
         self._as_torch: dict[str, bool] = {}
@@ -206,6 +209,7 @@ class KeyValue:
     def _commit(self, grads: Mapping[str, Array], weight: float, sink: ArraySink | None) -> Ticket:
         if not (math.isfinite(weight) and weight >= 0):
             raise LayoutError(f"weight = {weight}: it must be a number from 0 on")
+        self._commits()
         self._exchange.times.lap("compute")
         self._exchange.make_room()
         plan = self._push_plan(grads)

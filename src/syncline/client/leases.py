@@ -72,6 +72,7 @@ class Uses:
         self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
         self.num_loops = 0  # that this worker is in
+        self._has_read = False  # in one of these
         self._over: set[int] = set()  # leases of the last epoch that is over
 
     def read(self, piece: Piece) -> None:
@@ -79,6 +80,7 @@ class Uses:
         with self._lock:
             self._read.append((piece.lease, piece.begin, piece.end))
             self.samples += len(piece)
+            self._has_read = True
 
     def stepped(self) -> None:
         """What was read is in a step."""
@@ -134,6 +136,17 @@ class Uses:
                 self._committed.pop(lease, None)
                 self._late.pop(lease, None)
 
+    def leave_loop(self) -> None:
+        """This worker is in one loop less."""
+        self.num_loops -= 1
+        self._has_read = self._has_read and self.num_loops > 0
+
+    @property
+    def has_position(self) -> bool:
+        """Whether a commit that is made now belongs to what was read of leases: the batch that the script has, also
+        with a second optimizer; or what it has kept for this step."""
+        return self._has_read or self.is_any_held
+
     @property
     def is_any_held(self) -> bool:
         """Whether anything waits for a commit."""
@@ -186,6 +199,7 @@ class Reading:
         self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = times.measured  # samples and seconds of work, as last said
         self._untold: list[LeaveEpoch] = []  # what the coordinator is still to hear of the end of this loop
+        self._is_common = False  # all of the epoch was leased to all workers
         answer = Opened(False) if self._is_over else asks.ask(OpenEpoch(loader, epoch, data))
         assert isinstance(answer, Opened)
         self._is_finished = not answer.is_left
@@ -239,6 +253,8 @@ class Reading:
                 self._take(asked.wait(0))
             if self._is_finished or self._asked is not None or now < self._not_before:
                 return
+            if self._is_common and self._portion.num_left:
+                return  # there is no more than this
             if self._portion.is_low:
                 self._asked = self._asks.try_ask(self._question(waits=False))
         except SynclineError:
@@ -274,6 +290,7 @@ class Reading:
         if answer.is_finished:
             self._is_finished, self.is_shared = True, answer.is_shared
         elif answer.lease:
+            self._is_common = answer.is_common
             self._portion.take(answer)
         else:
             self._not_before = time.monotonic() + _AGAIN_SECONDS

@@ -48,6 +48,7 @@ class Loop:
         self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
         self._taken, self._first_step = 0, job.own_step
         self._position: Position = ("loop", loader, epoch)
+        self._is_steps = data.is_steps
 
     def next(self) -> Piece | None:
         """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
@@ -71,9 +72,12 @@ class Loop:
     def hand_out(self) -> None:
         """The script gets the oldest of what was read."""
         piece = self._cut.popleft()
-        self._taken += len(piece)
         self._job.samples.boundary.hands_out()
-        self._job.samples.read(piece)
+        if self._is_steps:
+            self._job.samples.uses.read(piece)
+        else:
+            self._taken += len(piece)
+            self._job.samples.read(piece)
 
     def comes_back(self) -> None:
         """The script comes for its next batch, nothing of which is read for it yet: a boundary."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.client.boundary import END, Position
 from syncline.client.hearing import FromCoordinator
+from syncline.client.notes import Notes
 from syncline.client.saves import Saves
 from syncline.client.script import ScriptState
 from syncline.client.taking_up import TakenUp
@@ -28,7 +29,10 @@ class _Leaves(Exception):  # no error
 class Memory:
     """The parts of it, put together for one job."""
 
-    def __init__(self, job: Job, link: Link, hearing: FromCoordinator, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, job: Job, link: Link, hearing: FromCoordinator, say: Callable[[str], None], *, is_late: bool
+    ) -> None:
+        """`is_late`: this worker joined a running job: what others, or an earlier life of it, noted is put back."""
         self._job, self._link, self._hearing, self._say = job, link, hearing, say
         self._has_told = False  # that a save is made later
         self._pending: list[Callable[[], bool]] = []
@@ -38,15 +42,18 @@ class Memory:
         boundary.clock = lambda: exchange.clock
         boundary.is_in_loop = lambda: exchange.uses.num_loops > 0
         boundary.is_clean = lambda: not (exchange.uses.is_any_held or any(some() for some in self._pending))
-        may_be = bool(job.config.checkpoint or job.config.resume)
+        has_saves = bool(job.config.checkpoint or job.config.resume)
+        may_be = has_saves or is_late
         self.taken_up = TakenUp(job.name, boundary, job.ask, may_be=may_be)
         self.state = ScriptState(self.taken_up.saved, lambda: self.taken_up.is_over, lambda: job.known_device)
         self.taken_up.begin(self.state)
         saves = hearing.saves = Saves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
-        boundary.on_stop = saves.note_stop if may_be else None
+        boundary.on_stop = saves.note_stop if has_saves else None
+        self.notes = Notes(job, link, self.state, self._facts, say)
 
     def _facts(self) -> dict[str, Any]:
-        return {"own_step": self.taken_up.own_step + self._job.own_step}
+        before = self.taken_up.own_step
+        return {"own_step": before + self._job.own_step, "before": before}
 
     def hold_back(self, is_pending: Callable[[], bool]) -> None:
         """While this is so, something is under way that no commit has: the script is at no boundary."""

@@ -58,7 +58,7 @@ class Portion:
             self.numbers.add(given.lease)
             self.newest = given.lease
             self._size = len(given.span)
-            self._own.append(_Own(given.lease, given.span, 0, self._size, given.step or self._batch))
+            self._own.append(_Own(given.lease, given.span, given.begin, self._size, given.step or self._batch))
 
     def cut(self) -> Piece | None:
         """The next batch; None: nothing is left here."""

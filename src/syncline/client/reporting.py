@@ -53,7 +53,12 @@ class Reporting:
         with contextlib.suppress(SynclineError):
             times, taken, seconds = job.exchange.times.times(), job.samples.taken, job.samples.seconds
             pushed = job.exchange.pushed_bytes
-            self._link.tell(Report(job.own_step, taken, seconds, epoch, step, steps, times, job.step, pushed))
+            self._link.tell(
+                Report(
+                    job.own_step, taken, seconds, epoch, step, steps, times, job.step, pushed,
+                    job.life.has_position, job.rates(),
+                )
+            )  # fmt: skip
 
     def _report_regularly(self, closed: threading.Event) -> None:
         last = -1

@@ -40,9 +40,14 @@ class Rosters:
 
 
 def ranked(roster: Roster) -> list[Member]:
-    """The workers in the order of their ranks, with those that have finished. Who was there first comes first."""
+    """The workers in the order of their ranks. The one that was there first comes first.
+
+    Workers that have finished keep their ranks once the chief has. Before that they come last: of the workers that
+    are left, one is the chief.
+    """
+    finished = {member.name for member in roster.finished} if not roster.is_chief_done else set()
     workers = [member for member in (*roster.members, *roster.finished) if member.role == "worker"]
-    return sorted(workers, key=lambda member: (member.since, by_name(member.name)))
+    return sorted(workers, key=lambda member: (member.name in finished, member.since, by_name(member.name)))
 
 
 def place_of(me: Member, roster: Roster) -> tuple[int, int, int] | None:

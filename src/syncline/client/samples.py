@@ -42,6 +42,7 @@ class Samples:
         self._left: list[Reading] = []  # loops that are over, which the coordinator has not heard yet
         self._names: set[str] = set()
         self._begun: set[object] = set()
+        self._num_step_loops = 0
         self.boundary = Boundary()  #: where its script stands between two batches
         self.between: Callable[[], None] = lambda: None  #: two batches, with all that was read in steps
         self.behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None
@@ -55,6 +56,11 @@ class Samples:
             raise ConfigError(f"there are two loaders called {name!r}; give each its own name=")
         self._names.add(name)
         return name
+
+    def name_steps(self) -> str:
+        """The name of the next loop over steps, by the order in which a script makes them."""
+        self._num_step_loops += 1
+        return f"steps-{self._num_step_loops - 1}"
 
     def has_begun(self, kind: object) -> bool:
         """Whether a loader over such data has begun its first epoch before."""
@@ -80,7 +86,7 @@ class Samples:
         """
         with self._lock:
             self._readings.pop((reading.loader, reading.epoch), None)
-            self.uses.num_loops -= 1
+            self.uses.leave_loop()
         if self.is_over:
             return
         if failed and unread:

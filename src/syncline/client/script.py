@@ -69,6 +69,8 @@ class ScriptState(MutableMapping[str, Any]):
         self._held: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
         self._claimed: set[str] = set()
+        self.left_out: set[str] = set()  #: what was too large for a note
+        self.num_loaded = 0  #: objects of the script, and its schedulers, that got back what was saved
         self._saved, self._is_over, self._device = saved, is_over, device
 
     # -- as the script sees it ----------------------------------------------------------------------------
@@ -121,15 +123,20 @@ class ScriptState(MutableMapping[str, Any]):
         """Whether there is anything in it that nobody has asked for so far."""
         return not saved.tree["state"].keys() <= self._claimed or not saved.tree["parts"].keys() <= self._parts.keys()
 
-    def take(self, position: Position, after: int, clock: int, facts: dict[str, Any]) -> Note:
-        """All of it as it is now, as copies."""
-        encoder = Encoder()
-        state = {
-            name: {"object" if _is_object(value) else "value": encoder.encode(_state_of(name, value), _path(name))}
-            for name, value in self._held.items()
-        }
-        taken = {name: part.take() for name, part in self._parts.items()}
-        parts = {name: {"value": encoder.encode(value, name)} for name, value in taken.items() if value is not None}
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything to save."""
+        return bool(self._held or self._parts)
+
+    def take(self, position: Position, after: int, clock: int, facts: dict[str, Any], most_bytes: int = 0) -> Note:
+        """All of it as it is now, as copies. `most_bytes`: what has more is left out; 0: nothing is."""
+        encoder, state, parts = Encoder(), dict[str, Any](), dict[str, Any]()
+        for name, value in self._held.items():
+            kind, path = "object" if _is_object(value) else "value", _path(name)
+            self._encode(encoder, state, name, kind, path, _state_of(name, value), most_bytes)
+        for name, part in self._parts.items():
+            if (value := part.take()) is not None:
+                self._encode(encoder, parts, name, "value", name, value, most_bytes)
         tree = {
             "format": 1,
             "position": list(position),
@@ -139,6 +146,19 @@ class ScriptState(MutableMapping[str, Any]):
             "parts": parts,
         }
         return Note(after, clock, to_json(tree), encoder.tensors)
+
+    def _encode(
+        self, encoder: Encoder, into: dict[str, Any], name: str, kind: str, path: str, value: Any, most_bytes: int
+    ) -> None:
+        if most_bytes and path in self.left_out:
+            return
+        before = len(encoder.tensors)
+        encoded = encoder.encode(value, path)
+        if most_bytes and sum(data.nbytes for _, _, data in encoder.tensors[before:]) > most_bytes:
+            del encoder.tensors[before:]
+            self.left_out.add(path)
+        else:
+            into[name] = {kind: encoded}
 
     def put_back(self, saved: SavedState, *, random: bool = True) -> None:
         """All that was saved of what is here; the random states last, since loading may draw."""
@@ -158,6 +178,7 @@ class ScriptState(MutableMapping[str, Any]):
     def _load(self, saved: SavedState, name: str) -> None:
         state, held = saved.tree["state"][name], self._held[name]
         found = self._value(saved, state)
+        self.num_loaded += 1
         if _is_object(held) != ("object" in state):
             was = "an object with state_dict()" if "object" in state else "plain data"
             raise StoreError(f"{_path(name)} was {was} when {saved.name} was saved; give it another name, or --fresh")

@@ -356,6 +356,18 @@ class ServersExchange:
 
     # -- comings and goings -------------------------------------------------------------------------------
 
+    def enter(self) -> int:
+        """Takes part in the rounds from now on, where it does not yet; the job's steps before its next commit."""
+        if self._part.must_enter:
+            with self.waits.of("the entry into the rounds"):
+                self._part.come_back()
+            self.has_stepped_to(self._part.entered_at)
+        return self.num_updates
+
+    def has_stepped_to(self, step: int) -> None:
+        """The job has made so many steps, by the coordinator's word."""
+        self._copies.pulled([step])
+
     def rest(self, *, is_pause: bool = False, if_active: bool = False, if_awaited: bool = False) -> None:
         self.settle()
         self.times.pause()

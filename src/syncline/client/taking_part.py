@@ -33,6 +33,7 @@ class TakingPart:
         self.is_late, self.is_leaving = is_late, False
         self._enters_again, self._num_entries = False, 0
         self.back_at: int | None = None  # where it stands from its next commit on
+        self.entered_at = 0  # the job's steps before its first commit since it last entered
         self.is_in_loop: Callable[[], bool] = lambda: False  # over a loader
 
     @property
@@ -66,6 +67,7 @@ class TakingPart:
             self._stretch, self._rested = max(answer.stretch, self.stretch // LOOP * LOOP), False
             self.back_at = answer.back_at if is_bounded else None
             self.is_late = self._enters_again = False
+            self.entered_at = answer.step
             self._num_entries += 1
         elif is_bounded:
             assert self.redo is not None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from syncline.client.arrays import Bytes
 from syncline.client.boundary import Boundary, Position
 from syncline.client.encoding import TREE, from_json
 from syncline.client.script import SavedState, ScriptState
 from syncline.core.manifest import SavedScript
 from syncline.core.message import Message
-from syncline.core.saving import AskTakenUp, GivenTakenUp
+from syncline.core.saving import AskTakenUp, GivenTakenUp, NoteScript
 from syncline.errors import ProtocolError, StoreError
 from syncline.store.checkpoints import read_manifest
 from syncline.store.folders import open_folder
@@ -29,7 +31,7 @@ class TakenUp:
     def __init__(
         self, name: str, boundary: Boundary, ask: Callable[[Message], Message], *, may_be: bool
     ) -> None:  # fmt: skip
-        """`may_be`: there are checkpoints in this job at all."""
+        """`may_be`: there are checkpoints in this job at all, or others have gone on before this worker came."""
         self._name, self._boundary, self._ask = name, boundary, ask
         self._state: ScriptState | None = None
         self._saved: SavedState | None = None
@@ -51,7 +53,10 @@ class TakenUp:
             answer = self._ask(AskTakenUp())
             if not isinstance(answer, GivenTakenUp):
                 raise ProtocolError(f"{type(answer).__name__} is no answer about what was taken up")
-            self._saved = read_script(self._name, answer.folder, answer.digest) if answer.folder else None
+            if answer.note is not None:
+                self._saved = noted_script(answer.note, answer.noted_by, is_own=answer.noted_by == self._name)
+            elif answer.folder:
+                self._saved = read_script(self._name, answer.folder, answer.digest)
             if self._saved is None:
                 self._end()
             else:
@@ -104,6 +109,21 @@ class TakenUp:
         self._boundary.unwatch(self)
         if self._saved is not None and self._state is not None and not self._state.wants(self._saved):
             self._saved = None
+
+
+def noted_script(note: NoteScript, name: str, *, is_own: bool) -> SavedState:
+    """What a worker has noted of its script, checked as a file is."""
+    tensors = [np.frombuffer(data, np.uint8).copy() for _, _, data in note.tensors]
+
+    def read(number: int) -> Bytes:
+        if not 0 <= number < len(tensors):
+            raise StoreError(f"the note of {name} has no tensor {str(number)[:40]}")
+        return tensors[number]
+
+    found = SavedState(f"the note of {name}", from_json(note.tree), read, is_own)
+    before = found.tree["facts"].get("before", 0)
+    found.own_step = before if type(before) is int else 0  # the job itself knows what was made since
+    return found
 
 
 def read_script(name: str, url: str, digest: str) -> SavedState | None:

@@ -162,8 +162,13 @@ class Change:
 
     def places(self) -> dict[str, Entered]:
         """For those who enter: the stretch of their next commits, or where beside the slowest."""
-        back_at = self.back_at()
-        return {s.name: Entered(s.stretch, back_at) for s in self.standings() if s.name in self.entering}
+        back_at, step = self.back_at(), self.step()
+        return {s.name: Entered(s.stretch, back_at, step) for s in self.standings() if s.name in self.entering}
+
+    def step(self) -> int:
+        """The job's steps before the next round that is opened: those that are applied, and those that are open."""
+        applied = max((answer.num_updates for answer in self._answers.values()), default=0)
+        return applied + max((answer.num_open for answer in self._answers.values()), default=0)
 
     def install(self, members: Sequence[Member]) -> Install:
         return Install(self.generation, list(members), self.settle(), self.standings(), self.rolls())

@@ -40,6 +40,9 @@ class Joined(Message, frozen=True):
     members: list[Member]
     config: JobConfig
     late: bool = False  # the job was whole before: a worker takes part after `Enter`, a server with its first slices
+    finished: list[Member] = []  # as in `Roster`
+    is_chief_done: bool = False  # as in `Roster`
+    step: int = 0  # the job's: of the checkpoint that it goes on from
 
 
 class Rejoin(Message, frozen=True):
@@ -55,7 +58,22 @@ class Roster(Message, frozen=True):
     generation: int
     members: list[Member]
     seats: list[Seat]
-    finished: list[Member] = []  # workers that keep their ranks
+    finished: list[Member] = []  # workers whose scripts have ended
+    is_chief_done: bool = False  # one of these was the chief: no other worker becomes it
+
+
+class AskLife(Message, frozen=True):
+    """A worker that joined a running job asks where it stands; answered when all that counts of its name's earlier
+    lives is known."""
+
+
+class GivenLife(Message, frozen=True):
+    """Which life of its name this worker is, and what the job and those lives have done so far."""
+
+    number: int = 1
+    step: int = 0  # of the job
+    own_step: int = 0  # commits of this name's earlier lives that count
+    rates: dict[str, float] = {}  # learning rates that this name has used last
 
 
 class AskRoster(Message, frozen=True):
@@ -92,6 +110,7 @@ class Entered(Message, frozen=True):
 
     stretch: int
     back_at: int
+    step: int = 0  # the job's steps before that commit
 
 
 class Retire(Message, frozen=True):
@@ -170,6 +189,8 @@ class Report(Message, frozen=True):
     times: StepTimes = StepTimes()
     job_step: int = 0  # as `job.step`: with what was made before a job was taken up
     pushed: PushBytes = PushBytes()
+    has_position: bool = True  # of its last commit: a new life of this worker could go on behind it
+    rates: dict[str, float] = {}  # its learning rates now
 
 
 class AskStats(Message, frozen=True):
@@ -219,6 +240,9 @@ class Standings(Message, frozen=True):
     readings: dict[str, float] = {}  # the newest of each metric
     stop: str = ""  # which rule has ended training, on what value
     saves: SaveCounts = SaveCounts()
+    settled: dict[str, int] = {}  # commits that count of each worker's lives that are over
+    unsettled: list[str] = []  # members whose last life is over, and what of it counts is not known yet
+    is_chief_done: bool = False  # the chief's script has ended well
 
 
 class Died(Message, frozen=True):
@@ -272,6 +296,8 @@ class Prepared(Message, frozen=True):
     rolls: list[Roll] = []  # with spare workers: all that it knows of
     # In a ring: name, incarnation and the clock up to which all slices here have what there is, or hold it.
     holds: list[tuple[str, int, int]] | None = None
+    num_updates: int = 0  # of that slice of its own that has had the most
+    num_open: int = 0  # rounds that are begun and not applied
 
 
 class Install(Message, frozen=True):

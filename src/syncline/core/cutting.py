@@ -139,7 +139,7 @@ def taken_up(leases: LeaseState) -> LeaseState:
             if epoch.todo:
                 copied.finished[name] = without(copied.finished.get(name, []), (number, number + 1))
     Leasing(copied, in_rounds=False).forget_finished()
-    copied.unheard = {}
+    copied.unheard, copied.sharing = {}, {}
     # Of an epoch in the middle nothing may be another; the next one may have batches of another size.
     copied.loaders = {name: loader for name, loader in copied.loaders.items() if copied.epochs.get(name)}
     return copied

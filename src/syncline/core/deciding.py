@@ -207,9 +207,13 @@ class Deciding:
         """Every server has the generation. To be kept; then others are given rounds, barriers and places."""
         state = self.state
         state.seats_before = {}
+        clocks = {(name, incarnation): clock for name, incarnation, clock in change.settle()}
         for name, incarnation in change.fenced.items():
             if state.fencing.get(name, (0, ""))[0] == incarnation:
                 del state.fencing[name]
+            last, commits = state.settled.get(name, (0, 0))
+            if incarnation > last:  # a change that could not be kept is settled again
+                state.settled[name] = (incarnation, commits + clocks.get((name, incarnation), 0))
         state.is_changing = self._server_is_out
 
     def reopen(self) -> None:

@@ -105,7 +105,11 @@ class Desk(Generic[R]):
         )  # fmt: skip
         recalls = [(other, Recall(message.loader, message.epoch)) for other in answer.recall]
         if answer.lease is not None:
-            return GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step), recalls
+            lease = answer.lease
+            given = GivenLease(
+                lease.number, lease.span, step=lease.step, begin=answer.begin, is_common=lease.is_common
+            )
+            return given, recalls
         if answer.is_finished or not (message.waits or answer.is_coming):
             is_shared = self.leasing.is_shared(message.loader)
             return GivenLease(0, _NOTHING, answer.is_finished, is_shared=is_shared), recalls
@@ -207,6 +211,8 @@ class Desk(Generic[R]):
         found = {}
         for epochs in state.leases.epochs.values():
             for lease in (lease for epoch in epochs.values() for lease in epoch.leases.values()):
+                if lease.is_common:
+                    continue
                 name, incarnation = lease.owner
                 member = state.members.get(name)
                 is_fencing = state.fencing.get(name, (0, ""))[0] >= incarnation

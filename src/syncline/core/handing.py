@@ -58,6 +58,8 @@ class GivenLease(Message, frozen=True):
     is_finished: bool = False
     step: int = 0
     is_shared: bool = True
+    begin: int = 0  # the place in it to begin at
+    is_common: bool = False  # all workers have it, and make its steps together; it is all that there is
 
 
 class Recall(Message, frozen=True):

@@ -36,6 +36,7 @@ class LeaseState(msgspec.Struct):
     finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
     unshared: list[str] = []  # loaders that some workers did not come to, when others read
     unheard: dict[str, int] = {}  # lives of workers that are to say what they have used: servers do not know it
+    sharing: dict[int, dict[str, int]] = {}  # leases that all have in common: the lives of workers that were given it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Answer:
     """To a worker that asks for more: a lease; or that the epoch is finished; or whom to have give back."""
 
     lease: Lease | None = None
+    begin: int = 0  # the place in the lease to begin at
     is_finished: bool = False
     recall: tuple[Identity, ...] = ()
     is_coming: bool = False  # there is more, or may be, as soon as others have answered
@@ -84,6 +86,9 @@ class Leasing:
         epochs = self.state.epochs.setdefault(name, {})
         if number not in epochs:
             epochs[number] = self._begin(loader, num_workers)
+        if loader.is_steps and self._in_rounds and epochs[number].todo:  # it begins, or was taken up
+            epochs[number].share(self.state.next_lease)
+            self.state.next_lease += 1
         return not epochs[number].is_finished
 
     def _begin(self, loader: Loader, num_workers: int) -> Epoch:
@@ -133,6 +138,8 @@ class Leasing:
             self._give_back(epoch, owner, given)
         if epoch is None or self._is_through(name, number, epoch):
             return Answer(is_finished=True)
+        if epoch.common is not None:
+            return self._ask_common(owner, name, number, epoch.common, taking_part, newest)
         self._lost_on_the_way(epoch, owner, newest)
         lease, left = self._untold(epoch, owner), epoch.num_todo + 1
         while lease is None and epoch.num_todo < left:  # of what is dealt out, odd pieces may all be others'
@@ -148,6 +155,33 @@ class Leasing:
         is_coming = not is_barred and (bool(epoch.todo) or self._is_recalling(name, number))
         return Answer(recall=recall, is_coming=is_coming)
 
+    def _ask_common(
+        self,
+        owner: Identity,
+        name: str,
+        number: int,
+        lease: Lease,
+        taking_part: Sequence[Identity],
+        newest: int | None,
+    ) -> Answer:
+        """Every worker makes every step that is left, beginning with the same one.
+
+        A worker that comes later begins one step further than is known to be made: that one may be under way. So it
+        never makes a step more than the others do.
+        """
+        if newest == lease.number:
+            return Answer()  # it has it already, and waits for the others
+        given = self.state.sharing.setdefault(lease.number, {})
+        beside = [one for one in taking_part if given.get(one[0]) == one[1] and (one, name, number) not in self._gone]
+        given[owner[0]] = owner[1]
+        begin = lease.first_left + (1 if lease.first_left and any(one != owner for one in beside) else 0)
+        return Answer(lease, begin=min(begin, lease.end))
+
+    def is_common(self, name: str, number: int) -> bool:
+        """Whether all workers make this epoch's steps together."""
+        epoch = self.epoch(name, number)
+        return epoch is not None and epoch.common is not None
+
     def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
         """Whether all is done, but for what waits for the next commits of those who have read it."""
         if self._has_finished(name, number):
@@ -159,6 +193,8 @@ class Leasing:
 
     def _is_held(self, name: str, number: int, lease: Lease) -> bool:
         told = self._held.get((lease.owner, name, number), [])
+        if lease.is_common:
+            told = [use for (_, *epoch), uses in self._held.items() if epoch == [name, number] for use in uses]
         left: list[Places] = [(0, lease.end)]
         for places in [*lease.done, *((begin, end) for n, begin, end in told if n == lease.number)]:
             left = without(left, places)
@@ -372,6 +408,10 @@ class Leasing:
                 self._widths.pop((name, number), None)
                 self._forget_epoch(name, number)
                 found.append((name, number, epochs.pop(number)))
+        leases = {
+            lease for epochs in self.state.epochs.values() for epoch in epochs.values() for lease in epoch.leases
+        }
+        self.state.sharing = {lease: lives for lease, lives in self.state.sharing.items() if lease in leases}
         return found
 
     def _forget_epoch(self, name: str, number: int) -> None:

@@ -19,8 +19,12 @@ from syncline.core.spans import Span, comb, count, joined
 MOST_FAILURES = 3
 
 
+#: The owner of a lease that all workers have in common: in rounds they make every step together.
+EVERYONE: Identity = ("", 0)
+
+
 class Lease(msgspec.Struct, array_like=True):
-    """The right of one life of a worker to read a span, front to back."""
+    """The right of one life of a worker to read a span, front to back; or that of all workers, together."""
 
     number: int
     worker: str
@@ -34,6 +38,10 @@ class Lease(msgspec.Struct, array_like=True):
     @property
     def owner(self) -> Identity:
         return (self.worker, self.incarnation)
+
+    @property
+    def is_common(self) -> bool:
+        return self.owner == EVERYONE
 
     @property
     def num_left(self) -> int:
@@ -85,6 +93,16 @@ class Epoch(msgspec.Struct):
     @property
     def is_finished(self) -> bool:
         return not self.todo and not self.leases
+
+    @property
+    def common(self) -> Lease | None:
+        """What all workers have in common, if they do; there is nothing else in such an epoch."""
+        return next((lease for lease in self.leases.values() if lease.is_common), None)
+
+    def share(self, number: int) -> None:
+        """All that is to do is everyone's: the last steps, however they were numbered before."""
+        left, self.todo = self.num_todo, []
+        self._add(number, EVERYONE, Span(self.num_samples - left, self.num_samples), 1).is_told = True
 
     def of(self, owner: Identity) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.owner == owner]
@@ -180,7 +198,7 @@ class Epoch(msgspec.Struct):
     def late(self, number: int, begin: int, end: int) -> int:
         """A commit with these places was late: nothing of it counts, they are to do again. How many that are."""
         lease = self.leases.get(number)
-        if lease is None:
+        if lease is None or lease.is_common:  # the others of that round have made the step
             return 0
         places = [(max(0, begin), min(end, lease.end))]
         for done in lease.done:

@@ -20,6 +20,7 @@ class Loader(msgspec.Struct, frozen=True, array_like=True):
     drop_last: bool = False
     is_auto: bool = False  # parts of a global batch follow the workers' speeds
     num_shards: int = 0  # instead of samples: how many there are in each shows when it is read
+    is_steps: bool = False  # `job.steps`: what is leased are steps of the job
 
     def check(self) -> None:
         """Of numbers that make no sense the coordinator must not begin to count."""
@@ -29,6 +30,8 @@ class Loader(msgspec.Struct, frozen=True, array_like=True):
             raise ConfigError(f"a loader over {self.num_shards} shards; at most {MOST_SHARDS}")
 
     def describe(self) -> str:
+        if self.is_steps:
+            return f"{self.num_samples} steps"
         what = f"{self.num_shards} shards" if self.num_shards else f"{self.num_samples} samples"
         last = ", the last left out (drop_last=True)" if self.drop_last else ""
         return f"{what} in batches of {self.batch}{last}" + (', batch="auto"' if self.is_auto else "")

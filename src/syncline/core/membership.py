@@ -43,7 +43,11 @@ class JobState(msgspec.Struct, kw_only=True):
     formed: bool = False
     entered: dict[str, int] = {}  # workers that take part in rounds, with their incarnations
     left: list[str] = []  # workers that have finished, or were asked to leave
-    finished: dict[str, Member] = {}  # those that have finished: they keep their ranks, nobody else becomes the chief
+    finished: dict[str, Member] = {}  # those that have finished
+    chief_done: str = ""  # which of these was the chief then: no other worker becomes it
+    lives: dict[str, int] = {}  # of workers: how often each name has joined
+    #: Of workers: the last life that is over and settled on every server, and the commits that count of all of these.
+    settled: dict[str, tuple[int, int]] = {}
     fencing: dict[str, tuple[int, str]] = {}  # evicted, not settled on every server yet: incarnation, reason
     seats: dict[int, Seat] = {}
     seats_before: dict[int, Seat] = {}  # in a ring: whoever is named since may not have everything yet
@@ -182,6 +186,9 @@ class Membership:
         state.members[name], state.processes[name] = member, process
         self.state.awaited.pop(name, None)
         state.finished.pop(name, None)
+        if role == "worker":
+            state.lives[name] = state.lives.get(name, 0) + 1
+            state.chief_done = "" if state.chief_done == name else state.chief_done
         if name in state.left:
             state.left.remove(name)
         return member
@@ -217,10 +224,12 @@ class Membership:
 
     def leave(self, name: str, retired: bool = False) -> Outcome | None:
         """A member has finished, or was asked to leave. The job ends well when its last worker has."""
+        was_chief = not self.state.chief_done and name == self.chief
         member = self._remove(name)
         if member is not None and member.role == "worker":
             if not retired:
                 self.state.finished[name] = member
+                self.state.chief_done = name if was_chief else self.state.chief_done
             if name in self.state.entered:
                 # A server that came to its slices after it had said so may still count it.
                 self.state.fencing[name] = (self.state.entered.pop(name), "has left")

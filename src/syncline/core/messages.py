@@ -21,6 +21,7 @@ from syncline.core.collecting import (
 )
 from syncline.core.control import (
     AskCopies,
+    AskLife,
     AskRoster,
     AskServerStats,
     AskStats,
@@ -33,6 +34,7 @@ from syncline.core.control import (
     Entered,
     GiveCopies,
     GivenCopies,
+    GivenLife,
     GivenServerStats,
     GivenStats,
     GivenStatus,
@@ -99,6 +101,7 @@ from syncline.core.saving import (
     GivenTakenUp,
     Mark,
     Noted,
+    NoteScript,
     OpenGate,
     Save,
     Saved,
@@ -145,7 +148,7 @@ from syncline.core.traffic import (
     WholeSum,
 )
 
-PROTOCOL = 10
+PROTOCOL = 11
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -162,6 +165,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Own, WriteOwn, WrittenOwn,
     Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
     Vote, Introduce, LendSums, HostSum, WholeSum,
+    AskLife, GivenLife, NoteScript,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -171,7 +175,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Join, Rejoin, AskRoster, Beat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
-        AskTakenUp, Finish, Metrics, Come, Attend, Begin, AskStint, AskReading, Own,
+        AskTakenUp, AskLife, NoteScript, Finish, Metrics, Come, Attend, Begin, AskStint, AskReading, Own,
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
     }),
     "server": frozenset({

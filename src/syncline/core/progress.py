@@ -15,7 +15,7 @@ def progress(state: LeaseState) -> list[EpochProgress]:
     for name, epochs in state.epochs.items():
         for number, epoch in sorted(epochs.items()):
             leased: dict[str, int] = {}
-            for lease in epoch.leases.values() if epoch.num_samples else ():
+            for lease in epoch.leases.values() if epoch.num_samples and epoch.common is None else ():
                 leased[lease.worker] = leased.get(lease.worker, 0) + lease.num_left
             found.append(
                 EpochProgress(

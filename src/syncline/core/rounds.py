@@ -171,6 +171,11 @@ class Rounds(Generic[T]):
         for turn in sorted(self._open):
             yield from self._open[turn].values()
 
+    @property
+    def num_open(self) -> int:
+        """Rounds that somebody has committed, and that are not whole."""
+        return len(self._open)
+
     def _enter_era(self, stretch: int) -> None:
         """The first word from behind a barrier: everyone has passed it, nothing is open, all stand level."""
         if stretch < self._era + ERA:

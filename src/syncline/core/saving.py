@@ -150,11 +150,24 @@ class AskTakenUp(Message, frozen=True):
     """A worker asks which checkpoint the job took up."""
 
 
+class NoteScript(Message, frozen=True):
+    """From a worker, not answered: its script's state behind this commit, for a later life of it, or for others."""
+
+    clock: int
+    tree: bytes
+    tensors: list[tuple[str, list[int], bytes]]  # dtype, shape
+
+
 class GivenTakenUp(Message, frozen=True):
-    """The folder of the checkpoint that the job took up, and the digest of its manifest; empty: none."""
+    """The folder of the checkpoint that the job took up, and the digest of its manifest; empty: none.
+
+    To a worker that joined a running job: what a worker has noted last, in its place.
+    """
 
     folder: str = ""
     digest: str = ""
+    note: NoteScript | None = None
+    noted_by: str = ""  # the worker whose note it is
 
 
 class Finish(Message, frozen=True):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from syncline.client.life import CANNOT_RESUME
 from syncline.core.control import Died, Standings
 from syncline.core.saving import Saved
 from syncline.errors import SynclineError
@@ -27,7 +28,7 @@ from syncline.launch.processes import (
     start_member,
     start_standby,
 )
-from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script
+from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script, why_not_again
 from syncline.launch.standby import STANDBY_AFTER_SECONDS, Standby
 from syncline.launch.watching import Watching
 
@@ -42,6 +43,8 @@ HEAR_SECONDS = 0.5
 CLOSE_SECONDS = 5.0
 #: For a look at how things stood when a member died.
 LOOK_SECONDS = 0.5
+#: For the servers to settle what of a worker that died counts.
+SETTLE_SECONDS = 5.0
 #: A process that was evicted hears of it with its next word; one that says nothing for so long is ended.
 FENCED_SECONDS = 30.0
 #: For a coordinator that is away to say whether a worker that ended well has left.
@@ -78,6 +81,7 @@ class Launcher:
         self._unsaid: dict[str, str] = {}  # likewise, what is said of it then, and not before
         self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started
         self._finished: set[str] = set()  # ended well
+        self._given_up: dict[str, tuple[str, int]] = {}  # workers that the job goes on without: reason, exit code
         self._own_mistakes: dict[str, tuple[str, int]] = {}  # workers that ended by their script, the first first
         self._codes: dict[str, int] = {}
         self._standings: Standings | None = None
@@ -132,6 +136,9 @@ class Launcher:
                 continue  # of the life before
             life.incarnation = self._incarnations[name] = incarnation
             life.has_pushed |= name in standings.pushed
+            report = standings.reports.get(name)
+            if report is not None and report.step:
+                life.has_position = report.has_position
             self._has_stepped |= name in standings.pushed and life.plan.role == "worker"
         if standings.verdict and standings.culprit:
             self._note_verdict(standings)
@@ -157,7 +164,7 @@ class Launcher:
         if self._failure is not None:
             return True
         out = {life.plan.name for life in self._lives.values() if self._has_ended and self._is_out(life)}
-        if self._workers <= self._finished | out:
+        if self._workers <= self._finished | self._given_up.keys() | out:
             return not self._others_at_work()
         return not self._lives.alive() and not self._due
 
@@ -200,6 +207,9 @@ class Launcher:
         if code == EVICTED and self._is_fresh and life.incarnation and not self._is_out(life):
             code = 1  # the script has a number of its own that means something else to us
         reason, left = life.describe_end(code), self._has_left(name)
+        if role == "worker" and code == CANNOT_RESUME:
+            self._go_on_without(name, "could not go on after it was started again", 1)  # it has said why
+            return
         counts = is_of_the_script(code) and not self._may_restart  # however soon the coordinator saw it go
         if role == "worker" and self._has_ended and self._is_out(life) and not counts:
             self._finished.add(name)
@@ -250,9 +260,20 @@ class Launcher:
                 first, (reason, code) = next(iter(self._own_mistakes.items()))
                 self._fail(first, reason, exit_code(code))  # trying again would not help
                 return
-        again = self._restarts.died(name, life.has_pushed, time.monotonic(), counts=not life.is_ended_here)
+        if life.plan.role == "worker" and self._may_restart and (why := self._why_not_again(life, reason)):
+            self._go_on_without(name, reason, exit_code(code), why)
+            return
+        again = self._restarts.died(
+            name, life.has_pushed, time.monotonic(), counts=not life.is_ended_here, settled=self._settled(name)
+        )
+        if not again.starts_again and self._may_restart and self._has_pushed_at_last(name, reason):
+            again = self._restarts.died(name, True, time.monotonic(), settled=self._settled(name))
         if not again.starts_again:
-            self._fail(name, reason, exit_code(code), again.describe(name, reason))
+            told = again.describe(name, reason)
+            if again.most and life.plan.starts_again and is_of_the_script(code) and self._has_stepped:
+                self._go_on_without(name, reason, exit_code(code), f"{told}; the job goes on without it")
+            else:
+                self._fail(name, reason, exit_code(code), told)
             return
         if self._signal is not None:
             return  # the job ends, and nobody starts again
@@ -264,6 +285,50 @@ class Launcher:
         self._due[name] = (time.monotonic() + again.pause_seconds, life.plan, reason)
         if name != "coordinator":
             self._watching.tell(Died(name, reason))
+
+    def _why_not_again(self, life: Life, reason: str) -> str:
+        return why_not_again(
+            life.plan.name,
+            reason,
+            has_position=life.has_position,
+            others_have_finished=self._others_have_finished(life.plan.name),
+        )
+
+    def _others_have_finished(self, name: str) -> bool:
+        others = self._workers - self._given_up.keys() - {name}
+        return bool(others) and others <= self._finished
+
+    def _settled(self, name: str) -> int:
+        """Commits that count of a worker's lives that are over, as far as the coordinator knows."""
+        return self._standings.settled.get(name, 0) if self._standings is not None else 0
+
+    def _has_pushed_at_last(self, name: str, reason: str) -> bool:
+        """Whether the life that has just ended has pushed, when its last beat was too early to say so."""
+        if self._standings is None or not name.startswith("worker-"):
+            return False
+        self._watching.tell(Died(name, reason), LOOK_SECONDS)
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < deadline and not self._restarts.has_pushed(name, self._settled(name)):
+            self._look_now()
+            if self._is_fresh and name not in self._standings.unsettled:
+                break
+            time.sleep(POLL_SECONDS)
+        return self._restarts.has_pushed(name, self._settled(name))
+
+    def _go_on_without(self, name: str, reason: str, code: int, line: str = "") -> None:
+        """This worker is not started again. The job goes on while other workers are there."""
+        self._given_up[name] = (reason, code)
+        others = [other for other in (*self._lives.names("worker"), *self._due) if other != name]
+        if not any(other.startswith("worker-") for other in others) and not self._is_chief_done:
+            self._fail(name, reason, code, line or f"{name} {reason}, and no other worker is left")
+            return
+        if line:
+            self._say(line)
+        self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))
+
+    @property
+    def _is_chief_done(self) -> bool:
+        return self._standings is not None and self._standings.is_chief_done
 
     def _fail(self, name: str, reason: str, code: int, verdict: str = "") -> None:
         """This is the verdict; everyone is told who died, and how."""
@@ -280,6 +345,10 @@ class Launcher:
             if time.monotonic() < when or not self._watching.is_told(name) or self._has_ended:
                 continue
             del self._due[name]
+            if plan.role == "worker" and self._others_have_finished(name):
+                line = why_not_again(name, why, has_position=True, others_have_finished=True)
+                self._go_on_without(name, why, 1, line)
+                continue
             if line := self._unsaid.pop(name, ""):
                 self._say(line)
             begun = self._watching.has_answered or (self._folder / JOURNAL).exists()

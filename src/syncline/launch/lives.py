@@ -43,6 +43,7 @@ class Life:
     process: MemberProcess
     forwarder: Forwarder
     has_pushed: bool = False  # or has a slice: this life was of use
+    has_position: bool = True  # its last commit had one: a new life can go on behind it
     incarnation: int = 0
     had_left: bool = False  # the life before had left the job, and may still be on its list
     missing_since: float | None = None  # the coordinator does not count it any more

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from syncline.client.life import CANNOT_RESUME, REMEDY
+
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 5.0
 #: The coordinator has no pushes to show; its deaths within this long count.
@@ -46,7 +48,7 @@ def pause_seconds(number: int) -> float:
 
 def is_of_the_script(code: int) -> bool:
     """Whether a process ended by a mistake of its own: not by a signal, not evicted, and not well."""
-    return code > 0 and code != EVICTED
+    return code > 0 and code not in (EVICTED, CANNOT_RESUME)
 
 
 class Restarts:
@@ -55,22 +57,43 @@ class Restarts:
     def __init__(self, max_restarts: int) -> None:
         self._most = max_restarts
         self._deaths: dict[str, int] = {}
+        self._settled: dict[str, int] = {}  # commits of lives that are over, as known at the last death
         self._of_coordinator: list[float] = []
         self.num_restarts = 0  # of all members
 
-    def died(self, name: str, has_pushed: bool, now: float, *, counts: bool = True) -> Again:
+    def died(self, name: str, has_pushed: bool, now: float, *, counts: bool = True, settled: int = 0) -> Again:
         """A member's process has ended. `has_pushed`: this life had an acknowledged push, or a slice. `counts`: not
-        where it was ended on purpose; it starts again all the same, if anybody does."""
+        where it was ended on purpose; it starts again all the same, if anybody does. `settled`: commits that count of
+        its lives before; of a life that ended soon after its first push that is known only later."""
         if not counts:
             self.num_restarts += bool(self._most)
             return Again(self._most > 0, self._deaths.get(name, 0), self._most, FIRST_PAUSE_SECONDS)
         if name == "coordinator":
             self._of_coordinator = [at for at in self._of_coordinator if now - at < COORDINATOR_SECONDS] + [now]
             return self._decide(len(self._of_coordinator), 0.0)
-        number = self._deaths[name] = 1 if has_pushed else self._deaths.get(name, 0) + 1
+        before = self._deaths.get(name, 0)
+        if settled > self._settled.get(name, 0):  # the life before this one has pushed
+            self._settled[name], before = settled, min(1, before)
+        number = self._deaths[name] = 1 if has_pushed else before + 1
         return self._decide(number, pause_seconds(number))
+
+    def has_pushed(self, name: str, settled: int) -> bool:
+        """Whether the life that has just ended has pushed, once it is settled."""
+        return settled > self._settled.get(name, 0)
 
     def _decide(self, number: int, pause: float) -> Again:
         again = number <= self._most
         self.num_restarts += again
         return Again(again, number, self._most, pause)
+
+
+def why_not_again(name: str, reason: str, *, has_position: bool, others_have_finished: bool) -> str:
+    """Why a worker whose process has ended is not started again, in one line for people; empty: it is."""
+    if others_have_finished:
+        return f"{name} {reason}; the other workers have finished their work, so it is not started again"
+    if not has_position:
+        return (
+            f"{name} {reason}; it is not started again, since its steps have no position and would be made twice. "
+            f"The job goes on without it. {REMEDY}"
+        )
+    return ""

@@ -31,6 +31,7 @@ from syncline.torch.notices import Notices
 from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
 from syncline.torch.remembered import Remembered
 from syncline.torch.rules import ChangedOptions, group_rule, rule_name
+from syncline.torch.schedulers import Schedulers
 from syncline.torch.state import load_state, read_average, read_state
 from syncline.torch.streams import Side, open_side
 from syncline.torch.validation import take_part_in
@@ -91,16 +92,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _remember(self) -> None:
         """Its groups' numbers are saved with the script's state, and with local steps all that the optimizer has."""
-        self._remembered = Remembered(self._opt, self._job.notice, with_state=self._local is not None)
-        alive = weakref.ref(self)
+        schedulers = Schedulers((weakref.proxy(self), self._opt), self._job.notice)
+        self._remembered = Remembered(self._opt, schedulers, self._job.notice, with_state=self._local is not None)
+        alive, state = weakref.ref(self), self._job.state
         take = lambda: own._remembered.take() if (own := alive()) is not None else None  # noqa: E731
 
         def put_back(saved: Any) -> None:
             if (own := alive()) is not None:
-                own._remembered.put_back(saved)
+                state.num_loaded += own._remembered.put_back(saved)
                 own._share_state()
 
         self._job.state.add_part(f"optimizer {self._prefix or 'model1.'}", Part(take, put_back))
+        self._job.tells_rates(lambda: own._rates() if (own := alive()) is not None else {})
 
     @staticmethod
     def _check(opt: torch.optim.Optimizer, clip_norm: float | None, buffers: str) -> None:
@@ -220,6 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `weight` is this worker's share in the round's mean: by default the samples that our DataLoader has handed
         out since the last step, else 1.
         """
+        self._job.commits()
         if not self._job.memory.taken_up.is_over:
             self._job.memory.taken_up.begins_step()
         loss = None
@@ -232,6 +236,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
         scale, overflow = self._scaling()
+        if self._job.life.number > 1:
+            self._job.uses_rates(self._rates())
         if self._local is not None:
             self._local.step(weight, scale, overflow, self._clip_norm)
         else:
@@ -239,6 +245,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._job.stepped()
         self._job.leave_if_asked()
         return loss
+
+    def _rates(self) -> dict[str, Any]:
+        return {f"{self._prefix}{n}": group["lr"] for n, group in enumerate(self.param_groups) if "lr" in group}
 
     def _scaling(self) -> tuple[torch.Tensor | None, bool]:
         """What a GradScaler left here: the factor that unscales the gradients, and whether they overflowed."""

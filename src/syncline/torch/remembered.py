@@ -10,14 +10,17 @@ import torch
 
 from syncline.client.encoding import Encoder
 from syncline.errors import ConfigError, StoreError
+from syncline.torch.schedulers import Schedulers
 
 
 class Remembered:
     """Of one torch optimizer. What the script was given other numbers for since, stays the script's."""
 
-    def __init__(self, opt: torch.optim.Optimizer, notice: Callable[[str], None], *, with_state: bool) -> None:
+    def __init__(
+        self, opt: torch.optim.Optimizer, schedulers: Schedulers, notice: Callable[[str], None], *, with_state: bool
+    ) -> None:
         """`with_state`: it steps here, not on the servers."""
-        self._opt, self._notice, self._with_state = opt, notice, with_state
+        self._opt, self._schedulers, self._notice, self._with_state = opt, schedulers, notice, with_state
         self._given: list[dict[str, Any]] = []
         self.look()
 
@@ -29,9 +32,11 @@ class Remembered:
         found: dict[str, Any] = {"given": self._given, "options": _options(self._opt)}
         if self._with_state:
             found["state"] = self._opt.state_dict()["state"]
-        return found
+        schedulers = {name: state for name, state in self._schedulers.state_dicts().items() if _can_be_saved(state)}
+        return {**found, "schedulers": schedulers} if schedulers else found
 
-    def put_back(self, saved: Any) -> None:
+    def put_back(self, saved: Any) -> bool:
+        """Whether schedulers got back what was saved of them."""
         try:
             given, options = saved["given"], saved["options"]
             if self._with_state and "state" in saved:
@@ -39,7 +44,8 @@ class Remembered:
                 self._opt.load_state_dict({"state": saved["state"], "param_groups": groups})
             for group, own, before, after in zip(self._opt.param_groups, self._given, given, options, strict=True):
                 self._put_back(group, own, before, after)
-        except (KeyError, TypeError, ValueError) as error:
+            return self._schedulers.load(saved.get("schedulers", {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise StoreError(
                 f"what was saved of the optimizer does not fit this one: {error}; use --fresh"
             ) from error

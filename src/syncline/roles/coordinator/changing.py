@@ -284,6 +284,7 @@ class Changing:
         self._c.meeting.release()
         self._c.registering.try_again()
         self._c.joining.tell()
+        self._c.joining.answer_lives()
 
     # -- plans --------------------------------------------------------------------------------------------
 

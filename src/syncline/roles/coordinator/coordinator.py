@@ -12,6 +12,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.core.control import (
+    AskLife,
     AskRoster,
     AskStats,
     AskStatus,
@@ -40,7 +41,7 @@ from syncline.core.metrics import Metrics
 from syncline.core.pacing import Pace
 from syncline.core.registry import Registry
 from syncline.core.ring import partner_of
-from syncline.core.saving import AskTakenUp, Finish, Save
+from syncline.core.saving import AskTakenUp, Finish, NoteScript, Save
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
@@ -117,6 +118,7 @@ class Coordinator:
         self.beats: dict[str, tuple[Beat, float]] = {}
         self.advanced: dict[str, float] = {}  # when a worker's step was last another than before
         self.reports: dict[str, Report] = {}
+        self.rates: dict[str, dict[str, float]] = {}  # of workers: the last that each name has reported
         self.events: collections.deque[str] = collections.deque(maxlen=MOST_EVENTS)
         self.retiring: set[str] = set()
         self.evicted: dict[str, str] = {}  # names, with the reason
@@ -209,6 +211,7 @@ class Coordinator:
             Join: self.joining.join,
             Rejoin: self.joining.rejoin,
             AskRoster: self.joining.ask_roster,
+            AskLife: self.joining.ask_life,
             Beat: self._beat,
             Enter: self.changing.enter,
             Retire: self.changing.retire,
@@ -238,6 +241,7 @@ class Coordinator:
             Save: self.saving.save,
             Finish: self.saving.finish,
             AskTakenUp: self.resuming.asked,
+            NoteScript: self.resuming.note,
         }
 
     def handle(self, request: Request) -> None:

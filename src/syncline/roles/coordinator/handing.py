@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from syncline import faults
@@ -95,6 +95,14 @@ class Handing:
     def ask(self, request: Request, message: AskLease) -> None:
         """Answered now; or, from one that has nothing to do, when there is something."""
         with self._c.lock:
+            begins_common = not message.newest and self.leasing.is_common(message.loader, message.epoch)
+        if begins_common:  # where it begins follows from what was used by now
+            self._ask_uses(lambda: self._ask(request, message))
+        else:
+            self._ask(request, message)
+
+    def _ask(self, request: Request, message: AskLease) -> None:
+        with self._c.lock:
             if not self._is_heard(request):
                 return
             self._desk.ask(_owner(request), message, request, time.monotonic())
@@ -104,24 +112,31 @@ class Handing:
         elif message.waits:
             self._ask_uses()
 
-    def _ask_uses(self) -> None:
-        """Somebody waits for the end of an epoch: what was used meanwhile is asked for, not waited for."""
+    def _ask_uses(self, then: Callable[[], None] | None = None) -> None:
+        """Somebody waits for the end of an epoch: what was used meanwhile is asked for, not waited for. `then` is
+        called behind it, also where there is no answer."""
         with self._c.lock:
-            seat = self._c.membership.state.seats.get(0)
-            endpoint = self._c.endpoints.get(seat.primary) if seat is not None and self._desk.asking else None
-        if endpoint is None:
-            return
-        with contextlib.suppress(ConnectionLost):
+            seat, is_wanted = self._c.membership.state.seats.get(0), then is not None or self._desk.asking
+            endpoint = self._c.endpoints.get(seat.primary) if seat is not None and is_wanted else None
+        try:
+            if endpoint is None:
+                raise ConnectionLost("slice 0 has no server now")
             call = endpoint.call(AskUses())
-            call.when_done(functools.partial(self._were_used, call))
+        except ConnectionLost:
+            if then is not None:
+                then()
+            return
+        call.when_done(functools.partial(self._were_used, call, then))
 
-    def _were_used(self, call: Call) -> None:
+    def _were_used(self, call: Call, then: Callable[[], None] | None) -> None:
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
             if isinstance(answer, Uses) and (answer.uses or answer.late):
                 with self._c.lock:
                     self._desk.use(answer.uses, answer.late)
                 self.answer()
+        if then is not None:
+            then()
 
     def leave(self, request: Request, message: LeaveEpoch) -> None:
         with self._c.lock:
@@ -344,7 +359,9 @@ class Handing:
         found = []
         for name, (_, message, since, _) in self._desk.asking.items():
             epoch = self.leasing.epoch(message.loader, message.epoch)
-            owners = sorted({lease.worker for lease in epoch.leases.values()} - {name}) if epoch is not None else []
+            owners = (
+                sorted({lease.worker for lease in epoch.leases.values()} - {name, ""}) if epoch is not None else []
+            )
             if owners and message.waits:
                 what = f"the end of epoch {message.epoch + 1}"
                 found.append(Wait(name, 0, owners, now - since, what))

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from syncline import config as configuration
-from syncline.core.control import AskRoster, Join, Joined, Rejoin, Roster
+from syncline.core.control import (
+    AskLife,
+    AskRoster,
+    AskServerStats,
+    GivenLife,
+    GivenServerStats,
+    Join,
+    Joined,
+    Rejoin,
+    Roster,
+)
 from syncline.core.message import Done
 from syncline.core.saves import check_words
 from syncline.core.settings import check_settings
 from syncline.errors import ConfigError, JobFailed, ProtocolError
-from syncline.net.rpc import Request
+from syncline.net.rpc import Call, Request
 from syncline.net.transport import Peer
 
 if TYPE_CHECKING:
@@ -26,10 +38,12 @@ class Joining:
         self._defaults: dict[str, dict[str, Any]] = {}
         self._waiting: dict[str, Request] = {}  # until the job is whole
         self._asking: list[tuple[Request, int]] = []  # for the roster of a generation
+        self._asking_life: dict[str, Request] = {}  # workers, where they stand
 
     def forget(self, name: str) -> None:
         self._defaults.pop(name, None)
         self._waiting.pop(name, None)
+        self._asking_life.pop(name, None)
 
     def take_waiting(self) -> list[Request]:
         """Those who still wait to be members, and will not be."""
@@ -65,7 +79,7 @@ class Joining:
             self._c.registry.servers = self._c.membership.servers()
             self._c.keep()
             late = member.name not in self._c.membership.state.entered
-            answer = Joined(member.incarnation, member.since, self._c.membership.ordered(), self._c.config, late)
+            answer = self._joined(member.incarnation, member.since, late)
             self._c.event(f"{member.name} (incarnation {member.incarnation}) has joined")
             self._c.changing.member_is_in(member)
             request.reply(answer)  # before a change has anything to say to it
@@ -73,6 +87,51 @@ class Joining:
         self._c.pacing.tell()
         self._c.stopping.tell()
         self._c.validating.tell()
+
+    def _joined(self, incarnation: int, generation: int, late: bool = False) -> Joined:
+        """Under the lock."""
+        state, taken_up = self._c.membership.state, self._c.membership.state.saves.taken_up
+        return Joined(
+            incarnation,
+            generation,
+            self._c.membership.ordered(),
+            state.config,
+            late,
+            finished=list(state.finished.values()),
+            is_chief_done=bool(state.chief_done),
+            step=taken_up.step if taken_up is not None else 0,
+        )
+
+    # -- earlier lives ------------------------------------------------------------------------------------
+
+    def ask_life(self, request: Request, message: AskLife) -> None:
+        """Answered when all servers have settled what counts of this name's earlier lives."""
+        with self._c.lock:
+            self._asking_life[request.peer.name] = request
+        self.answer_lives()
+
+    def answer_lives(self) -> None:
+        """Those whose earlier lives are settled by now; the servers say how far the job is."""
+        with self._c.lock:
+            state = self._c.membership.state
+            ready = [request for name, request in self._asking_life.items() if name not in state.fencing]
+            self._asking_life = {n: request for n, request in self._asking_life.items() if n in state.fencing}
+        if ready:
+            self._c.reporting.ask_servers(AskServerStats(), functools.partial(self._give_lives, ready))
+
+    def _give_lives(self, requests: Sequence[Request], calls: Sequence[Call]) -> None:
+        servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
+        with self._c.lock:
+            state = self._c.membership.state
+            step = max([self._c.reporting.step(), *(server.most_updates for server in servers)])
+            lives = [
+                GivenLife(
+                    state.lives.get(name, 1), step, state.settled.get(name, (0, 0))[1], self._c.rates.get(name, {})
+                )
+                for name in (request.peer.name for request in requests)
+            ]
+        for request, given in zip(requests, lives, strict=True):
+            request.reply(given)
 
     def _make_way(self, message: Join) -> None:
         """Whoever starts a process under the name of one whose connection is gone knows that it is dead."""
@@ -102,13 +161,12 @@ class Joining:
         for name in state.members:
             self._c.liveness.watch(name, now)
         self._c.keep()
-        members, joining = self._c.membership.ordered(), self._waiting
+        joining = self._waiting
         self._waiting, self._defaults = {}, {}
         self._c.changing.start(resume=False)
         # Servers first: a worker must find them ready.
         for name in sorted(joining, key=lambda n: state.members[n].role != "server"):
-            answer = Joined(state.members[name].incarnation, state.generation, members, state.config)
-            joining[name].reply(answer)
+            joining[name].reply(self._joined(state.members[name].incarnation, state.generation))
         self._c.stopping.begin()
 
     def _refuse_defaults(self, error: ConfigError) -> None:
@@ -155,7 +213,13 @@ class Joining:
         with self._c.lock:
             state = self._c.membership.state
             finished = list(state.finished.values())
-            return Roster(state.generation, self._c.membership.ordered(), list(state.seats.values()), finished)
+            return Roster(
+                state.generation,
+                self._c.membership.ordered(),
+                list(state.seats.values()),
+                finished,
+                is_chief_done=bool(state.chief_done),
+            )
 
     def ask_roster(self, request: Request, message: AskRoster) -> None:
         with self._c.lock:

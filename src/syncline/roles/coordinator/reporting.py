@@ -76,6 +76,8 @@ class Reporting:
     def report(self, request: Request, message: Report) -> None:
         with self._c.lock:
             self._c.reports[request.peer.name] = message
+            if message.rates:
+                self._c.rates[request.peer.name] = message.rates
             self._c.saving.beat()
         if request.number:
             request.reply(Done())
@@ -129,6 +131,9 @@ class Reporting:
                 readings=self._c.readings.values(),
                 stop=state.steering.steer.stop,
                 saves=self.saves(),
+                settled={name: commits for name, (_, commits) in state.settled.items()},
+                unsettled=sorted(state.fencing),
+                is_chief_done=bool(state.chief_done),
             )
         request.reply(standings)
 

@@ -14,7 +14,8 @@ from syncline.core.cutting import taken_up
 from syncline.core.layout import Segment
 from syncline.core.leasing import LeaseState
 from syncline.core.manifest import Manifest
-from syncline.core.saving import AskTakenUp, GivenTakenUp
+from syncline.core.policy import policy_of
+from syncline.core.saving import AskTakenUp, GivenTakenUp, NoteScript
 from syncline.core.words import counted
 from syncline.errors import DamagedError, LayoutError, SynclineError
 from syncline.net.rpc import Request
@@ -39,6 +40,7 @@ class Resuming:
         self._chosen: checkpoints.Chosen | None = None
         self._leases = LeaseState()  # of what was chosen
         self._manifest: Manifest | None = None
+        self._notes: dict[str, NoteScript] = {}  # by worker: the last one
         self._is_gone = False
 
     # -- before the job forms -----------------------------------------------------------------------------
@@ -191,8 +193,26 @@ class Resuming:
             state = self._c.membership.state
             member = state.members.get(request.peer.name)
             is_late = member is not None and member.since > 1
+            noted_by = self._whose_note(request.peer.name) if is_late else ""
             known = state.saves.newest if is_late else state.saves.taken_up
-        request.reply(GivenTakenUp(known.folder, known.digest) if known is not None else GivenTakenUp())
+            note = self._notes.get(noted_by)
+        if note is not None:
+            request.reply(GivenTakenUp(note=note, noted_by=noted_by))
+        else:
+            request.reply(GivenTakenUp(known.folder, known.digest) if known is not None else GivenTakenUp())
+
+    def note(self, request: Request, message: NoteScript) -> None:
+        """A worker's script is there now. Kept in memory only: a coordinator that comes back hears of it again."""
+        with self._c.lock:
+            self._notes[request.peer.name] = message
+
+    def _whose_note(self, name: str) -> str:
+        """Where workers step together, that of one that lives, the chief first: it has gone on meanwhile. Otherwise
+        its own, of an earlier life, where there is one."""
+        others = [other for other in self._c.membership.workers() if other != name and other in self._notes]
+        own = [name] if name in self._notes else []
+        in_rounds = policy_of(self._c.config).in_rounds
+        return next(iter([*others, *own] if in_rounds else [*own, *others]), "")
 
 
 def describe(manifest: Manifest, now: float) -> str:

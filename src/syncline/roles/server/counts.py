@@ -20,6 +20,7 @@ def stats_of(
         num_slices=len(slots),
         parameter_bytes=sum(slot.part.num_bytes for slot in slots),
         num_updates=sum(slot.num_updates for slot in slots),
+        most_updates=max((slot.state.version for slot in slots), default=0),
         num_commits=commits.num_commits if commits else 0,
         num_late=commits.num_late if commits else 0,
         apply_seconds=sum(slot.apply_seconds for slot in slots),

@@ -171,7 +171,8 @@ class Generations:
         # One that was not given everything yet has voted for nothing: the others' word counts.
         holds = self._holds(clocks) if is_voter and message.moves and self._hosting.has_all() else None
         is_primary = bool(self._hosting.slices) or is_voter  # it hears of all commits, and opens rounds
-        return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds)
+        updates = self._hosting.most_updates()
+        return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds, updates, rounds.num_open)
 
     def _holds(self, applied: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
         """In a ring: up to which clock everything of every worker is here."""

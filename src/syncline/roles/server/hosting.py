@@ -309,6 +309,10 @@ class Hosting:
         self.backups.take_out(seat.slice)
         self.blocks.drop([seat.slice])
 
+    def most_updates(self) -> int:
+        """Of the copy here that has had the most."""
+        return max((_state_of(slot).version for slot in self.copies()), default=0)
+
     def highest_clocks(self) -> dict[Identity, int]:
         """Of every worker, its latest commit that is on any copy here."""
         return highest_clocks(_state_of(slot).clocks for slot in self.copies())

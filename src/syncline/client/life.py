@@ -1,0 +1,90 @@
+"""Which life of its name a worker is, and whether what it commits has a position in the job's work.
+
+A worker that dies is started again, and its script begins from the top. What it commits then counts only where the
+job knows that it was not made before: in a loop over leases (a loader, `job.steps`), or after `job.resume_at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from syncline.core.control import GivenLife
+from syncline.errors import ConfigError
+
+#: A worker's process ends with this when its script cannot go on in this life: it is no death.
+CANNOT_RESUME = 76
+
+REMEDY = (
+    "To make a script restartable, loop over syncline.torch.DataLoader or `for step in job.steps(n)`, or call "
+    "job.resume_at(step) before the loop (docs/restarts.md)"
+)
+
+
+#: A learning rate that is off by more than this is taken for a schedule that began again.
+MOST_TIMES = 2.0
+RATES_REMEDY = (
+    'Keep the schedule with the job, e.g. job.state["sched"] = scheduler, or make it a function of job.progress with '
+    "syncline.torch.schedule (docs/schedules.md)"
+)
+
+
+class CannotResume(SystemExit):
+    """This worker leaves: its script began again, and what it would commit may have been made before. It is no
+    `Exception`, so that a script's own handler does not swallow it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(CANNOT_RESUME)
+        self.reason = reason
+
+
+class Life:
+    """One life of a worker's name, from its joining to its end."""
+
+    def __init__(self, given: GivenLife, *, in_rounds: bool) -> None:
+        self.number = given.number  #: from 1 on
+        self.step, self.own_step = given.step, given.own_step  #: of the job and of this name, when this life began
+        self._in_rounds = in_rounds
+        self.has_resumed = False  #: the script has said where it goes on
+        self.has_position = True  #: whether the last commit had a position
+        self._rates_before = given.rates  # learning rates of this name's earlier lives
+
+    @property
+    def needs_position(self) -> bool:
+        """Whether commits without one would be made a second time: in rounds all workers make every step, otherwise
+        each its own."""
+        made = self.step if self._in_rounds else self.own_step
+        return self.number > 1 and made > 0 and not self.has_resumed
+
+    def commits(self, *, in_leases: bool) -> None:
+        """A commit is about to be made; `in_leases`: with what was read of leases."""
+        self.has_position = in_leases or self.has_resumed
+        if not self.has_position and self.needs_position:
+            made = f"{self.step} steps of the job" if self._in_rounds else f"{self.own_step} of its own steps"
+            raise CannotResume(
+                f"its script began again (life {self.number}) after {made}, and this step has no position: it may "
+                f"have been made before. This worker leaves; other workers go on. {REMEDY}"
+            )
+
+    def uses_rates(self, rates: Mapping[str, float], *, has_restored: bool) -> None:
+        """A step uses these learning rates. The first of a second life are held against the last ones of the name.
+
+        `has_restored`: the script got back some state of its own, and is taken to know what it does.
+        """
+        before, self._rates_before = self._rates_before, {}
+        if self.number < 2 or has_restored:
+            return
+        for name in sorted(before.keys() & rates.keys()):
+            was, now = before[name], rates[name]
+            if max(was, now) > MOST_TIMES * min(was, now):
+                raise CannotResume(
+                    f"its script began again (life {self.number}) with a learning rate of {now:.3g}, which was "
+                    f"{was:.3g} before: its schedule began again too. This worker leaves before it pushes; other "
+                    f"workers go on. {RATES_REMEDY}"
+                )
+
+
+def checked_step(step: object) -> int:
+    """What was given to `job.resume_at`."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigError(f"job.resume_at({step!r}): give the number of the next step, an int from 0 on")
+    return step

@@ -1,0 +1,57 @@
+"""The learning-rate schedulers that a script has made on an optimizer: found, so that a restart gets them back.
+
+torch keeps no list of them. But the first one wraps the optimizer's `step`, so that only scripts which have any pay
+for the search: a look through the objects that the garbage collector knows.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_MARK = "_wrapped_by_lr_sched"
+
+
+class Schedulers:
+    """Of one optimizer, which a script may know under two faces: the wrapper and the wrapped."""
+
+    def __init__(self, faces: Iterable[torch.optim.Optimizer], notice: Callable[[str], None]) -> None:
+        self._faces, self._notice = tuple(faces), notice
+        self._found: dict[str, Any] = {}  # by class
+        self._num_looks, self._next_look = 0, 0
+
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
+        """By the name of the class; nothing of those that cannot be told apart."""
+        self._num_looks += 1
+        if self._num_looks > self._next_look:  # later ones are found later, and ever more rarely looked for
+            self._next_look = 2 * self._num_looks
+            self._look()
+        return {name: scheduler.state_dict() for name, scheduler in self._found.items()}
+
+    def load(self, states: dict[str, dict[str, Any]]) -> bool:
+        """Each gets the state of its class; whether any did."""
+        self._look()
+        known = self._found.keys() & states.keys()
+        for name in sorted(known):
+            self._found[name].load_state_dict(states[name])
+        return bool(known)
+
+    def _look(self) -> None:
+        if not any(hasattr(face.step, _MARK) for face in self._faces):
+            return
+        kind = torch.optim.lr_scheduler.LRScheduler
+        # By type alone: others' objects are not asked for anything, some would warn or load modules.
+        made = [one for one in gc.get_objects() if issubclass(type(one), kind) and one.optimizer in self._faces]
+        inner = {id(one) for outer in made for one in getattr(outer, "_schedulers", ())}
+        outermost = [one for one in made if id(one) not in inner]
+        names = [f"{type(one).__module__}.{type(one).__qualname__}" for one in outermost]
+        twice = {name for name in names if names.count(name) > 1}
+        for name in sorted(twice):
+            self._notice(
+                f"there are two schedulers of the class {name} on one optimizer: a worker that is started again "
+                'cannot tell them apart; name each, e.g. job.state["warmup"] = scheduler'
+            )
+        self._found = {name: one for name, one in zip(names, outermost, strict=True) if name not in twice}

@@ -1,0 +1,160 @@
+"""Workers that are killed and started again, with scripts as people write them: nothing is trained twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+KILL = """
+    import os, pathlib, signal, sys, time
+
+    def die(job, at, step):
+        # Once: the flag outlives the process.
+        if job.name == sys.argv[1] and step == at and not pathlib.Path("died").exists():
+            pathlib.Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+STEPS = (
+    KILL
+    + """
+    import numpy as np, syncline
+
+    job = syncline.init()
+    job.kv.register({"w": np.zeros(1)}, syncline.Rule("SGD", lr=1.0))
+    print(f"{job.name} life {job.life.number} begins at {job.step}", flush=True)
+    made = 0
+    for step in job.steps(60):
+        if job.name != sys.argv[1] and pathlib.Path("died").exists() and step < 40:
+            time.sleep(0.25)  # so that there is something left when the other one is back
+        die(job, 12, step)
+        job.kv.push_pull({"w": np.ones(1)}).wait()
+        made += 1
+    job.barrier("end")
+    print(f"MADE {job.name} life {job.life.number} {made} w {job.kv.pull()['w'][0]:g} step {job.step}", flush=True)
+"""
+)
+PLAIN = (
+    KILL
+    + """
+    import numpy as np, syncline
+
+    job = syncline.init()
+    job.kv.register({"w": np.zeros(1)}, syncline.Rule("SGD", lr=1.0))
+    for step in range(40):
+        if step == 30:
+            time.sleep(1.2)  # what it does is known by then
+        die(job, 30, step)
+        job.kv.push_pull({"w": np.ones(1)}).wait()
+    print(f"MADE {job.name} w {job.kv.pull()['w'][0]:g} step {job.step} chief {job.is_chief}", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "victim"),
+    [
+        (("--policy", "sync"), "worker-1"),
+        (("--policy", "sync"), "worker-0"),
+        (("--policy", "async"), "worker-1"),
+        (("--exchange", "ring"), "worker-1"),
+    ],
+)
+def test_steps_of_the_job_are_made_once_with_a_kill(commands: Any, options: tuple[str, ...], victim: str) -> None:
+    """The one that is back makes no step that was made before, and the job no step more than was asked for."""
+    result = commands.run("run", "-w", "2", *options, commands.script(STEPS), victim)
+    assert result.code == 0, result.output
+    made = [line.split(" | ")[-1] for line in result.output.splitlines() if "MADE" in line]
+    assert len(made) == 2 and all("w -60 step 60" in line for line in made), result.output
+    assert any(f"MADE {victim} life 2" in line for line in made), result.output
+    begun = [line for line in result.output.splitlines() if f"{victim} life 2 begins at" in line]
+    assert begun and int(begun[0].split()[-1]) >= 12, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "total"), [("sync", 40), ("async", 70)])
+def test_a_script_without_positions_is_not_started_again(commands: Any, policy: str, total: int) -> None:
+    """It would make its 30 steps a second time. The job goes on without it, and says what would help."""
+    result = commands.run("run", "-w", "2", "--policy", policy, commands.script(PLAIN), "worker-0")
+    assert result.code == 0, result.output
+    assert f"MADE worker-1 w -{total} step {total} chief True" in result.output
+    told = [
+        line
+        for line in result.output.splitlines()
+        if "worker-0 was killed by SIGKILL" in line and "job.steps" in line
+    ]
+    assert told and "not started again" in told[0] and "job.resume_at" in told[0], result.output
+
+
+@pytest.mark.slow
+def test_the_only_worker_of_a_script_without_positions_fails_with_its_exit_code(commands: Any) -> None:
+    result = commands.run("run", "-w", "1", commands.script(PLAIN), "worker-0")
+    assert result.code == 137 and "the job has failed: worker-0 was killed by SIGKILL" in result.output, result.output
+    assert "MADE" not in result.output
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_goes_on_where_the_job_is(commands: Any) -> None:
+    """`range(job.resume_at(), n)`: in rounds the others have gone on, and no round is added at the end."""
+    slow = 'if pathlib.Path("died").exists() and job.life.number == 1:\n            time.sleep(0.5)'
+    script = PLAIN.replace("range(40)", "range(job.resume_at(), 40)")
+    script = script.replace("if step == 30:", f"{slow}\n        if step == 30:")
+    result = commands.run("run", "-w", "2", commands.script(script), "worker-1")
+    assert result.code == 0, result.output
+    assert "MADE worker-0 w -40 step 40" in result.output and "started again" not in result.output
+    assert "MADE worker-1 w -40 step 40" in result.output, result.output
+
+
+SCHEDULE = (
+    KILL
+    + """
+    import torch, syncline
+    from syncline.torch import DataLoader, DistributedOptimizer
+
+    torch.manual_seed(0)
+    job = syncline.init()
+    model = torch.nn.Linear(4, 3)
+    opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+    SCHED
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.randn(400, 4)), batch_size=4)
+    number = 0
+    for (x,) in loader:
+        HAND
+        if number == 0:
+            print(f"FIRST {job.name} life {job.life.number} lr {opt.param_groups[0]['lr']:.2e}", flush=True)
+        if job.name != sys.argv[1]:
+            time.sleep(0.3 if pathlib.Path("died").exists() else 0.02)
+        elif number < 20:
+            time.sleep(0.05)
+        die(job, 20, number)
+        model(x).sum().backward()
+        opt.step(); opt.zero_grad()
+        STEP
+        number += 1
+    print(f"MADE {job.name} {number}", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["found", "in job.state"])
+def test_a_schedule_goes_on_in_a_second_life(commands: Any, kind: str) -> None:
+    """In `async` each worker pushes with its own learning rate: 0.8 ** 20 is 1 % of the first one."""
+    made = "sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)"
+    made += '; job.state["sched"] = sched' if kind == "in job.state" else ""
+    script = SCHEDULE.replace("SCHED", made).replace("HAND", "pass").replace("STEP", "sched.step()")
+    result = commands.run("run", "-w", "2", "--policy", "async", commands.script(script), "worker-1")
+    assert result.code == 0, result.output
+    first = [line.split("lr ")[1] for line in result.output.splitlines() if "FIRST worker-1 life 2" in line]
+    assert first and float(first[0]) < 0.1, result.output
+
+
+@pytest.mark.slow
+def test_a_schedule_by_hand_that_begins_again_leaves(commands: Any) -> None:
+    hand = "opt.param_groups[0]['lr'] = 0.8 ** number"
+    script = SCHEDULE.replace("SCHED", "pass").replace("HAND", hand).replace("STEP", "pass")
+    result = commands.run("run", "-w", "2", "--policy", "async", commands.script(script), "worker-1")
+    assert result.code == 0, result.output
+    assert "learning rate of 1" in result.output and "syncline.torch.schedule" in result.output
+    assert "MADE worker-0 " in result.output and "MADE worker-1" not in result.output
