@@ -2,6 +2,7 @@
 
 SynclineError
 ├── ConfigError            what was typed at launch, in syncline.toml or in init() cannot be
+│   └── WrongLauncher      torchrun, mpirun or srun started this process, which only `syncline run` can do
 ├── LayoutError            parameters that do not fit the job's layout
 ├── RuleError              a rule that does not exist, or that cannot update this parameter
 ├── DataError              a data set that is missing or damaged
@@ -31,6 +32,10 @@ class SynclineError(Exception):
 
 class ConfigError(SynclineError, ValueError):
     """What was typed at launch, in syncline.toml or in init() cannot be."""
+
+
+class WrongLauncher(ConfigError):
+    """torchrun, mpirun or srun started this process, which only `syncline run` can do."""
 
 
 class LayoutError(SynclineError, ValueError):

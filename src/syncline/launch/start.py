@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import shlex
+import sys
 from typing import Any
 
 import msgspec
@@ -11,7 +13,7 @@ import msgspec
 from syncline import config as configuration
 from syncline.client.current import current_job, has_current_job, make_current
 from syncline.client.job import Job
-from syncline.errors import ConfigError, SynclineError
+from syncline.errors import ConfigError, SynclineError, WrongLauncher
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.ringing import OwnServer
@@ -35,11 +37,12 @@ def invite(invitation: Invitation) -> None:
     _invitation = invitation
 
 
-def init(**defaults: Any) -> Job:
+def init(*, embedded: bool = False, **defaults: Any) -> Job:
     """Joins the job. What was said at launch or in syncline.toml wins over what is passed here.
 
     Called again, it returns the same job. Without a launcher the job is embedded: server and coordinator live in
-    this process and cost next to nothing.
+    this process and cost next to nothing. In a process of torchrun, mpirun or srun that is an error, because each
+    process would train alone; `embedded=True` says that this is meant.
     """
     if has_current_job():
         return current_job()
@@ -57,9 +60,35 @@ def init(**defaults: Any) -> Job:
         from syncline.launch.tracebacks import shorten_tracebacks
 
         shorten_tracebacks()
+        if not embedded:
+            _refuse_other_launchers()
         job = start_embedded(known)
         atexit.register(_close, job)
     return make_current(job)
+
+
+def _refuse_other_launchers() -> None:
+    """Until `init()` can join there: each process would train a model of its own, without a word."""
+    other = configuration.other_launcher()
+    if other is None:
+        return
+    several = 0 < other.num_here < other.num_processes
+    hosts = f" (on several hosts with -H HOST:{other.num_here},HOST:… in place of -w)" if several else ""
+    raise WrongLauncher(
+        f"{other.name} started this process as one of {other.num_processes} ({other.found}), and each would train a "
+        f"model of its own; start the script with `{_own_command(other.num_processes)}`{hosts}; if you want a "
+        "separate training in each process, call syncline.init(embedded=True)"
+    )
+
+
+def _own_command(num_workers: int) -> str:
+    """`syncline run` with this process's script and arguments."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:
+        script = ["-m", str(spec.name).removesuffix(".__main__")]
+    else:
+        script = [sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "SCRIPT.py"]
+    return shlex.join(["syncline", "run", "-w", str(num_workers), *script, *sys.argv[1:]])
 
 
 _has_joined = False

@@ -7,7 +7,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from syncline.errors import JobFailed, SynclineError
+from syncline.errors import JobFailed, SynclineError, WrongLauncher
 
 _OURS = str(pathlib.Path(__file__).resolve().parents[1])
 
@@ -15,7 +15,7 @@ _OURS = str(pathlib.Path(__file__).resolve().parents[1])
 def describe(error: BaseException, script: str = "") -> str:
     """The text to print for an uncaught exception: without the frames that started the script, or that are ours."""
     name = f"syncline.{type(error).__name__}"
-    if isinstance(error, JobFailed):
+    if isinstance(error, JobFailed | WrongLauncher):
         return f"{name}: {error}\n"
     frames = traceback.extract_tb(error.__traceback__)
     starts = [k for k, frame in enumerate(frames) if script and frame.filename == script]
