@@ -14,9 +14,10 @@ from syncline.client.kv import KeyValue
 
 
 def test_public_names() -> None:
-    assert {"Job", "Rule", "current_job", "init", "SynclineError", "WaitTimeout", "LayoutError"} <= set(
+    assert {"Job", "Rule", "current_job", "init", "Stopped", "SynclineError", "WaitTimeout", "LayoutError"} <= set(
         syncline.__all__
     )
+    assert issubclass(syncline.Stopped, SystemExit) and syncline.Stopped("why").code == 0
     assert all(hasattr(syncline, name) for name in syncline.__all__)
     assert syncline.torch.__all__ == ["DataLoader", "DistributedOptimizer"]
     assert "local_job" in syncline.testing.__all__

@@ -21,6 +21,8 @@ SynclineError
 └── JobFailed              the job has ended without success; names the member and the reason
 
 A message names the job, the member, the parameter and the remedy, as far as they are known.
+
+Beside the tree: `Stopped`, which is no error. It ends the script of a job that a rule has stopped.
 """
 
 from __future__ import annotations
@@ -100,6 +102,21 @@ class WaitTimeout(SynclineError, TimeoutError):
 
 class JobFailed(SynclineError):
     """The job has ended without success; names the member and the reason."""
+
+
+class Stopped(SystemExit):
+    """Training is over by a rule, and this worker has left the job: its script ends, with exit code 0.
+
+    It is no `Exception`, so that `except Exception` in a training loop does not catch it. To do something after
+    training, ask `job.should_stop` before each step, or catch it.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(0)
+        self.reason = reason  #: which rule it was, and on what value
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 def _tree(root: type[SynclineError]) -> dict[str, type[SynclineError]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from syncline.config import resolve
 from syncline.core.metrics import Reading, Steer
-from syncline.core.stopping import Rules, Steering, Stopping, from_checkpoint, is_reported_late, rules_of
+from syncline.core.stopping import NEXT, Rules, Steering, Stopping, from_checkpoint, is_reported_late, rules_of
 from syncline.errors import ConfigError
 
 
@@ -42,7 +42,9 @@ class Run:
 def test_a_comparison_fires_once_and_says_on_what() -> None:
     run = Run(stop=("accuracy>=0.9",))
     assert run.read(accuracy=0.5) == [] and run.read(loss=7) == [] and run.state.steer == Steer()
-    assert run.read(accuracy=0.91) == ["training stops by --stop 'accuracy>=0.9': accuracy = 0.91 at step 30"]
+    assert run.read(accuracy=0.91) == [
+        f"training stops by --stop 'accuracy>=0.9': accuracy = 0.91 at step 30; {NEXT}"
+    ]
     assert run.state.steer == Steer(1, "--stop 'accuracy>=0.9': accuracy = 0.91 at step 30", 1.0)
     assert run.read(accuracy=0.99) == [] and run.state.number == 1
 
@@ -53,7 +55,9 @@ def test_a_plateau_is_so_many_readings_without_a_better_one() -> None:
         assert run.read(loss=value) == []
     assert run.read(accuracy=1) == [], "a reading of something else is none of it"
     (event,) = run.read(loss=3.5)
-    assert event == "training stops by --stop 'loss.plateau(3)': loss = 3.5 (best 3, 3 readings ago) at step 90"
+    assert event == (
+        f"training stops by --stop 'loss.plateau(3)': loss = 3.5 (best 3, 3 readings ago) at step 90; {NEXT}"
+    )
 
 
 def test_min_delta_and_direction() -> None:
@@ -91,9 +95,9 @@ def test_a_rule_that_holds_without_its_plateau_stops_at_once() -> None:
 def test_steps_and_time() -> None:
     run = Run(max_steps=100, max_time="2h")
     assert run.stopping.reach(99) == [] and run.stopping.pass_time(7199, 5) == []
-    assert run.stopping.pass_time(7201, 5) == ["training stops by --max-time 2h: trained 2h at step 5"]
+    assert run.stopping.pass_time(7201, 5) == [f"training stops by --max-time 2h: trained 2h at step 5; {NEXT}"]
     assert run.stopping.reach(100) == [], "one rule is enough"
-    assert Run(max_steps=100).stopping.reach(101) == ["training stops by --max-steps 100: step 101"]
+    assert Run(max_steps=100).stopping.reach(101) == [f"training stops by --max-steps 100: step 101; {NEXT}"]
 
 
 def test_what_is_remembered_goes_on() -> None:

@@ -16,7 +16,7 @@ from syncline.core.handing import AskLease, GivenLease, Opened, OpenEpoch
 from syncline.core.loader import Loader
 from syncline.core.metrics import Metrics, Steer
 from syncline.core.pacing import Pace
-from syncline.core.stopping import Stop
+from syncline.core.stopping import NEXT, Stop
 from syncline.errors import ConfigError, ProtocolError
 from syncline.testing import local_job
 
@@ -52,7 +52,7 @@ def test_a_whole_reading_fires_and_everybody_hears_of_it(jobs: Any) -> None:
     assert status.stop == FIRED and status.readings == {"loss": 0.5}
     standings = ask(job, Watch())
     assert standings.stop == FIRED and standings.readings == {"loss": 0.5}
-    assert f"training stops by {FIRED}" in job.log
+    assert f"training stops by {FIRED}; {NEXT}" in job.log
     job["worker-0"].ask(Leave())
     job["worker-1"].ask(Leave())
     assert f"stopped by {FIRED}" in job.log and "last readings: loss 0.5" in job.log

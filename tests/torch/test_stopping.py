@@ -11,10 +11,10 @@ import torch
 from tests.patience import PATIENCE
 from torch.utils.data import TensorDataset
 
-from syncline import Rule
+from syncline import Rule, Stopped
 from syncline.client.job import Job
 from syncline.config import resolve
-from syncline.core.stopping import Rules, Stopping, from_checkpoint, rules_of
+from syncline.core.stopping import NEXT, Rules, Stopping, from_checkpoint, rules_of
 from syncline.data import ArraySource, batches
 from syncline.errors import ConfigError
 from syncline.testing import local_job
@@ -86,7 +86,7 @@ def test_max_steps_is_exact_in_sync(workers: int, most: int) -> None:
         assert {counts.weight for counts in found} == {-0.125 * most}
         assert sum(counts.seen for counts in found) == SAMPLES, "an evaluation goes on working"
         events = local._process.coordinator.events
-    assert f"training stops by --max-steps {most}: step {most}" in events
+    assert f"training stops by --max-steps {most}: step {most}; {NEXT}" in events
     assert f"stopped by --max-steps {most}: step {most}" in events
 
 
@@ -236,12 +236,105 @@ def test_the_last_round_is_the_last_even_when_somebody_comes_late() -> None:
 
     def work(job: Job) -> tuple[float, int]:
         job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
+        job.end_if_stopped = lambda committer: None  # type: ignore[method-assign]
+        job.kv._end_if_stopped = job.end_if_stopped
         for _ in range(5):
             job.kv.push({"x": np.ones(4)}).wait()
         return float(job.kv.pull()["x"][0]), job.step
 
     with local_job(workers=2, max_steps=3) as local:
         assert local.run(work) == [(-3.0, 3), (-3.0, 3)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("by_kv", [True, False])
+def test_a_script_that_never_asks_is_ended(policy: str, by_kv: bool) -> None:
+    """It ran on, and the model stood still. `except Exception` around a step does not keep it going."""
+    made_steps = []
+
+    def work(job: Job) -> None:
+        job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
+        model, optimizer, _ = made()
+        count = 0
+        try:
+            while True:
+                try:
+                    if by_kv:
+                        job.kv.push({"x": np.ones(4)}).wait()
+                    else:
+                        step(model, optimizer, [torch.ones(2, 4)])
+                    count += 1
+                except Exception:
+                    pytest.fail("Stopped is an Exception")
+        except Stopped as stopped:
+            assert stopped.code == 0 and str(stopped).startswith("--max-steps 4: step ")
+            made_steps.append(count)
+            raise
+
+    with local_job(workers=2, policy=policy, max_steps=4) as local:
+        assert local.run(work) == [None, None]  # type: ignore[comparison-overlap, func-returns-value]
+        events = list(local._process.coordinator.events)
+    if policy == "sync":
+        assert made_steps == [4, 4]
+    else:  # each worker makes one step more at most
+        assert len(made_steps) == 2 and 4 <= sum(made_steps) <= 6
+    assert sum(NEXT in event for event in events) == 1
+
+
+@pytest.mark.parametrize("settings", [{"stop": ("score>=5",)}, {"max_time": "0.2s"}])
+def test_every_rule_ends_a_script_that_never_asks(settings: dict[str, Any]) -> None:
+    def work(job: Job) -> None:
+        model, optimizer, _ = made()
+        while True:
+            step(model, optimizer, [torch.ones(2, 4)])
+            job.report(score=job.own_step)
+
+    with local_job(workers=2, **settings) as local:
+        assert local.run(work) == [None, None]  # type: ignore[comparison-overlap, func-returns-value]
+
+
+def test_of_two_optimizers_the_second_makes_the_last_step_too() -> None:
+    """A GAN: the rule fires on the step of the first one. The other has not made its own yet."""
+
+    def work(job: Job) -> None:
+        models = [torch.nn.Linear(4, 1, bias=False) for _ in range(2)]
+        optimizers = [DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=1.0), model=m) for m in models]
+        count = [0, 0]
+        try:
+            while True:
+                for number in (0, 1):
+                    step(models[number], optimizers[number], [torch.ones(2, 4)])
+                    count[number] += 1
+        except Stopped:
+            counts.append(count)
+            raise
+
+    counts: list[list[int]] = []
+    with local_job(workers=2, max_steps=3) as local:
+        local.run(work)
+    assert counts == [[3, 3], [3, 3]]
+
+
+def test_batches_that_were_read_before_the_stop_are_committed_behind_their_loop() -> None:
+    """An accumulation that the end of the loop has cut: its last step is of leases of ours."""
+
+    def work(job: Job) -> str:
+        model, optimizer, data = made()
+        for batch in data:
+            model(batch[0]).mean().backward()
+            if job.own_step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                job.report(score=1.0)
+        assert job.should_stop
+        optimizer.step()
+        with pytest.raises(Stopped):
+            optimizer.step()
+        return "went on"
+
+    with local_job(workers=1, stop=("score>=1",)) as local:
+        assert local.run(work) == ["went on"]
 
 
 def test_a_script_without_a_loader_asks() -> None:

@@ -6,11 +6,12 @@ import contextlib
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 from syncline.client.asking import Asking
+from syncline.client.boundary import STEP
 from syncline.client.calling import ValidationCalled
 from syncline.client.collectives.verbs import Collectives
 from syncline.client.current import forget
@@ -35,7 +36,7 @@ from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
-from syncline.errors import ConnectionLost, FencedError, SynclineError
+from syncline.errors import ConnectionLost, FencedError, Stopped, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats
@@ -99,6 +100,8 @@ class Job:
         self._closed = threading.Event()
         self._device: str | None = None
         self._noticed: set[str] = set()
+        self._last_committer: Hashable = None
+        self._have_finished: set[Hashable] = set()  # committers, of the last step before a rule stops the script
         self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
         self._rates: list[Callable[[], Mapping[str, Any]]] = []  # of optimizers
         self.life = Life(self._ask_life(joined), in_rounds=self.in_rounds)
@@ -179,9 +182,10 @@ class Job:
 
     # -- steps, samples, rest -----------------------------------------------------------------------------
 
-    def commits(self) -> None:
-        """A step is about to be committed, or made locally. Ends the script of a worker that was started again, where
-        this step may have been made before."""
+    def commits(self, committer: Hashable) -> None:
+        """A step is about to be committed, or made locally. Ends the script when a rule has stopped training; and that
+        of a worker that was started again, where this step may have been made before."""
+        self._end_if_stopped(committer)
         with self._leaving_if_it_cannot_resume():
             self.life.commits(in_leases=self.exchange.uses.has_position)
 
@@ -255,7 +259,8 @@ class Job:
     def should_stop(self) -> bool:
         """Whether training is over by one of the job's rules (`--stop`, `--max-steps`, `--max-time`).
 
-        Loops over a DataLoader end by themselves then; a script without one asks here, once a step.
+        Loops over a DataLoader end by themselves then; a script without one asks here, once a step. If it does not,
+        its next step raises `syncline.Stopped`.
         """
         return self.measures.should_stop
 
@@ -322,6 +327,26 @@ class Job:
                 pacing.hold(self.leave_if_retiring, self.exchange.times)
         if not self.exchange.uses.num_loops:
             self.validating.look_at_a_boundary()
+            if self.boundary.on_stop is not None and self.should_stop:
+                self.boundary.stops(STEP)  # what is saved last is from here: `Stopped` comes in the middle of a step
+
+    def _end_if_stopped(self, committer: Hashable) -> None:
+        """Before a commit: if a rule has ended training, and nothing that a loader of ours has read goes into this
+        commit, the worker leaves the job and its script ends (`Stopped`).
+
+        Of several committers (optimizers, or sets of names) each one may finish the step that the last one made.
+        """
+        uses, last, self._last_committer = self.exchange.uses, self._last_committer, committer
+        if self._closed.is_set() or not self.should_stop or uses.num_loops or uses.is_any_held:
+            return
+        if not self._have_finished:
+            self._have_finished |= {committer if last is None else last}
+        if committer not in self._have_finished:
+            self._have_finished.add(committer)
+            return
+        reason = self.measures.stopped_by
+        self.close()
+        raise Stopped(reason)
 
     def leave_if_retiring(self) -> None:
         """Likewise, wherever it waits for others."""

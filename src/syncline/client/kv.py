@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -60,12 +60,13 @@ class KeyValue:
         exchange: Exchange,
         ask: Callable[[Message], Message],
         who: str,
-        commits: Callable[[], None],
+        commits: Callable[[Hashable], None],
         stepped: Callable[[], None],
         leave_if_asked: Callable[[], None],
         lr_factor: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`commits`, `stepped`: called before and after each commit. `leave_if_asked`: between two steps, this worker
+        """`commits` and `stepped` are called before and after each commit, the first with what tells apart those that
+        take turns in a step. `leave_if_asked`: between two steps, this worker
         may have to go. `lr_factor`: on every rule's lr."""
         self._exchange, self._ask, self._who = exchange, ask, who
         self._commits, self._stepped = commits, stepped
@@ -209,10 +210,10 @@ class KeyValue:
     def _commit(self, grads: Mapping[str, Array], weight: float, sink: ArraySink | None) -> Ticket:
         if not (math.isfinite(weight) and weight >= 0):
             raise LayoutError(f"weight = {weight}: it must be a number from 0 on")
-        self._commits()
         self._exchange.times.lap("compute")
         self._exchange.make_room()
         plan = self._push_plan(grads)
+        self._commits(plan.pushed)
         push = plan.push(float(weight), plan.fill(grads))
         if (factor := self._lr_factor()) != 1.0:
             push = dataclasses.replace(push, overrides=self._overrides(factor))

@@ -139,6 +139,11 @@ class Measures:
             self._hear(self._job.ask(message))
         return True
 
+    @property
+    def stopped_by(self) -> str:
+        """Which rule it was, on what value."""
+        return self._steering.stop or f"--max-steps {self._job.config.max_steps}: step {self._job.step}"
+
 
 def _number(name: str, value: Any) -> float:
     """Numbers, and scalars of NumPy, torch and others."""

@@ -59,6 +59,10 @@ class PushPlan:
         num_bytes = sum(target.size for _, target, _ in targets)
         self._looks = look and len(targets) == len(grads) and num_bytes >= LOOK_BYTES
 
+    @property
+    def pushed(self) -> Ranges:
+        return self._push.pushed
+
     def fits(self, grads: Mapping[str, Array]) -> bool:
         return self._given.is_again(grads)
 

@@ -33,6 +33,8 @@ from syncline.errors import ConfigError
 
 #: After so many readings of other metrics it is said which ones nobody has reported.
 MANY_READINGS = 100
+#: What a rule that has fired does to the scripts.
+NEXT = "loops over a DataLoader end now, and the next step outside of them ends its script (syncline.Stopped)"
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -240,7 +242,7 @@ class Stopping:
         at = f" at step {step}" if step and not told.startswith("step ") else ""
         self.state.stop = Stop(rule, f"{told}{at}", step)
         self.state.number += 1
-        return f"training stops by {self.state.stop}"
+        return f"training stops by {self.state.stop}; {NEXT}"
 
 
 def _flagged(text: str) -> str:

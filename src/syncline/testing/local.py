@@ -14,7 +14,7 @@ from syncline.client.job import Job
 from syncline.core.control import Joined
 from syncline.core.ring import check_said, partner_of, ring_settings
 from syncline.core.settings import check_settings
-from syncline.errors import JobFailed, SynclineError
+from syncline.errors import JobFailed, Stopped, SynclineError
 from syncline.launch.embedded import InProcess
 
 T = TypeVar("T")
@@ -38,14 +38,17 @@ class LocalJob:
         return iter(self.jobs)
 
     def run(self, function: Callable[[Job], T], timeout_seconds: float = RUN_SECONDS) -> list[T]:
-        """The results in the order of ranks. If one worker raises, the job fails and its error is raised here."""
-        results: dict[int, T] = {}
+        """The results in the order of ranks; None for a worker that `syncline.Stopped` has ended. If one worker
+        raises, the job fails and its error is raised here."""
+        results: dict[int, Any] = {}
         errors: list[Exception] = []
 
         def work(rank: int, job: Job) -> None:
             try:
                 with current_in_thread(job):
                     results[rank] = function(job)
+            except Stopped:
+                return
             except Exception as error:
                 errors.append(error)
                 self.fail(job.name, f"raised {type(error).__name__}")
@@ -63,7 +66,8 @@ class LocalJob:
             raise next((error for error in errors if not isinstance(error, JobFailed)), errors[0])
         if stuck:
             raise TimeoutError(f"{', '.join(stuck)} did not finish within {timeout_seconds:g} s")
-        return [results[rank] for rank in range(len(self.jobs))]
+        found: list[Any] = [results.get(rank) for rank in range(len(self.jobs))]
+        return found
 
     def fail(self, name: str, reason: str) -> None:
         """The job takes this worker for dead."""

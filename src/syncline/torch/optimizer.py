@@ -223,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `weight` is this worker's share in the round's mean: by default the samples that our DataLoader has handed
         out since the last step, else 1.
         """
-        self._job.commits()
+        self._job.commits(self._prefix or self._rule)
         if not self._job.memory.taken_up.is_over:
             self._job.memory.taken_up.begins_step()
         loss = None
