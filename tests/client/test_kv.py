@@ -116,7 +116,9 @@ def test_bad_registrations_and_pushes_say_what_is_wrong() -> None:
             kv.push({"x": np.zeros((2, 2))})
         with pytest.raises(LayoutError, match="no parameter is named 'y'; there are: x"):
             kv.push({"y": np.zeros(4)})
-        with pytest.raises(LayoutError, match="sparse gradients are not supported yet"):
+        with pytest.raises(
+            LayoutError, match="'x' is sparse, and servers take no sparse gradients yet; give its to_dense"
+        ):
             kv.push({"x": torch.zeros(2, 2).to_sparse()})
         with pytest.raises(LayoutError, match="weight = nan"):
             kv.push({"x": np.zeros((2, 2), np.float32)}, weight=float("nan"))

@@ -56,7 +56,6 @@ def test_rules_that_look_at_a_whole_tensor_are_known_rules() -> None:
     ("name", "hint"),
     [
         ("LBFGS", "there is no rule 'LBFGS' (LBFGS needs a closure); there are: "),
-        ("SparseAdam", "there is no rule 'SparseAdam' (sparse gradients are not supported yet); there are: "),
         ("adam", "there is no rule 'adam'; there are: "),
         ("__class__", "there is no rule '__class__'; there are: "),
     ],
@@ -66,6 +65,11 @@ def test_an_unknown_rule_lists_what_there_is(name: str, hint: str) -> None:
         Rule(name, lr=0.1)
     assert str(caught.value) == hint + ", ".join(OPTIONS)
     assert all(known in str(caught.value) for known in ("SGD", "Adam", "Muon", "Add", "Assign"))
+
+
+def test_sparse_adam_names_what_works() -> None:
+    with pytest.raises(RuleError, match=r"no rule 'SparseAdam': .*Adam in place of SparseAdam.*--sync-every H"):
+        Rule("SparseAdam", lr=0.1)
 
 
 @pytest.mark.parametrize("key", ["momentun", "foreach", "params", "name", "self"])

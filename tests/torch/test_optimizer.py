@@ -377,10 +377,42 @@ def test_optimizers_without_a_rule_are_refused_with_what_there_is() -> None:
             DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), job=jobs[0]).step(weight=-1)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    with local_job(workers=1) as jobs:
+TWO_WAYS = r"either use dense gradients \(sparse=False, .* or let the optimizer run .* --sync-every H"
+
+
+@pytest.mark.parametrize(("policy", "clip_norm"), [("sync", None), ("async", 1.0)])
+def test_sparse_gradients_are_refused_and_the_error_names_two_ways(policy: str, clip_norm: float | None) -> None:
+    with local_job(workers=1, policy=policy) as jobs:
         model = torch.nn.Embedding(4, 2, sparse=True)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0])
+        with pytest.raises(RuleError, match=rf"torch.optim.SparseAdam: .*{TWO_WAYS}"):
+            DistributedOptimizer(torch.optim.SparseAdam(list(model.parameters())), model=model, job=jobs[0])
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0], clip_norm=clip_norm
+        )
         model(torch.tensor([1])).sum().backward()
-        with pytest.raises(LayoutError, match="'weight' has a sparse gradient; not supported yet"):
+        with pytest.raises(LayoutError, match=rf"'weight' has a sparse gradient, .*{TWO_WAYS}"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
+def test_the_way_by_local_steps_works_for_sparse_gradients(kind: Any) -> None:
+    """Two workers that take the same steps are one process that does: the mean of equal changes is that change."""
+
+    def trained(model: torch.nn.Module, optimizer: Any) -> torch.Tensor:
+        for number in range(4):
+            model(torch.tensor([1, number])).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return next(model.parameters()).detach()
+
+    first = torch.nn.Embedding(4, 2, sparse=True)
+
+    def work(job: Job) -> torch.Tensor:
+        model = copy.deepcopy(first)
+        return trained(model, DistributedOptimizer(kind(list(model.parameters()), lr=0.1), model=model))
+
+    alone = copy.deepcopy(first)
+    expected = trained(alone, kind(list(alone.parameters()), lr=0.1))
+    with local_job(workers=2, sync_every=2) as jobs:
+        for weight in jobs.run(work):
+            torch.testing.assert_close(weight, expected)

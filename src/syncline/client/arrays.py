@@ -39,7 +39,7 @@ def describe(name: str, array: Array, group: int = 0) -> Parameter:
     """The array as a parameter of this name; a LayoutError says what cannot be registered or pushed."""
     if is_torch(array):
         if array.layout is not _torch().strided:
-            raise LayoutError(f"{name!r} is sparse; sparse gradients are not supported yet: use dense ones")
+            raise LayoutError(f"{name!r} is sparse, and servers take no sparse gradients yet; give its to_dense()")
         if array.device.type != "cpu":
             raise LayoutError(f"{name!r} is on {array.device}; job.kv takes NumPy arrays and torch CPU tensors")
     elif not isinstance(array, np.ndarray | np.generic):

@@ -47,6 +47,11 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 WHOLE_TENSOR = frozenset({"Adafactor", "Muon"})
 #: Rules that are not gradient descent: what is pushed is a delta, or the value itself.
 PLAIN = frozenset({"Add", "Assign"})
+#: What to do about sparse gradients, until rows can be pushed.
+SPARSE_REMEDY = (
+    "either use dense gradients (sparse=False, and Adam in place of SparseAdam), or let the optimizer run on the "
+    "workers with --sync-every H or init(sync_every=H), H > 1, which takes sparse gradients and SparseAdam"
+)
 
 
 class RuleSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -119,7 +124,8 @@ def check_rule(rule: RuleSpec) -> None:
     """Raises RuleError for a name or an option that there is not."""
     if rule.name not in OPTIONS:
         hint = " (LBFGS needs a closure)" if rule.name == "LBFGS" else ""
-        hint = " (sparse gradients are not supported yet)" if rule.name == "SparseAdam" else hint
+        if rule.name == "SparseAdam":
+            raise RuleError(f"there is no rule 'SparseAdam': servers take no sparse gradients yet; {SPARSE_REMEDY}")
         raise RuleError(f"there is no rule {rule.name!r}{hint}; there are: {', '.join(OPTIONS)}")
     for key, value in rule.options.items():
         if key not in OPTIONS[rule.name]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from syncline.core.layout import Ranges, Segment, to_ranges
+from syncline.core.rule import SPARSE_REMEDY
 from syncline.errors import LayoutError
 from syncline.torch.carriers import Carrier
 from syncline.torch.parameters import Tracked
@@ -120,7 +121,7 @@ class Gradients:
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:
-                raise LayoutError(f"{item.name!r} has a sparse gradient; not supported yet: use sparse=False")
+                raise LayoutError(f"{item.name!r} has a sparse gradient, and servers take none yet; {SPARSE_REMEDY}")
             found[index] = gradient.detach()
         return found
 
@@ -153,6 +154,5 @@ class Gradients:
 
     def norm(self) -> torch.Tensor:
         """The norm of this worker's own gradients, as clip_grad_norm_ takes it."""
-        gradients = [item.tensor.grad for _, item in self._items if item.tensor.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient).to("cpu") for gradient in gradients]
+        norms = [torch.linalg.vector_norm(gradient).to("cpu") for gradient in self._gradients().values()]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from syncline.core.rule import OPTIONS, PLAIN, Option, Rule, plain_option
+from syncline.core.rule import OPTIONS, PLAIN, SPARSE_REMEDY, Option, Rule, plain_option
 from syncline.errors import RuleError
 
 
@@ -16,6 +16,8 @@ def rule_name(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
     if kind.__name__ in OPTIONS and kind is getattr(torch.optim, kind.__name__, None):
         return str(kind.__name__)
+    if kind is torch.optim.SparseAdam:
+        raise RuleError(f"torch.optim.SparseAdam: servers take no sparse gradients yet; {SPARSE_REMEDY}")
     there_are = ", ".join(name for name in OPTIONS if name not in PLAIN)
     why = " needs a closure" if kind.__name__ == "LBFGS" else " has no rule on the servers"
     raise RuleError(
