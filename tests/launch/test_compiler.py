@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,7 @@ import types
 
 import pytest
 import torch
-from tests.patience import JOB_PATIENCE
+from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
 from syncline.launch.compiler import leave_out_the_compiler
 
@@ -41,6 +42,32 @@ def test_a_script_that_trains_does_not_load_it_and_one_that_compiles_does() -> N
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["2 False None", "None True"]
+
+
+STATE_SCRIPT = """
+    import sys, torch, syncline
+    from syncline.torch import DistributedOptimizer
+    job = syncline.init()
+    model = torch.nn.Linear(4, 2)
+    plain = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model=model)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    before = set(sys.modules)
+    for some in (plain, optimizer):
+        some.load_state_dict(some.state_dict())
+    print("LOADED", sorted(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.parametrize("command", [[], ["-m", "syncline", "run", "-w", "1"]], ids=["embedded", "run"])
+def test_the_state_of_an_optimizer_loads_no_modules(command: list[str], tmp_path: pathlib.Path) -> None:
+    """The first `state_dict()` loaded 818 of them, which took seconds in the middle of training."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(STATE_SCRIPT))
+    (tmp_path / "syncline.toml").write_text(PATIENT_TOML)
+    words = [sys.executable, *command, "train.py"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=JOB_PATIENCE, cwd=tmp_path)
+    assert done.returncode == 0 and "LOADED []" in done.stdout.splitlines(), done.stdout + done.stderr
 
 
 def test_where_it_is_loaded_already_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def leave_out_the_compiler() -> None:
     torch: Any = sys.modules.get("torch")
     if torch is None or _NAME in sys.modules:
         return
-    for name in ("add_param_group", "zero_grad"):
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         plain = getattr(getattr(torch.optim.Optimizer, name, None), "__wrapped__", None)
         if plain is not None and not hasattr(plain, "__dynamo_disable"):
             setattr(plain, "__dynamo_disable", _marked(plain))
