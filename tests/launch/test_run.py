@@ -234,6 +234,21 @@ def test_a_script_that_never_joins(commands: Any) -> None:
     assert "ended without having joined the job; does the script call syncline.init()?" in result.output
 
 
+def test_a_push_after_close_is_an_error_at_once(commands: Any) -> None:
+    """It waited ten minutes for servers that had ended."""
+    script = commands.script("""
+        import numpy as np, syncline
+        job = syncline.init()
+        job.kv.register({"x": np.zeros(2)}, syncline.Rule("SGD", lr=1.0))
+        job.kv.push({"x": np.ones(2)}).wait()
+        job.close()
+        job.kv.push({"x": np.ones(2)}).wait()
+    """)
+    result = commands.run("run", "-w", "2", script)
+    assert result.code == 1, result.output
+    assert "syncline.ConfigError: worker-0 has left its job: job.close() was called" in result.output, result.output
+
+
 def test_what_is_said_at_launch_is_heard(commands: Any) -> None:
     """torchrun's environment, arguments, a module. What init() says loses to the file, and that to the launch: policy
     from the file, window from the launch, the others alone. And --stop ends it."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from syncline import Rule
 from syncline.client.job import Job
 from syncline.errors import ConfigError, LayoutError, RuleError
 from syncline.testing import local_job
@@ -375,6 +376,32 @@ def test_optimizers_without_a_rule_are_refused_with_what_there_is() -> None:
         with pytest.raises(ConfigError, match="weight = -1"):
             model = copy.deepcopy(LINEAR)
             DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), job=jobs[0]).step(weight=-1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"exchange": "ring"}, {"transport": "tcp"}, {"sync_every": 2}], ids=str)
+def test_after_close_everything_says_that_this_worker_has_left(settings: dict[str, Any]) -> None:
+    def work(job: Job) -> None:
+        model = torch.nn.Linear(600, 500)  # its gradients leave while backward runs
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        job.kv.register({"x": torch.zeros(2)}, Rule("SGD", lr=0.1))
+
+        def step() -> None:
+            model(torch.ones(1, 600)).sum().backward()
+            optimizer.step()
+
+        def push() -> None:
+            job.kv.push({"x": torch.zeros(2)})
+
+        step()
+        job.close()
+        pull, barrier = job.kv.pull, lambda: job.barrier("late")
+        state = [] if job.config.sync_every > 1 else [optimizer.state_dict]  # a local optimizer has its own
+        for late in (step, step, push, pull, barrier, optimizer.pull, *state):
+            with pytest.raises(ConfigError, match=rf"{job.name} has left its job: job.close\(\) was called"):
+                late()  # type: ignore[operator]
+
+    with local_job(workers=2, **settings) as jobs:
+        jobs.run(work)
 
 
 TWO_WAYS = r"either use dense gradients \(sparse=False, .* or let the optimizer run .* --sync-every H"

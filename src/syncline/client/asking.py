@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from syncline.client.exchange import left
 from syncline.client.hearing import FromCoordinator
 from syncline.core.control import AskLife, AskWhy, Barrier, GivenWhy, Register, Uploaded
 from syncline.core.handing import AskLease
@@ -44,6 +45,8 @@ class Asking:
         ValidationCalled: it is to be asked again, behind the validation.
         """
         job = self._job
+        if job.is_closed:
+            raise left(job.name)
         what = _WAITS.get(type(message), type(message).__name__.lower())
         seconds = job.config.wait_seconds
         called_away = job.validating.while_waiting  # others may be in a validation, and wait for this one

@@ -15,7 +15,16 @@ from syncline.core.layout import Layout, Ranges, Segment, Slice
 from syncline.core.rule import Option
 from syncline.core.seats import Seat
 from syncline.core.traffic import StateEntry
+from syncline.errors import ConfigError
 from syncline.stats import PushBytes, WireStats
+
+
+def left(name: str) -> ConfigError:
+    """This worker is asked for something after its end."""
+    return ConfigError(
+        f"{name} has left its job: job.close() was called, `with job:` has ended, or syncline.Stopped was raised; "
+        "step, push and pull before that"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from syncline.client.calling import ValidationCalled
 from syncline.client.collectives.verbs import Collectives
 from syncline.client.current import forget
 from syncline.client.device import choose_device
+from syncline.client.exchange import left
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
@@ -336,8 +337,10 @@ class Job:
 
         Of several committers (optimizers, or sets of names) each one may finish the step that the last one made.
         """
+        if self.is_closed:
+            raise left(self.name)
         uses, last, self._last_committer = self.exchange.uses, self._last_committer, committer
-        if self._closed.is_set() or not self.should_stop or uses.num_loops or uses.is_any_held:
+        if not self.should_stop or uses.num_loops or uses.is_any_held:
             return
         if not self._have_finished:
             self._have_finished |= {committer if last is None else last}
@@ -439,6 +442,11 @@ class Job:
     def evicted(self) -> FencedError | None:
         """Why this worker is out, if it is."""
         return self._hearing.evicted
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has left the job, or was let go of."""
+        return self._closed.is_set()
 
     def close(self) -> None:
         """Finishes what is open and leaves the job. Safe to call again."""

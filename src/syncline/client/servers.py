@@ -11,7 +11,7 @@ from syncline import faults
 from syncline.client.arrays import Bytes
 from syncline.client.commit import MENDED
 from syncline.client.copies import Copies, KeptArrays
-from syncline.client.exchange import Push
+from syncline.client.exchange import Push, left
 from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.leases import Uses
@@ -62,6 +62,7 @@ class ServersExchange:
         finite: FiniteCheck,
     ) -> None:
         self._config, self._hearing, self._link, self._dial = config, hearing, link, dial
+        self._name, self._is_closed = name, False
         self._num_slots = config.window + 1
         self.clock = 0
         self.num_landed = 0  # commits that are acknowledged, and have landed
@@ -108,6 +109,8 @@ class ServersExchange:
 
     def _again(self, action: Callable[[], T]) -> T:
         """Something is said to the servers, and again when they change."""
+        if self._is_closed:
+            raise left(self._name)
         return self._redo.again(action, self._wait_seconds)
 
     # -- when servers change ------------------------------------------------------------------------------
@@ -187,6 +190,8 @@ class ServersExchange:
         return ServersTicket(self, push, sink, self.clock + 1, part.stretch, part.back_at, self.slot)
 
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
+        if self._is_closed:
+            raise left(self._name)
         self.make_room()
         push = self.finite.admit(given := push, self.clock + 1, self.layout, self._placement.arenas.array, self.slot)
         for action in self._before_commit:
@@ -407,4 +412,5 @@ class ServersExchange:
         self._placement.break_off("the job has ended")
 
     def close(self) -> None:
+        self._is_closed = True
         self._placement.close()
