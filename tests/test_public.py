@@ -39,9 +39,10 @@ def parameters(function: object) -> list[str]:
 
 def test_signatures() -> None:
     assert parameters(KeyValue.register) == ["self", "params", "rule", "reduce"]
-    assert parameters(KeyValue.push) == ["self", "grads", "weight"]
+    assert parameters(KeyValue.push) == ["self", "grads", "weight", "**options"]
+    assert parameters(KeyValue.set) == ["self", "names", "**options"]
     assert parameters(KeyValue.pull) == ["self", "names", "out", "min_version"]
-    assert parameters(KeyValue.push_pull) == ["self", "grads", "out", "weight"]
+    assert parameters(KeyValue.push_pull) == ["self", "grads", "out", "weight", "**options"]
     signature = inspect.signature(syncline.torch.DistributedOptimizer.__init__)
     names = list(signature.parameters)
     assert names[:6] == ["self", "opt", "model", "job", "overlap", "clip_norm"]

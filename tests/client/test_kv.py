@@ -284,3 +284,75 @@ def test_what_is_sent_again_is_what_was_pushed(house: Callable[..., Any], shares
     twin.fail_over("server-1", "server-0")
     ticket.wait()
     np.testing.assert_array_equal(twin.everything()["a"], np.full(64, -1.0))
+
+
+# -- hyperparameters ----------------------------------------------------------------------------------------
+
+
+def pushed(job: Job, *names: str) -> list[float]:
+    """What one push of ones does to the first number of each."""
+    before = {name: float(job.kv.pull([name])[name][0]) for name in names}
+    job.kv.push({name: np.ones(2) for name in names}).wait()
+    return [round(float(job.kv.pull([name])[name][0]) - before[name], 6) for name in names]
+
+
+def test_hyperparameters_of_rules_can_be_changed() -> None:
+    """From the next push on, of all or of some names; what the chief says counts in a round."""
+
+    def work(job: Job) -> None:
+        job.kv.register({"a": np.zeros(2), "b": np.zeros(2)}, {"a": Rule("SGD", lr=1.0), "b": Rule("SGD", lr=2.0)})
+        job.kv.register({"mask": np.zeros(2)}, Rule("Assign"))
+        job.barrier("registered")
+        assert pushed(job, "a", "b") == [-1.0, -2.0]
+        job.kv.set(lr=0.5 if job.is_chief else 7.0)
+        assert pushed(job, "a", "b") == [-0.5, -0.5]
+        job.kv.set(["b"], lr=0.25, maximize=True)
+        assert pushed(job, "a", "b") == [-0.5, 0.25]
+        assert pushed(job, "b") == [0.25]
+        job.kv.set("b", maximize=False)
+        assert pushed(job, "a", "b") == [-0.5, -0.25]
+        out = job.kv.push_pull({"a": np.ones(2)}).wait()
+        assert out is not None and float(out["a"][0]) == -3.0
+
+    with local_job(workers=2, servers=2) as jobs:
+        jobs.run(work)
+
+
+def test_without_rounds_each_workers_numbers_are_its_own() -> None:
+    """What was not registered is torch's default again for the push of another worker."""
+    with local_job(workers=2, policy="async") as jobs:
+        jobs.run(lambda job: job.kv.register({"x": np.zeros(2)}, Rule("SGD", lr=1.0)))
+        first, second = jobs
+        first.kv.set(lr=0.5, weight_decay=100.0)
+        assert pushed(first, "x") == [-0.5]
+        assert pushed(second, "x") == [-1.0]
+
+
+def test_the_factor_of_a_plateau_is_on_what_was_set() -> None:
+    with local_job(workers=1, stop=("loss.plateau(1)",), on_plateau="lr*0.5") as jobs:
+        job = jobs[0]
+        job.kv.register({"x": np.zeros(2)}, Rule("SGD", lr=1.0))
+        job.kv.set(lr=4.0)
+        for loss in (1.0, 2.0):
+            job.measures.report_whole({"loss": loss})
+        assert job.lr_factor == 0.5 and pushed(job, "x") == [-2.0]
+
+
+def test_what_cannot_be_set() -> None:
+    with local_job(workers=1) as jobs:
+        kv = jobs[0].kv
+        kv.register({"a": np.zeros(2), "b": np.zeros(2)}, SGD)
+        kv.register({"mask": np.zeros(2)}, Rule("Assign"))
+        for call, words in (
+            (kv.set, r"kv.set\(\) changes nothing; say what, e.g. kv.set\(lr=0.05\)"),
+            (lambda: kv.set(rate=1.0), r"kv.set\(rate\): no rule of this job has that"),
+            (lambda: kv.set("mask", lr=1.0), "rule Assign has no option 'lr'; it has: none"),
+            (lambda: kv.set("c", lr=1.0), "no parameter is named 'c'; there are: a, b, mask"),
+            (lambda: kv.set("a", lr=1.0), "'a' and 'b' were registered with the same rule and change together"),
+            (lambda: kv.set(lr=float("nan")), "lr is NaN"),
+            (lambda: kv.push({"a": np.zeros(2)}, lr=0.5), r"a push takes no lr: .* kv.set\(lr=…\) changes it"),
+            (lambda: kv.push_pull({"a": np.zeros(2)}, lr=0.5), r"a push takes no lr: .* kv.set\(lr=…\) changes it"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()  # type: ignore[no-untyped-call]
+        assert pushed(jobs[0], "a") == [-1.0]

@@ -18,8 +18,8 @@ from syncline.client.steering import with_factor
 from syncline.core.control import Register, Registered, Uploaded
 from syncline.core.layout import Layout, Parameter, Segment, Slice, to_ranges
 from syncline.core.message import Message
-from syncline.core.rule import Option, Rule
-from syncline.errors import LayoutError, ProtocolError, RuleError
+from syncline.core.rule import OPTIONS, Option, Rule
+from syncline.errors import ConfigError, LayoutError, ProtocolError, RuleError
 
 Rules = Rule | Mapping[str, Rule]
 Named = Mapping[str, Array] | Iterable[tuple[str, Array]]
@@ -75,6 +75,7 @@ class KeyValue:
         self._as_torch: dict[str, bool] = {}
         self._push_plans: dict[int, tuple[int, PushPlan]] = {}  # by slot, with the number of segments
         self._last_pull: tuple[int, PullPlan] | None = None
+        self._changed: dict[tuple[int, int], dict[str, Option]] = {}  # by `set`: segment, group
 
     @property
     def layout(self) -> Layout:
@@ -187,21 +188,66 @@ class KeyValue:
         pushed = to_ranges(self.layout.parameter_id(name) for name in grads)
         return PushPlan(grads, pushed, targets, self._exchange.checks_finite)
 
-    def push(self, grads: Mapping[str, Array], weight: float = 1.0) -> KvTicket:
+    def set(self, names: Iterable[str] | None = None, **options: object) -> None:
+        """Changes hyperparameters of rules, from this worker's next push on: `kv.set(lr=0.05)`.
+
+        Of all parameters that are registered so far and whose rule has these options, or of `names`. Parameters
+        that were registered with the same rule object change together. In `sync` the chief's numbers count for all
+        workers, as with an optimizer; otherwise each worker's own. They are not saved: a script that starts again
+        calls this again.
+        """
+        if not options:
+            raise ConfigError("kv.set() changes nothing; say what, e.g. kv.set(lr=0.05)")
+        groups = self._groups(names)
+        known = {(index, group): self.layout.segments[index].rules[group] for index, group in groups}
+        if names is None:
+            known = {key: rule for key, rule in known.items() if options.keys() <= set(OPTIONS[rule.name])}
+            if not known:
+                raise RuleError(f"kv.set({', '.join(options)}): no rule of this job has that; see syncline.Rule")
+        changed = {}
+        for key, rule in known.items():
+            fresh = Rule(rule.name, **options).options  # or a RuleError
+            changed[key] = {**self._changed.get(key, {}), **fresh}
+        self._changed.update(changed)
+
+    def _groups(self, names: Iterable[str] | None) -> list[tuple[int, int]]:
+        """The rules of these parameters, each with all of its parameters among them."""
+        wanted = set(self._known(names))
+        found: dict[tuple[int, int], list[str]] = {}
+        for name, (segment, index) in self.layout.where.items():
+            found.setdefault((segment.index, segment.parameters[index].group), []).append(name)
+        chosen = {key: each for key, each in found.items() if not wanted.isdisjoint(each)}
+        for each in chosen.values():
+            if missing := [name for name in each if name not in wanted]:
+                given = next(name for name in each if name in wanted)
+                raise RuleError(
+                    f"kv.set: {given!r} and {missing[0]!r} were registered with the same rule and change together; "
+                    "name all of them, or register each with a Rule object of its own"
+                )
+        return list(chosen)
+
+    def push(self, grads: Mapping[str, Array], weight: float = 1.0, **options: object) -> KvTicket:
         """Sends gradients (any subset of names) and commits one clock.
 
         It sends a copy: the arrays may be changed when this returns, unless they are those of `gradients`.
+        Hyperparameters are the rule's: `set` changes them.
         """
+        _refuse(options)
         self._leave_if_asked()
         return KvTicket(self._commit(grads, weight, None), lambda: None, self._leave_if_asked)
 
     def push_pull(
-        self, grads: Mapping[str, Array], out: Mapping[str, Array] | None = None, weight: float = 1.0
+        self,
+        grads: Mapping[str, Array],
+        out: Mapping[str, Array] | None = None,
+        weight: float = 1.0,
+        **options: object,
     ) -> KvTicket:
         """Sends gradients, commits, and brings back new parameters: those of `out`, or of the pushed names.
 
         `out` is written until `wait` has returned; the gradients are sent as by `push`.
         """
+        _refuse(options)
         self._leave_if_asked()
         plan = self._pull_plan(list(grads) if out is None else list(out), out)
         result = functools.partial(self._finish, plan)
@@ -215,19 +261,20 @@ class KeyValue:
         plan = self._push_plan(grads)
         self._commits(plan.pushed)
         push = plan.push(float(weight), plan.fill(grads))
-        if (factor := self._lr_factor()) != 1.0:
+        if (factor := self._lr_factor()) != 1.0 or self._changed:
             push = dataclasses.replace(push, overrides=self._overrides(factor))
         ticket = self._exchange.commit(push, sink)
         self._stepped()
         return ticket
 
     def _overrides(self, factor: float) -> list[tuple[int, int, Mapping[str, Option]]]:
-        return [
-            (segment.index, group, with_factor({}, rule.options, factor))
-            for segment in self.layout.segments
-            for group, rule in enumerate(segment.rules)
-            if "lr" in rule.options
-        ]
+        found = []
+        for segment in self.layout.segments:
+            for group, rule in enumerate(segment.rules):
+                changed = self._changed.get((segment.index, group), {})
+                if options := with_factor(changed, rule.options, factor):
+                    found.append((segment.index, group, options))
+        return found
 
     def _finish(self, plan: PullPlan) -> Pulled:
         for name, data in plan.late.items():
@@ -301,3 +348,10 @@ class KeyValue:
                 name = segment.parameters[piece.parameter].name
                 versions[name] = min(version, versions.get(name, version))
         return {name: versions.get(name, 0) for name in names}
+
+
+def _refuse(options: Mapping[str, object]) -> None:
+    for key in options:
+        raise ConfigError(
+            f"a push takes no {key}: it is the rule's; kv.set({key}=…) changes it from the next push on"
+        )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from syncline.core.layout import INTEGERS, Segment, Slice
-from syncline.core.rule import PLAIN, Option, RuleSpec, check_state
+from syncline.core.rule import OPTIONS, PLAIN, Option, RuleSpec, check_state
 from syncline.core.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
@@ -280,7 +280,8 @@ class SliceRules:
         optimizer = self._optimizers[group]
         settings = optimizer.param_groups[0]
         if override or group in self._overridden:
-            settings.update(self.segment.rules[group].options)
+            known = OPTIONS[self.segment.rules[group].name]
+            settings.update((key, value) for key, value in optimizer.defaults.items() if key in known)
             settings.update(override)
             self._overridden = self._overridden | {group} if override else self._overridden - {group}
         kernel = self._kernels.get(group) if len(pairs) == len(settings["params"]) else None
