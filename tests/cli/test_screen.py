@@ -4,6 +4,7 @@ forgets when it began and who reported."""
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from syncline.cli.screen import TerminalScreen
 from syncline.core.control import Report, Standings
@@ -109,3 +110,52 @@ def test_the_line_has_the_newest_readings_and_what_has_stopped_it() -> None:
         ._describe(found)
         .endswith("step 7 · a 1, b 2, c 3 and 1 more · stopped by --max-steps 7: step 7")
     )
+
+
+def shown(screen: TerminalScreen, now: Standings, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a plain screen prints at once, as it does every ten seconds."""
+    screen._next_plain = 0.0
+    screen.progress(now)
+    return capsys.readouterr().out
+
+
+def test_no_line_of_progress_after_the_workers_have_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be the last one, and half true: `sync, 0 workers · 7 s · step 40`."""
+    screen, now = TerminalScreen("sync", Clock()), standings(7.0, {"worker-0": 1, "worker-1": 1}, step=40)
+    assert "sync, 2 workers · 7 s · step 40" in shown(screen, now, capsys)
+    now = msgspec.structs.replace(now, left=["worker-0"], incarnations={"server-0": 1, "worker-1": 1})
+    assert "sync, 1 worker · 7 s · step 40" in shown(screen, now, capsys)
+    now = msgspec.structs.replace(now, left=["worker-0", "worker-1"], incarnations={"server-0": 1})
+    assert shown(screen, now, capsys) == ""
+    now = msgspec.structs.replace(now, incarnations={"worker-0": 1}, verdict="worker-0 was wrong", left=[])
+    assert shown(screen, now, capsys) == ""
+
+
+def test_where_the_only_worker_starts_again_the_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    now = msgspec.structs.replace(standings(7.0, {}, step=40), incarnations={"server-0": 1})
+    expected = "sync, waiting for a worker to start again · 7 s · step 40\n"
+    assert shown(TerminalScreen("sync", Clock()), now, capsys) == expected
+
+
+def test_the_policy_is_the_one_that_counts() -> None:
+    """A script may say it in `init`; the command line did not."""
+    now = msgspec.structs.replace(standings(7.0, {}), policy="bounded:2")
+    assert TerminalScreen("sync", Clock())._describe(now).startswith("bounded:2, 2 workers")
+
+
+def test_the_table_goes_where_all_lines_go(capsys: pytest.CaptureFixture[str]) -> None:
+    TerminalScreen("sync").verdict("the job has finished\n  time 1 s")
+    assert capsys.readouterr() == ("syncline: the job has finished\n  time 1 s\n", "")
+
+
+def test_a_table_that_nobody_reads_on_standard_output_goes_to_standard_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(text: str) -> None:
+        raise BrokenPipeError
+
+    screen = TerminalScreen("sync")
+    monkeypatch.setattr("sys.stdout.write", closed)
+    screen.verdict("interrupted by SIGPIPE")
+    monkeypatch.undo()
+    assert capsys.readouterr().err == "syncline: interrupted by SIGPIPE\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import signal
 import threading
 import time
@@ -342,3 +343,61 @@ def test_who_was_ended_by_the_launcher_was_not_out_of_memory_and_that_does_not_c
     said = "worker-0 was evicted, and ended by the launcher; starts again in 0.25 s (0 of 1)"
     assert job.screen.lines.count(f"syncline: {said}") == 3, job.screen.lines
     assert not any("out of memory" in line for line in job.screen.lines)
+
+
+def test_the_table_of_a_good_end_counts_steps_and_deaths(play: Callable[..., Play]) -> None:
+    job = play()
+    job.coordinator.change(step=30, reports={"worker-1": Report(30, 90, 3.0, 0, 0, 0)}, policy="sync")
+    job.wait(lambda: job.launcher._has_stepped)
+    job.end("worker-1", -9)
+    job.wait_for_life("worker-1", 2)
+    job.coordinator.change(step=40, reports={"worker-1": Report(10, 30, 1.0, 0, 0, 0)})
+    job.wait(lambda: bool(life.incarnation) if (life := job.launcher._lives.get("worker-1")) else False)
+    for name in ("worker-0", "worker-1"):
+        job.end(name, 0)
+    job.coordinator.change(verdict="all workers have finished")
+    code, table = job.finish()
+    assert code == 0 and table.startswith("the job has finished: all 2 workers ended well\n  time ")
+    assert "\n  steps        40 (sync), about 120 samples read, " in table
+    assert re.search(r"worker-1 was killed by SIGKILL \(out of memory\?\) at step 30, back after [\d.]+ s", table)
+    assert table.endswith(f"\n  logs         {job.folder}")
+
+
+def test_the_table_of_a_failure_has_what_was_last_known(play: Callable[..., Play]) -> None:
+    job = play(max_restarts=0)
+    job.coordinator.change(step=30, policy="async", readings={"loss": 0.5})
+    job.end("worker-1", 3)
+    code, table = job.finish()
+    assert code == 3 and table.startswith("the job has failed: worker-1 ended with exit code 3 (log: ")
+    assert "\n  steps        30 (async); as last reported\n  metrics      loss 0.5\n" in table
+    assert "deaths" not in table, "the verdict names it"
+
+
+def test_the_table_of_an_interrupted_job(play: Callable[..., Play]) -> None:
+    job = play()
+    job.coordinator.change(step=12, policy="sync")
+    job.launcher._signal = signal.SIGINT
+    code, table = job.finish()
+    assert code == 130 and table.startswith("interrupted by SIGINT; all members have ended\n  time ")
+    assert "\n  steps        12 (sync); as last reported\n" in table
+
+
+def test_the_table_of_a_job_that_did_not_start(play: Callable[..., Play]) -> None:
+    job = play(is_heard=False)
+    job.coordinator.change(
+        formed=False, missing=["worker-1"], verdict="worker-1 did not come up within 3 s", culprit="worker-1"
+    )
+    job.coordinator.is_heard = True
+    code, table = job.finish()
+    assert code == 1 and table.startswith("the job has failed: worker-1 did not come up within 3 s")
+    assert "; the job did not start\n" in table and "steps" not in table
+
+
+def test_a_worker_that_was_told_to_go_did_not_end_well(play: Callable[..., Play]) -> None:
+    job = play()
+    job.end("worker-1", -signal.SIGTERM)
+    job.wait(lambda: "worker-1" in job.launcher._finished)
+    job.end("worker-0", 0)
+    code, table = job.finish()
+    assert code == 0 and table.startswith("the job has finished: 1 of 2 workers ended well\n")
+    assert "deaths       worker-1 was killed by SIGTERM, not started again\n" in table

@@ -49,7 +49,7 @@ def test_one_that_is_beside_the_script_is_found_by_workers_and_servers(commands:
     script = commands.script(SCRIPT, "beside/train.py")
     result = commands.run("run", "-w", "1", "-s", "1", "--transport", "tcp", "--codec", "mine_half:half", script)
     assert result.code == 0 and "has 1.0" in result.output, result.output
-    assert "pushed per step, by all workers: 4 KiB over sockets" in result.output, "it was encoded"
+    assert "pushed       4 KiB over sockets per step, by all workers" in result.output, "it was encoded"
 
 
 def test_a_module_that_ends_its_process_does_not_end_the_launcher(

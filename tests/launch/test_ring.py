@@ -41,7 +41,7 @@ def pushed(job: Any) -> int:
 def test_two_processes_are_a_whole_ring_and_give_what_servers_give(commands: Any) -> None:
     result = commands.run("run", "-w", "2", "--exchange", "ring", commands.script(SCRIPT), "5", "0")
     assert result.code == 0, result.output
-    assert "a ring of 2 workers" in result.output and result.output.count("ended") == 2
+    assert "a ring of 2 workers" in result.output and result.output.count("ended\n") == 2
     assert not list(commands.folder.glob("runs/*/server-*.log")), "there is no process of a server"
     assert " is out" not in result.output, "nobody was taken for dead"
     with local_job(2, slice_bytes=1024) as job:
@@ -76,7 +76,7 @@ BESIDE = """
 def test_gloo_adds_up_beside_the_scripts_own_use_of_it(commands: Any) -> None:
     result = commands.run("run", "-w", "2", "--exchange", "ring", "--sums", "gloo", commands.script(BESIDE))
     assert result.code == 0, result.output
-    assert result.output.count("ended") == 2 and " is out" not in result.output
+    assert result.output.count("ended\n") == 2 and " is out" not in result.output
     assert "terminate called" not in result.output
 
 
@@ -130,5 +130,5 @@ def test_who_trains_alone_at_the_end_may_die_too(commands: Any) -> None:
     os.kill(commands.members()["worker-1"], signal.SIGKILL)
     result = commands.finish(job)
     assert result.code == 0, result.output
-    assert "worker-1 was killed by SIGKILL" in result.output and result.output.count("ended") >= 2
+    assert "worker-1 was killed by SIGKILL" in result.output and result.output.count("ended\n") >= 2
     assert "server-0 has handed over" not in result.output and "revoke" not in result.output

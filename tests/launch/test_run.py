@@ -63,6 +63,11 @@ def test_the_ledger_is_exact_between_processes(commands: Any, policy: str, trans
     assert result.code == 0, result.output
     assert "EXACT 2" in result.output
     assert f"SHARED {transport == 'shm'}" in result.output
+    head, *rows = result.output[result.output.index("syncline: the job has") :].splitlines()
+    assert head == "syncline: the job has finished: all 2 workers ended well"
+    steps = 25 if policy == "sync" else 50
+    assert rows[1] == f"  steps        {steps} ({policy})", rows
+    assert rows[-1].startswith("  logs         runs/train-"), rows
 
 
 TRAIN = """
@@ -125,6 +130,7 @@ def test_a_workers_exception_is_shown_once_and_its_exit_code_is_passed_on(comman
     assert "worker-1 | worker-1 failed:" in result.output and "runpy" not in result.output
     assert "the job has failed: worker-1 ended with exit code 1" in result.output
     assert "runs/train-" in result.output and "worker-1.log" in result.output
+    assert "  logs         runs/train-" in result.output.splitlines()[-1], "the table is the last word"
 
 
 @pytest.mark.proof
@@ -288,7 +294,7 @@ def test_what_is_said_at_launch_is_heard(commands: Any) -> None:
     )
     result = commands.run("run", *words)
     assert result.code == 0, result.output
-    assert "stopped by --stop 'score>=5': score = " in result.output, result.output
+    assert "stopped by   --stop 'score>=5': score = " in result.output, result.output
     assert "CONFIG bounded:3 1 330.0 350.0" in result.output, result.output
     lines = sorted(line.rpartition("ENV ")[2] for line in result.output.splitlines() if "ENV " in line)
     assert len(lines) == 2 and all("['--epochs', '3', 'x y']" in line for line in lines)

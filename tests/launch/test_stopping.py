@@ -26,7 +26,8 @@ def test_max_steps(commands: Any) -> None:
     )
     assert result.code == 0, result.output
     assert result.output.count("END 9 -9.0") == 2
-    assert "stopped by --max-steps 9: step 9" in result.output and "last readings: score" in result.output
+    assert result.output.count("stopped by   --max-steps 9: step 9") == 1, result.output
+    assert "  metrics      score" in result.output and "last readings" not in result.output
     assert "--stop: nobody has reported 'scor'; reported are: score; did you mean 'score'?" in result.output
 
 

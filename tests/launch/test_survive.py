@@ -89,6 +89,10 @@ def test_killed_members_come_back_and_nothing_is_lost(commands: Any, monkeypatch
         assert f"syncline: {victim} was killed by SIGKILL (out of memory?); starts again" in result.output
         log = (commands.folder / f"runs/alive/{victim}.log").read_text()
         assert f"--- {victim} starts again: was killed by SIGKILL (out of memory?) ---" in log
+    table = " ".join(result.output[result.output.index("syncline: the job has finished: all 2 workers") :].split())
+    for victim in victims:
+        back = rf"{victim} was killed by SIGKILL \(out of memory\?\)( at step [\d,]+)?, back after [\d.]+ s"
+        assert re.search(back, table), table
     commands.check_nothing_left()
     left = {path.name for path in (commands.folder / "runs/alive").iterdir()}
     assert not {"job.json", "lock"} & left

@@ -43,7 +43,7 @@ def test_the_best_file_has_the_best_metric_of_the_run(policy: str, average: str,
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
-    readings = [float(value) for value in re.findall(r"(?<!last readings: )accuracy ([\d.]+)[,;\n ]", told)]
+    readings = [float(value) for value in re.findall(r"(?<!metrics      )accuracy ([\d.]+)[,;\n ]", told)]
     fact = json.loads((saves / "best").read_text())
     model = lenet()
     model.load_state_dict(syncline.load_state_dict(saves / "best"))
@@ -56,4 +56,4 @@ def test_the_best_file_has_the_best_metric_of_the_run(policy: str, average: str,
     assert found == pytest.approx(fact["value"], abs=1e-9)
     assert found >= max(readings) - 1e-6
     assert len(re.findall("validation at step", told)) >= 3
-    assert "stopped by --stop 'accuracy.plateau(2)'" in told or "--max" in told, told
+    assert "stopped by   --stop 'accuracy.plateau(2)'" in told or "--max" in told, told

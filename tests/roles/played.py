@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from syncline.core.control import (
     Registered,
     SeedTo,
     Uploaded,
+    Watch,
 )
 from syncline.core.handing import AskUses, GaveBack, Recall, Uses
 from syncline.core.layout import Parameter, Slice
@@ -281,10 +283,24 @@ def jobs() -> Iterator[Callable[..., Job]]:
 
 def ask(job: Job, message: Message) -> Any:
     """By somebody outside, as `syncline pace` and `status` do."""
+    with _outside(job) as endpoint:
+        return endpoint.call(message).wait(SECONDS)
+
+
+@contextlib.contextmanager
+def watching(job: Job) -> Iterator[None]:
+    """A launcher has looked at the job, and stays connected."""
+    with _outside(job) as endpoint:
+        endpoint.call(Watch()).wait(SECONDS)
+        yield
+
+
+@contextlib.contextmanager
+def _outside(job: Job) -> Iterator[Endpoint]:
     left, right = pair(Peer("launcher", "launcher", 0), Peer("coordinator", "coordinator", 0))
     Endpoint(right, Stamp("job"), job.coordinator)
     endpoint = Endpoint(left, Stamp("job"))
     try:
-        return endpoint.call(message).wait(SECONDS)
+        yield endpoint
     finally:
         endpoint.close()

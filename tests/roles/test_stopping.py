@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.patience import PATIENCE
-from tests.roles.played import Disk, Played, ask, jobs, until
+from tests.roles.played import Disk, Played, ask, jobs, until, watching
 
 from syncline.core.control import AskStatus, Leave, Rejoin, Watch
 from syncline.core.handing import AskLease, GivenLease, Opened, OpenEpoch
@@ -56,6 +57,20 @@ def test_a_whole_reading_fires_and_everybody_hears_of_it(jobs: Any) -> None:
     job["worker-0"].ask(Leave())
     job["worker-1"].ask(Leave())
     assert f"stopped by {FIRED}" in job.log and "last readings: loss 0.5" in job.log
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_the_last_numbers_are_said_by_the_launcher_where_one_watches(jobs: Any, is_watched: bool) -> None:
+    """Its table has them; a job that was started role by role has no launcher."""
+    job, one, two = begun(jobs, stop=("loss<1",))
+    with watching(job) if is_watched else contextlib.nullcontext():
+        for worker in (one, two):
+            worker.report(loss=0.5)
+        for worker in (one, two):
+            worker.worker.ask(Leave())
+    said = {f"stopped by {FIRED}", "last readings: loss 0.5"}
+    assert said <= set(job.coordinator.events), "for syncline status"
+    assert said & set(job.log) == (set() if is_watched else said)
 
 
 def test_it_is_kept_before_anybody_is_told_and_decided_again_when_it_could_not_be(jobs: Any) -> None:

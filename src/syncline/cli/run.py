@@ -55,7 +55,7 @@ def run(
     Starts a coordinator, servers and workers, shows their output, and exits with the job's verdict. Lines of
     worker-0 are shown as they are, those of others behind their names; all of it, output and errors alike, goes to
     standard output and into runs/NAME/. A member that dies is started again, and the others go on meanwhile.
-    Ctrl-C ends everything.
+    Ctrl-C ends everything. However the job ends, a short table says how, how far it came and where the logs are.
 
     Example:  syncline run -w 2:8 -s 2 --replicas 2 --policy bounded:2 train.py --epochs 3
     """

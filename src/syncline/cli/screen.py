@@ -50,7 +50,9 @@ class TerminalScreen:
             self._live.stop()
 
     def line(self, member: str, text: str) -> None:
-        shown = text if member == "worker-0" or text.startswith("syncline: ") else f"{member} | {text}"
+        self._write(text if member == "worker-0" or text.startswith("syncline: ") else f"{member} | {text}")
+
+    def _write(self, shown: str) -> None:
         with self._lock:
             if self._console.is_terminal and sys.stdout.isatty():
                 self._console.print(Text.from_ansi(shown))  # above the live line
@@ -59,11 +61,11 @@ class TerminalScreen:
                 sys.stdout.flush()
 
     def progress(self, standings: Standings) -> None:
-        text = self._describe(standings)
+        text = "" if _is_ending(standings) else self._describe(standings)
         with self._lock:
             if self._console.is_terminal:
                 self._live.update(Text(text, style="dim"))
-            elif time.monotonic() >= self._next_plain:
+            elif text and time.monotonic() >= self._next_plain:
                 self._next_plain = time.monotonic() + PLAIN_SECONDS
                 sys.stdout.write(text + "\n")
                 sys.stdout.flush()
@@ -78,8 +80,13 @@ class TerminalScreen:
         samples = {n: report.samples for n, report in standings.reports.items() if n in standings.incarnations}
         self._measure(now, samples)
         self._step = max(self._step, standings.step)
-        workers = counted(sum(name.startswith("worker-") for name in standings.incarnations), "worker")
-        parts = [f"{self._policy}, {workers}", f"{now - self._began:.0f} s", f"step {self._step:,}"]
+        num_workers = _num_workers(standings)
+        workers = counted(num_workers, "worker") if num_workers else "waiting for a worker to start again"
+        parts = [
+            f"{standings.policy or self._policy}, {workers}",
+            f"{now - self._began:.0f} s",
+            f"step {self._step:,}",
+        ]
         newest = max(standings.epochs, key=lambda epoch: (epoch.epoch, epoch.num_samples), default=None)
         if newest is not None:
             left = newest.num_left / self._rate if self._rate else 0.0
@@ -103,8 +110,20 @@ class TerminalScreen:
             self._rate, self._last = gained / (now - since) if any(samples.values()) else None, (now, samples)
 
     def verdict(self, text: str) -> None:
-        with self._lock, contextlib.suppress(BrokenPipeError):
-            self._console.print(Text(f"syncline: {text}"))
+        try:
+            self._write(f"syncline: {text}")
+        except (OSError, ValueError):  # standard output is closed, or lacks a letter
+            with self._lock, contextlib.suppress(OSError, ValueError):
+                self._console.print(Text(f"syncline: {text}"))
+
+
+def _num_workers(standings: Standings) -> int:
+    return sum(name.startswith("worker-") for name in standings.incarnations)
+
+
+def _is_ending(standings: Standings) -> bool:
+    """Whether the table comes next. A line about a job that its workers have left would be half true."""
+    return bool(standings.verdict) or (standings.formed and bool(standings.left) and not _num_workers(standings))
 
 
 def _shares_told(parts: dict[str, float]) -> list[str]:

@@ -184,8 +184,8 @@ class Job:
     # -- steps, samples, rest -----------------------------------------------------------------------------
 
     def commits(self, committer: Hashable) -> None:
-        """A step is about to be committed, or made locally. Ends the script when a rule has stopped training; and that
-        of a worker that was started again, where this step may have been made before."""
+        """A step is about to be committed, or made locally. Ends the script when a rule has stopped training, and
+        that of a worker that was started again, where this step may have been made before."""
         self._end_if_stopped(committer)
         with self._leaving_if_it_cannot_resume():
             self.life.commits(in_leases=self.exchange.uses.has_position)

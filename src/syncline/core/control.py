@@ -243,6 +243,10 @@ class Standings(Message, frozen=True):
     settled: dict[str, int] = {}  # commits that count of each worker's lives that are over
     unsettled: list[str] = []  # members whose last life is over, and what of it counts is not known yet
     is_chief_done: bool = False  # the chief's script has ended well
+    policy: str = ""  # that counts: the chief's script may have said it
+    num_revoked: int = 0  # acknowledged updates that were lost with a server
+    best: str = ""  # the best checkpoint so far, and its reading
+    pushed_told: str = ""  # bytes per step, where they are few or travel
 
 
 class Died(Message, frozen=True):

@@ -30,6 +30,8 @@ from syncline.launch.processes import (
 )
 from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script, why_not_again
 from syncline.launch.standby import STANDBY_AFTER_SECONDS, Standby
+from syncline.launch.summary import finished, lines
+from syncline.launch.tally import Tally
 from syncline.launch.watching import Watching
 
 __all__ = ["Launcher", "Screen"]
@@ -78,6 +80,7 @@ class Launcher:
         self._lives = Lives(screen, folder, lambda plan: start(plan, remote, self._standby), self._unread)
         self._restarts = Restarts(max_restarts)
         self._due: dict[str, tuple[float, Plan, str]] = {}  # to be started again: when, what, why
+        self._tally = Tally(time.monotonic())
         self._unsaid: dict[str, str] = {}  # likewise, what is said of it then, and not before
         self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started
         self._finished: set[str] = set()  # ended well
@@ -128,6 +131,7 @@ class Launcher:
     def _learn(self, standings: Standings) -> None:
         """What the coordinator says: who lives, who was of use, how many there are to be, how it ended."""
         self._standings = standings
+        self._tally.see(standings, time.monotonic())
         self._screen.progress(standings)
         self._has_stepped |= any(report.step for report in standings.reports.values())
         for name, incarnation in standings.incarnations.items():
@@ -214,6 +218,7 @@ class Launcher:
         if role == "worker" and self._has_ended and self._is_out(life) and not counts:
             self._finished.add(name)
             self._say(f"{name} {reason}; the job has gone on and ended without it")
+            self._tally.died(name, reason, time.monotonic(), comes_back=False)
         elif code == 0 and (role != "worker" or left):
             self._finished.add(name)  # a server has left, or the job is over
         elif code == 0 and not self._is_fresh and name not in self._unsure:
@@ -230,6 +235,7 @@ class Launcher:
         elif code == -signal.SIGTERM and role != "coordinator":
             self._finished.add(name)  # somebody wants it to go, at once
             self._say(f"{name} {reason}; it is not started again")
+            self._tally.died(name, reason, time.monotonic(), comes_back=False)
             self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))
         elif self._has_ended or (left and role == "worker" and self._standings and not life.had_left):
             self._fail(name, reason, exit_code(code))
@@ -282,6 +288,7 @@ class Launcher:
             self._unsaid[name] = dataclasses.replace(again, pause_seconds=0.0).describe(name, reason)
         else:
             self._say(again.describe(name, reason))
+        self._tally.died(name, reason, time.monotonic(), comes_back=True)
         self._due[name] = (time.monotonic() + again.pause_seconds, life.plan, reason)
         if name != "coordinator":
             self._watching.tell(Died(name, reason))
@@ -353,6 +360,7 @@ class Launcher:
                 self._say(line)
             begun = self._watching.has_answered or (self._folder / JOURNAL).exists()
             takes_up = plan.role == "coordinator" and begun
+            self._tally.starts_again(name)
             self._lives.begin(msgspec.structs.replace(plan, takes_up=takes_up, starts_again=True), why)
         if self._has_ended:
             self._due.clear()
@@ -449,6 +457,10 @@ class Launcher:
         is_formed = self._standings is not None and self._standings.formed
         if self._signal == signal.SIGTERM and self._save is not None and is_formed and not self._has_ended:
             self._save_first(self._save)
+        if not went_well and "coordinator" in self._lives and is_formed:
+            self._watching.look_now(LOOK_SECONDS)  # how far it came
+        for standings in self._watching.take():
+            self._tally.see(standings, time.monotonic())
         self._watching.stop()
         self._standby.close()
         seconds = CLOSE_SECONDS if went_well else STOP_SECONDS
@@ -456,13 +468,18 @@ class Launcher:
         self._watching.close()
 
     def _conclude(self) -> int:
+        name = ""
         if self._signal is not None:
-            self._screen.verdict(f"interrupted by {signal.Signals(self._signal).name}; all members have ended")
-            return 128 + self._signal
-        if self._failure is not None:
+            code = 128 + self._signal
+            verdict = f"interrupted by {signal.Signals(self._signal).name}; all members have ended"
+        elif self._failure is not None:
             name, reason, code = self._failure
             log = self._folder / f"{name}.log"
             where = f" (log: {log})" if log.exists() else ""
-            self._screen.verdict(f"the job has failed: {reason}{where}")
-            return code
-        return 0
+            verdict = f"the job has failed: {reason}{where}"
+        else:
+            num_well = sum(self._codes.get(worker) == 0 for worker in self._workers)
+            code, verdict = 0, finished(num_well, len(self._workers))
+        facts = self._tally.facts(verdict, str(self._folder), time.monotonic(), culprit=name)
+        self._screen.verdict("\n".join(lines(facts)))
+        return code

@@ -205,6 +205,6 @@ class Bests:
                     self._c.saving.recording.root, self._c.membership.state.saves.lineage, self._rule
                 )
         if self._state.best is not None:
-            self._c.event(f"best {self._state.best.told}")
+            self._c.last_word(f"best {self._state.best.told}")
         elif self._rule is not None and self._c.membership.formed:
             self._c.event(f"--best {self._rule.metric}: there is no checkpoint with such a reading")

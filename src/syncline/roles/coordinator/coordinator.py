@@ -201,6 +201,12 @@ class Coordinator:
         self.events.append(text)
         self.log_line(text)
 
+    def last_word(self, text: str) -> None:
+        """A number of the job's end, for `status`. A launcher that watches has it in its table; else it is said."""
+        self.events.append(text)
+        if not self.launchers:
+            self.log_line(text)
+
     # -- what the endpoint calls --------------------------------------------------------------------------
 
     def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:

@@ -38,9 +38,9 @@ class Ending:
             self._c.stopping.end()
             self._c.bests.end()
             if told := self._c.reporting.pushed_told():
-                self._c.event(f"pushed per step, by all workers: {told}")
+                self._c.last_word(f"pushed per step, by all workers: {told}")
             if told := self._c.reporting.saves().told():
-                self._c.event(f"checkpoints: {told}")
+                self._c.last_word(f"checkpoints: {told}")
             endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()
             try:
                 self._c.keep()

@@ -134,6 +134,10 @@ class Reporting:
                 settled={name: commits for name, (_, commits) in state.settled.items()},
                 unsettled=sorted(state.fencing),
                 is_chief_done=bool(state.chief_done),
+                policy=self._c.config.policy,
+                num_revoked=state.num_revoked,
+                best=state.validations.best.told if state.validations.best is not None else "",
+                pushed_told=self.pushed_told(),
             )
         request.reply(standings)
 

@@ -145,9 +145,9 @@ class StopRules:
         """Under the lock: the job is over. What has stopped it, what its metrics were, what nobody reported."""
         self.close()
         if self.state.stop is not None:
-            self._c.event(f"stopped by {self.state.stop}")
+            self._c.last_word(f"stopped by {self.state.stop}")
         if self._c.readings.values():
-            self._c.event(f"last readings: {told(self._c.readings.values())}")
+            self._c.last_word(f"last readings: {told(self._c.readings.values())}")
         for sentence in self._unreported() if self._c.membership.formed else ():
             self._c.event(sentence)
 
