@@ -133,14 +133,6 @@ class Broken(Files):
             yield number
 
 
-def test_an_evaluation_reads_shards_by_rank() -> None:
-    desk, read = Desk(2), []
-    with torch.no_grad():
-        for job in desk:
-            read += [numbers(batch) for batch in DataLoader(Files(LENGTHS), 4, job=job)]
-    assert sorted(itertools.chain(*read)) == ALL and not desk.heard
-
-
 def test_what_shards_cannot_do_is_said() -> None:
     class Fixed(torch.utils.data.IterableDataset[int]):
         @property

@@ -21,6 +21,7 @@ from syncline.client.finite import FiniteCheck
 from syncline.client.hearing import FromCoordinator
 from syncline.client.kv import KeyValue
 from syncline.client.life import CannotResume, Life, checked_step
+from syncline.client.loop import tell_unused
 from syncline.client.measures import Measures
 from syncline.client.memory import Memory
 from syncline.client.peers import Peers
@@ -456,6 +457,7 @@ class Job:
             if not self._hearing.has_retired:
                 self.validating.finish()
             self.send_all()
+            tell_unused(self)
             self.measures.flush()
             self.reporting.report()
             self._tell_staleness()

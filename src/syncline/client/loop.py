@@ -44,6 +44,7 @@ class Loop:
 
     def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader) -> None:
         self._job = job
+        tell_unused(job)
         self.reading: Reading = job.samples.open(loader, epoch, data)
         self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
         self._taken, self._first_step = 0, job.own_step
@@ -100,11 +101,10 @@ class Loop:
             self._job.samples.close(
                 self.reading, list(self._cut), passes_over=without_a_step or is_left_early, failed=failed
             )
-        if kind is None and without_a_step and self._taken and self._job.world_size > 1:
-            self._job.notice(
-                "a loop over a DataLoader made no step: evaluate with torch.no_grad(), else the workers share the "
-                "samples, and wait for each other at the end"
-            )
+        if without_a_step and self._taken and kind in (None, GeneratorExit) and not self.is_over:
+            self._job.samples.has_unused = True
+            if kind is None:  # else an error of the script may have ended the loop: the next loop or the end tells it
+                tell_unused(self._job)
         if without_a_step and not self.reading.is_shared:
             return
         if not is_left_early:
@@ -115,3 +115,14 @@ class Loop:
         elif not self._job.samples.is_over:
             with contextlib.suppress(SynclineError):
                 self._job.rest(leaves=False)  # a loop that is left by `break` ends in the middle of a line
+
+
+def tell_unused(job: TakesSamples) -> None:
+    """Tells the user, once, that samples were read and no step used them. Alone a worker loses nothing by it."""
+    if job.samples.has_unused and job.world_size > 1:
+        job.notice(
+            "a loop read samples with gradients enabled, and no step used them: each worker saw only its part, "
+            "and these samples count as read in this epoch. To evaluate, loop under torch.no_grad() (NumPy: "
+            "batches(alone=True)); to train, call step() inside the loop"
+        )
+    job.samples.has_unused = False

@@ -31,6 +31,7 @@ class Samples:
     def __init__(self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses) -> None:
         self._asks, self.uses, self._times, self._worker = asks, uses, times, worker
         self.rests_first = False  #: a loop was left by an error: behind it all are level again
+        self.has_unused = False  #: a loop read samples, no step used them, and the user is still to be told
         self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last

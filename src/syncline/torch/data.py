@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -38,10 +39,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     was made, or by `name`. `len(loader)` is about the number of this worker's batches, `total_steps` the job's steps
     in an epoch.
 
-    A worker that has finished an epoch rests, so that nobody waits for it; one that left the loop early does not. A
-    loop that begins with gradients off (`torch.no_grad()`) is an evaluation: each worker reads its own part of the
-    data, which counts for no step, and the job hears nothing of it. With gradients on it is an epoch of the job,
-    which its workers share; what is read in a loop without a step is passed over.
+    A worker that has finished an epoch rests, so that nobody waits for it; one that left the loop early does not.
+
+    `split` says which part of the data a worker reads. `None`: `iter()` decides. With gradients enabled the pass is
+    an epoch of the job, which its workers share; what is read in a loop without a step is passed over. With gradients
+    disabled (`no_grad`, `inference_mode`) the pass is an evaluation: every worker reads the whole data set, without a
+    lease, and the epoch does not advance; `len(loader)` is the whole's number of batches until the next training
+    pass. `True`: an evaluation gives each worker its part by rank; a script adds up the counts itself. `False`: every
+    worker reads the whole data set in every pass, also in training, and no pass is an epoch of the job.
 
     The data may be a map-style data set; a source of `syncline.data` (its arrays come as tensors, a `collate_fn` gets
     the arrays of the batch); or shards: a shard source, or an IterableDataset with a list `shards` that `__iter__`
@@ -72,11 +77,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         seed: int = 0,
         batch: str = "",
         name: str = "",
+        split: bool | None = None,
     ) -> None:
         _check(batch_size, sampler, batch_sampler, num_workers, in_order)
         if batch not in ("", "auto"):
             raise ConfigError(f'DataLoader: batch = {batch!r}: there is "auto"; the size is batch_size')
+        if not (split is None or isinstance(split, bool)):
+            raise ConfigError(f"DataLoader: split = {split!r}: give None, True or False")
         self._job, self._seed, self._shuffle = job, seed, bool(shuffle)
+        self._split, self._is_whole = split, False  # whether the last pass was over the whole data set
         self._is_auto = batch == "auto"
         self._given_data, self._data = dataset, data_of(dataset)
         if self._data.num_samples is None and num_workers > 0:
@@ -88,7 +97,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             raise ConfigError(f"DataLoader: drop_last cannot be given for shards: {SHARDS_END}")
         self._given_name = name
         self._named_in: weakref.ref[TakesSamples] | None = None
-        self._next_epoch = self._num_evaluations = 0
+        self._next_epoch = self._num_unleased = 0
         self._aim = Aim()
         self._own_chance = torch.Generator()  # for torch's iterators, which draw a seed: nothing of the script's
         self._reader: weakref.ref[Generator[_T_co]] | None = None  # who reads from the persistent workers
@@ -115,13 +124,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
 
     def __len__(self) -> int:
-        return self._by_rank(self._current_job(), self._num_samples).num_batches
+        is_whole = self._reads_whole(torch.is_grad_enabled()) or (self._split is None and self._is_whole)
+        return self._part(self._current_job(), self._num_samples, is_whole=is_whole).num_batches
 
     @property
     def total_steps(self) -> int:
         """Steps of the job in one epoch: rounds in `sync`, else the steps of all workers together."""
         job, size = self._current_job(), self._num_samples
         assert self.batch_size is not None
+        if self._split is False:
+            return self._part(job, size, is_whole=True).num_batches * (1 if job.in_rounds else job.world_size)
         wide = self.batch_size * (job.world_size if job.in_rounds else 1)
         return size // wide if self.drop_last else -(-size // wide)
 
@@ -139,18 +151,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         # With persistent workers torch has one iterator and turns it to the new epoch, even while the old one
         # is still read from it: then the new epoch gets processes of its own.
         alone = not self._is_being_read()
-        if not torch.is_grad_enabled():
-            mine, number = self._by_rank(job, self._data.num_samples or 0), self._num_evaluations
-            self._num_evaluations += 1
-            self._draw_from(job, number)
-            self._aim.at(self._data.by_rank(mine, self._seed, number, self._shuffle))
-            batches = self._new_iterator(alone)
-            return self._read_by(alone, (batch for batch in batches))
+        is_training = torch.is_grad_enabled()
+        self._is_whole = self._reads_whole(is_training)
+        if not is_training:
+            return self._read_by(alone, (batch for batch in self._unleased(job, alone, collections.deque())))
         if self._data.num_samples == 0:
             raise DataError(
                 f"DataLoader: the data set {type(self._given_data).__name__} is empty: there is nothing to train on; "
                 "check the path or the filter that it comes from"
             )
+        if self._is_whole:
+            return self._read_by(alone, self._train_on_the_whole(job, alone))
         name = self._name_in(job)
         epoch = self._next_epoch
         self._draw_from(job, epoch)
@@ -158,8 +169,43 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         assert self.batch_size is not None
         loop = Loop(job, name, epoch, self._data.loader(self.batch_size, self.drop_last, self._is_auto))
         self._mind_the_order(job, epoch)
-        job.samples.begin_epoch(epoch, self._by_rank(job, self._data.num_samples or 0).num_batches)
+        job.samples.begin_epoch(epoch, self._part(job, self._data.num_samples or 0, is_whole=False).num_batches)
         return self._read_by(alone, self._train(loop, epoch, alone))
+
+    def _reads_whole(self, is_training: bool) -> bool:
+        """Whether a pass that begins now gives every worker the whole data set."""
+        return not is_training if self._split is None else not self._split
+
+    def _unleased(self, job: TakesSamples, alone: bool, sizes: collections.deque[int]) -> Iterator[_T_co]:
+        """A pass that the job does not count: the whole data set, or this worker's part by rank.
+
+        `sizes` gets the number of samples of each batch when its reading begins.
+        """
+        number, self._num_unleased = self._num_unleased, self._num_unleased + 1
+        if self._is_whole and self._split is None and job.world_size > 1:
+            job.notice(
+                "evaluation: with gradients disabled every worker now reads the whole data set, so do not add up the "
+                "workers' counts; DataLoader(split=True) gives each worker its part, job.validate shares the work"
+            )
+        part = self._part(job, self._data.num_samples or 0, is_whole=self._is_whole)
+        self._draw_from(job, number)
+        self._aim.at(_noting(self._data.by_rank(part, self._seed, number, self._shuffle), sizes))
+        return self._new_iterator(alone)
+
+    def _train_on_the_whole(self, job: TakesSamples, alone: bool) -> Generator[_T_co]:
+        """The batches count in a step's weight, and training ends by the job's rules; there is no lease."""
+        sizes: collections.deque[int] = collections.deque()
+        number, batches = self._num_unleased, self._unleased(job, alone, sizes)
+        job.samples.begin_epoch(number, self._part(job, self._data.num_samples or 0, is_whole=True).num_batches)
+        return self._count(job, batches, sizes)
+
+    @staticmethod
+    def _count(job: TakesSamples, batches: Iterator[_T_co], sizes: collections.deque[int]) -> Generator[_T_co]:
+        for batch in batches:
+            if job.should_stop:
+                return
+            job.samples.took(sizes.popleft())
+            yield batch
 
     def _draw_from(self, job: TakesSamples, number: int) -> None:
         """The seed of data processes depends on the loader's and the script's seed, the epoch and the worker."""
@@ -236,10 +282,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._named_in, self._next_epoch = weakref.ref(job), 0
         self._name = job.samples.name_loader(self._given_name)
 
-    def _by_rank(self, job: TakesSamples, num_samples: int) -> ByRank:
-        """By the rank and the number of workers that hold now: for an evaluation, when it begins."""
+    def _part(self, job: TakesSamples, num_samples: int, *, is_whole: bool) -> ByRank:
+        """The whole data set, or this worker's part by the rank and the number of workers that hold now."""
         assert self.batch_size is not None
-        return ByRank(num_samples, self.batch_size, *_place(job), self.drop_last)
+        return ByRank(num_samples, self.batch_size, *((0, 1) if is_whole else _place(job)), self.drop_last)
 
 
 def _place(job: TakesSamples) -> tuple[int, int]:
@@ -248,6 +294,12 @@ def _place(job: TakesSamples) -> tuple[int, int]:
         rank, count = job.rank, job.world_size
         if rank == job.rank and count == job.world_size:
             return rank, count
+
+
+def _noting(batches: Iterator[list[Any]], sizes: collections.deque[int]) -> Iterator[list[Any]]:
+    for samples in batches:
+        sizes.append(len(samples))
+        yield samples
 
 
 class _After:
