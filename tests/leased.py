@@ -89,8 +89,13 @@ class Desk:
     def _decide(self, job: FakeJob, message: Message) -> Message | None:
         leasing = self.leasing
         if isinstance(message, OpenEpoch):
+            seed = message.seed
+            if seed is not None:
+                seed = leasing.seed(message.loader, seed, counts=message.insists or job is self.jobs[0])
+                if seed is None:
+                    return Opened(False, is_early=True)
             is_left = leasing.open(job.owner, message.loader, message.epoch, message.data, len(self.jobs))
-            return Opened(is_left, leasing.is_shared(message.loader))
+            return Opened(is_left, leasing.is_shared(message.loader), seed)
         if isinstance(message, LeaveEpoch):
             epoch = leasing.epoch(message.loader, message.epoch)
             for use in message.passed_over:

@@ -6,7 +6,7 @@ import msgspec
 
 from syncline.config import JobConfig
 from syncline.core.desk import Desk
-from syncline.core.handing import AskLease, GivenLease
+from syncline.core.handing import AskLease, GivenLease, OpenEpoch
 from syncline.core.loader import Loader
 from syncline.core.membership import JobState, Membership
 from syncline.core.slices import Identity
@@ -42,6 +42,15 @@ def take_all(at: Desk[str], owner: Identity) -> list[GivenLease]:
         if not given.lease:
             return found
         found.append(given)
+
+
+def test_a_chief_whose_script_has_ended_is_not_waited_for() -> None:
+    """It stays a member until the last save is made, and opens no loader any more."""
+    members = membership()
+    here: Desk[str] = Desk(members)
+    assert here.seed("worker-1", OpenEpoch("a", 0, DATA, 5)) is None
+    members.finishing.add("worker-0")
+    assert here.seed("worker-1", OpenEpoch("a", 0, DATA, 5)) == 5
 
 
 def test_the_question_of_a_new_life_stays_when_the_leases_of_the_old_one_go_back() -> None:

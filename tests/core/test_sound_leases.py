@@ -84,6 +84,8 @@ def test_a_ledger_is_refused_for_what_stands_beside_its_epochs() -> None:
         check_leases(LeaseState(finished={"train": [(0, 1 << 60)]}))
     with pytest.raises(StoreError, match="out of order"):
         check_leases(LeaseState(finished={"train": [(4, 5), (0, 2)]}))
+    with pytest.raises(StoreError, match="the seed of 'train' cannot be -1"):
+        check_leases(LeaseState(seeds={"train": -1}))
     with pytest.raises(StoreError, match="next lease"):
         check_leases(LeaseState(next_lease=0))
     with pytest.raises(StoreError, match="a lease is there twice"):

@@ -251,6 +251,28 @@ def test_what_was_dealt_to_one_that_does_not_read_goes_to_who_waits(
     assert answer.lease and any("do not read it" in line for line in job.log)
 
 
+def test_the_chiefs_seed_counts_and_is_kept_before_it_is_told(jobs: Any) -> None:
+    """Also when another worker opens the loader first: nothing is opened for it until the chief has."""
+    job: Job = jobs(policy="async").begin()
+    job.register()
+    assert job["worker-1"].ask(OpenEpoch("a", 0, DATA, 5)) == Opened(False, is_early=True)
+    assert job.coordinator.handing.leasing.epoch("a", 0) is None
+    assert job["worker-0"].ask(OpenEpoch("a", 0, DATA, -1)) == Opened(True, seed=(1 << 64) - 1)
+    assert job.disk.last.leases.seeds == {"a": (1 << 64) - 1}
+    assert job["worker-1"].ask(OpenEpoch("a", 0, DATA, 5)) == Opened(True, seed=(1 << 64) - 1)
+    assert job["worker-0"].ask(OpenEpoch("a", 1, DATA, 9)).seed == (1 << 64) - 1, "one seed for all epochs"
+    assert job["worker-1"].ask(OpenEpoch("b", 0, DATA, 6, insists=True)).seed == 6, "the chief does not come"
+    assert job["worker-0"].ask(OpenEpoch("b", 0, DATA, 7)).seed == 6
+    assert job["worker-1"].ask(OpenEpoch("c", 0, DATA)).seed is None, "no seed, no wait"
+
+
+def test_when_the_chief_has_finished_the_next_workers_seed_counts(jobs: Any) -> None:
+    job: Job = jobs(policy="async").begin()
+    job.register()
+    job["worker-0"].ask(Leave())
+    assert job["worker-1"].ask(OpenEpoch("a", 0, DATA, 5)).seed == 5
+
+
 def test_loaders_of_different_length_are_refused(jobs: Any) -> None:
     job = begin(jobs)
     with pytest.raises(ConfigError, match="worker-1 has 65 samples in batches of 4 in 'a', others have 64"):

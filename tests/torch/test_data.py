@@ -23,6 +23,12 @@ from syncline.torch import DistributedOptimizer
 from syncline.torch.data import DataLoader
 
 
+@pytest.fixture(autouse=True)
+def seed_of_the_script() -> None:
+    """An order without a seed of its own follows torch's, which other tests may have set."""
+    torch.manual_seed(0)
+
+
 class Numbers(Dataset[int]):
     """Sample i is i."""
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
+
 from syncline.client.calling import ValidationCalled
 from syncline.client.portion import Piece, Portion
 from syncline.client.times import StepClock
@@ -19,6 +21,8 @@ from syncline.errors import SynclineError
 
 #: An answer that did not come: the coordinator is away, and asked again so soon.
 _AGAIN_SECONDS, _ANSWER_SECONDS = 0.25, 5.0
+#: So long a worker that opens a loader first waits for the chief's seed; and between two questions, at first.
+CHIEF_SECONDS, _FIRST_PAUSE_SECONDS = 5.0, 0.01
 
 
 class Asks(Protocol):
@@ -189,8 +193,9 @@ class Reading:
         *,
         times: StepClock,
         worker: Pauses,
+        seed: int | None = None,
     ) -> None:
-        """`times`: how long this worker has worked so far."""
+        """`times`: how long this worker has worked so far. `seed`: of the loader's order, as this worker has it."""
         self.loader, self.epoch = loader, epoch
         self._asks, self._uses, self._data = asks, uses, data
         self._times, self._worker = times, worker
@@ -200,8 +205,8 @@ class Reading:
         self._told = times.measured  # samples and seconds of work, as last said
         self._untold: list[LeaveEpoch] = []  # what the coordinator is still to hear of the end of this loop
         self._is_common = False  # all of the epoch was leased to all workers
-        answer = Opened(False) if self._is_over else asks.ask(OpenEpoch(loader, epoch, data))
-        assert isinstance(answer, Opened)
+        answer = Opened(False) if self._is_over else _opened(asks, OpenEpoch(loader, epoch, data, seed))
+        self.seed = seed if answer.seed is None else answer.seed  #: of the loader's order, in all workers
         self._is_finished = not answer.is_left
         times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
         uses.num_loops += 1
@@ -330,3 +335,18 @@ class Reading:
         while self._untold:
             self._asks.ask(self._untold[0])
             del self._untold[0]
+
+
+def _opened(asks: Asks, question: OpenEpoch) -> Opened:
+    """The answer, as soon as the job has a seed for this loader: the chief's, or after some seconds this worker's."""
+    pause, until = _FIRST_PAUSE_SECONDS, time.monotonic() + CHIEF_SECONDS
+    while True:
+        answer = asks.ask(question)
+        assert isinstance(answer, Opened)
+        if not answer.is_early:
+            return answer
+        if time.monotonic() >= until:
+            question = msgspec.structs.replace(question, insists=True)
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, _AGAIN_SECONDS)

@@ -42,10 +42,10 @@ class Loop:
     not rest behind it.
     """
 
-    def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader) -> None:
+    def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader, seed: int | None = None) -> None:
         self._job = job
         tell_unused(job)
-        self.reading: Reading = job.samples.open(loader, epoch, data)
+        self.reading: Reading = job.samples.open(loader, epoch, data, seed)
         self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
         self._taken, self._first_step = 0, job.own_step
         self._position: Position = ("loop", loader, epoch)

@@ -69,13 +69,15 @@ class Samples:
         self._begun.add(kind)
         return known
 
-    def open(self, loader: str, epoch: int, data: Loader) -> Reading:
+    def open(self, loader: str, epoch: int, data: Loader, seed: int | None = None) -> Reading:
         """This worker begins its loop over an epoch."""
         self.let_go()
         if self.rests_first:
             self.rests_first = False
             self._worker.rest()
-        reading = Reading(self._asks, self.uses, loader, epoch, data, times=self._times, worker=self._worker)
+        reading = Reading(
+            self._asks, self.uses, loader, epoch, data, times=self._times, worker=self._worker, seed=seed
+        )
         with self._lock:
             self._readings[loader, epoch] = reading
         return reading

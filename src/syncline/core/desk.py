@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-from syncline.core.handing import AskLease, GivenLease, LeaveEpoch, Recall, Use
+from syncline.core.handing import AskLease, GivenLease, LeaveEpoch, OpenEpoch, Recall, Use
 from syncline.core.leasing import Leasing
 from syncline.core.ledger import Epoch
 from syncline.core.loader import VALIDATES
@@ -61,6 +61,16 @@ class Desk(Generic[R]):
         return [(name, entered[name]) for name in names]
 
     # -- what workers say ---------------------------------------------------------------------------------
+
+    def seed(self, worker: str, message: OpenEpoch) -> int | None:
+        """The seed of this loader's order, where the worker gave one; None: that of the chief is still to come.
+
+        All workers must read one order, and scripts seed by rank: the chief's seed counts, while there is a chief.
+        """
+        assert message.seed is not None
+        finishing = self._membership.finishing
+        chief = next((name for name in self._membership.workers() if name not in finishing), worker)
+        return self.leasing.seed(message.loader, message.seed, counts=message.insists or worker == chief)
 
     def ask(self, owner: Identity, message: AskLease, request: R, now: float) -> None:
         """In the order in which the worker says it: nothing comes here over a connection that was replaced."""

@@ -11,19 +11,28 @@ Use = tuple[int, int, int]
 
 
 class OpenEpoch(Message, frozen=True):
-    """A worker begins its loop over an epoch; answered with what is left of it."""
+    """A worker begins its loop over an epoch; answered with what is left of it.
+
+    `seed`: of the loader's order, as this worker has it; the chief's counts in the whole job. None: there is none.
+    `insists`: the chief did not open this loader in time, so this worker's counts.
+    """
 
     loader: str
     epoch: int
     data: Loader
+    seed: int | None = None
+    insists: bool = False
 
 
 class Opened(Message, frozen=True):
     """`is_left`: whether there is anything to read. `is_shared`: whether all workers come to this loader's epochs, by
-    what is known."""
+    what is known. `seed`: of the loader's order in the whole job. `is_early`: nothing was opened, since the chief has
+    not opened this loader yet, and its seed counts; ask again."""
 
     is_left: bool
     is_shared: bool = True
+    seed: int | None = None
+    is_early: bool = False
 
 
 class AskLease(Message, frozen=True):

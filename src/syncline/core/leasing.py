@@ -23,6 +23,8 @@ from syncline.errors import ConfigError
 
 #: Positions that are kept free for each shard whose length nobody knows yet.
 SHARD_POSITIONS = 1 << 40
+#: Orders take no more of a seed than 64 bits.
+MOST_SEEDS = 1 << 64
 #: How much a new measurement of a speed counts against those before it.
 _FRESH = 0.3
 
@@ -35,6 +37,7 @@ class LeaseState(msgspec.Struct):
     epochs: dict[str, dict[int, Epoch]] = {}  # that are under way
     finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
     unshared: list[str] = []  # loaders that some workers did not come to, when others read
+    seeds: dict[str, int] = {}  # of the orders of loaders, the same in all workers and in all their lives
     unheard: dict[str, int] = {}  # lives of workers that are to say what they have used: servers do not know it
     sharing: dict[int, dict[str, int]] = {}  # leases that all have in common: the lives of workers that were given it
 
@@ -90,6 +93,12 @@ class Leasing:
             epochs[number].share(self.state.next_lease)
             self.state.next_lease += 1
         return not epochs[number].is_finished
+
+    def seed(self, name: str, seed: int, *, counts: bool) -> int | None:
+        """The seed of this loader's order in the whole job: the first one that `counts`. None: there is none yet."""
+        if counts:
+            self.state.seeds.setdefault(name, seed % MOST_SEEDS)
+        return self.state.seeds.get(name)
 
     def _begin(self, loader: Loader, num_workers: int) -> Epoch:
         if loader.num_shards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from syncline.core.leasing import SHARD_POSITIONS, LeaseState
+from syncline.core.leasing import MOST_SEEDS, SHARD_POSITIONS, LeaseState
 from syncline.core.ledger import Epoch, Lease
 from syncline.core.loader import MOST_SAMPLES, Loader
 from syncline.core.places import Places
@@ -26,6 +26,8 @@ def check_leases(state: LeaseState) -> None:
             loader.check()
         except ConfigError as error:
             raise StoreError(f"loader {name!r}: {error}") from error
+    for name, seed in state.seeds.items():
+        _require(0 <= seed < MOST_SEEDS, f"the seed of {name!r} cannot be {seed}")
     for name, finished in state.finished.items():
         _check_places(finished, _MOST, f"the finished epochs of {name!r}")
         _require(sum(end - begin for begin, end in finished) <= _MOST_EPOCHS, f"{name!r} cannot have so many epochs")

@@ -21,6 +21,8 @@ from syncline.torch.batches import Aim, Rows, data_of, tensors
 from syncline.torch.naming import Beginning, Collating, Named
 
 _T_co = TypeVar("_T_co", covariant=True)
+#: torch's own seed, of 64 random bits where the script has called no `manual_seed` before this import.
+_AT_IMPORT = torch.initial_seed()
 #: Loaders without a name of their own that were made before init(), in this order: who is used first names them all.
 _made_before: list[weakref.ref[DataLoader[Any]]] = []
 
@@ -30,8 +32,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     Takes torch's own arguments in torch's own order. Every sample counts once in every epoch, whoever dies, joins or
     is slow: workers lease what they read, and what they have not committed is read by others. Nothing is padded:
-    the last batches may be smaller (`drop_last=True` leaves them out). With `shuffle` the order depends on `seed`
-    and epoch alone, and is the same for any number of workers.
+    the last batches may be smaller (`drop_last=True` leaves them out). With `shuffle` the order depends on seed and
+    epoch alone, and is the same for any number of workers. The seed is `seed`, else that of `generator`, else that of
+    `torch.manual_seed`, else 0: as the chief has it at its first training pass, for all workers and all their lives.
 
     `batch_size` is each worker's; with `batch="auto"`, in `sync`, each worker's part of the global batch
     (batch_size times the workers) follows its measured speed. The n-th `iter()` is epoch n of the job: one that the
@@ -74,7 +77,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         job: TakesSamples | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         batch: str = "",
         name: str = "",
         split: bool | None = None,
@@ -84,7 +87,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             raise ConfigError(f'DataLoader: batch = {batch!r}: there is "auto"; the size is batch_size')
         if not (split is None or isinstance(split, bool)):
             raise ConfigError(f"DataLoader: split = {split!r}: give None, True or False")
-        self._job, self._seed, self._shuffle = job, seed, bool(shuffle)
+        self._job, self._shuffle = job, bool(shuffle)
+        self._given_seed, self._given_generator = seed, generator
+        self._job_seed: int | None = None  # once a training pass has begun
         self._split, self._is_whole = split, False  # whether the last pass was over the whole data set
         self._is_auto = batch == "auto"
         self._given_data, self._data = dataset, data_of(dataset)
@@ -164,10 +169,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return self._read_by(alone, self._train_on_the_whole(job, alone))
         name = self._name_in(job)
         epoch = self._next_epoch
-        self._draw_from(job, epoch)
         self._next_epoch += 1
         assert self.batch_size is not None
-        loop = Loop(job, name, epoch, self._data.loader(self.batch_size, self.drop_last, self._is_auto))
+        data = self._data.loader(self.batch_size, self.drop_last, self._is_auto)
+        loop = Loop(job, name, epoch, data, self._seed if self._shuffle else None)
+        self._job_seed = loop.reading.seed
+        self._draw_from(job, epoch)
         self._mind_the_order(job, epoch)
         job.samples.begin_epoch(epoch, self._part(job, self._data.num_samples or 0, is_whole=False).num_batches)
         return self._read_by(alone, self._train(loop, epoch, alone))
@@ -206,6 +213,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 return
             job.samples.took(sizes.popleft())
             yield batch
+
+    @property
+    def _seed(self) -> int:
+        """Of the order: the job's, as soon as it is known; before that, what this worker's script says."""
+        if self._job_seed is not None:
+            return self._job_seed
+        if self._given_seed is not None:
+            return self._given_seed
+        if self._given_generator is not None:
+            return self._given_generator.initial_seed()
+        return _seed_of_the_script()
 
     def _draw_from(self, job: TakesSamples, number: int) -> None:
         """The seed of data processes depends on the loader's and the script's seed, the epoch and the worker."""
@@ -279,13 +297,22 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return self._name
 
     def _take_name_in(self, job: TakesSamples) -> None:
-        self._named_in, self._next_epoch = weakref.ref(job), 0
+        self._named_in, self._next_epoch, self._job_seed = weakref.ref(job), 0, None
         self._name = job.samples.name_loader(self._given_name)
 
     def _part(self, job: TakesSamples, num_samples: int, *, is_whole: bool) -> ByRank:
         """The whole data set, or this worker's part by the rank and the number of workers that hold now."""
         assert self.batch_size is not None
         return ByRank(num_samples, self.batch_size, *((0, 1) if is_whole else _place(job)), self.drop_last)
+
+
+def _seed_of_the_script() -> int:
+    """What the script gave to `torch.manual_seed`; 0 where it did not call it.
+
+    torch does not tell these apart. A seed that has changed since our import was given; so was a small one.
+    """
+    found = torch.initial_seed()
+    return found if found != _AT_IMPORT or found < 1 << 32 else 0
 
 
 def _place(job: TakesSamples) -> tuple[int, int]:

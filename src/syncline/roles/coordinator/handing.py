@@ -70,6 +70,10 @@ class Handing:
             if self._desk.is_over(message.loader):
                 request.reply(Opened(False))
                 return
+            seed = None if message.seed is None else self._desk.seed(request.peer.name, message)
+            if seed is None and message.seed is not None:
+                request.reply(Opened(False, is_early=True))
+                return
             owner, workers = _owner(request), max(1, len(self._desk.taking_part()))
             try:
                 is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
@@ -78,7 +82,7 @@ class Handing:
                 return
             is_shared = self.leasing.is_shared(message.loader)
             # A coordinator that comes next must not take one that it has never heard of for a finished one.
-            self._later.append((request, Opened(is_left, is_shared)))
+            self._later.append((request, Opened(is_left, is_shared, seed)))
         self.answer()
 
     def _refuse_loader(self, request: Request, error: ConfigError) -> None:
