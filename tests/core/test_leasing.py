@@ -7,6 +7,7 @@ import random
 import pytest
 
 from syncline.client.portion import Portion
+from syncline.core.cutting import taken_up
 from syncline.core.handing import GivenLease
 from syncline.core.leasing import LeaseState, Leasing
 from syncline.core.ledger import Lease
@@ -223,7 +224,7 @@ def test_loaders_that_differ_read_differently(other: Loader) -> None:
 def test_loaders_that_differ_are_refused_with_both_named() -> None:
     leasing = Leasing(LeaseState(), in_rounds=True)
     leasing.open(A, "a", 0, Loader(16, 4), 2)
-    with pytest.raises(ConfigError, match=r"worker-1 has 17 samples in batches of 4 in 'a', others have 16 samples"):
+    with pytest.raises(ConfigError, match=r"worker-1 has 17 samples in batches of 4 in 'a', worker-0 has 16 samples"):
         leasing.open(B, "a", 0, Loader(17, 4), 2)
 
 
@@ -322,3 +323,24 @@ def test_with_drop_last_no_batch_is_smaller_whoever_comes_and_goes(in_rounds: bo
             if answer.lease is not None:
                 portion.take(GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step))
     assert set(sizes) == {4} and sum(sizes) == (144 if in_rounds else 148)
+
+
+def test_a_loader_that_is_not_as_it_is_known_is_told_where_the_other_description_is_from() -> None:
+    """Others are workers that have opened it; a checkpoint and an earlier life of the same worker are none."""
+    one, two, three = (("worker-0", 1), ("worker-1", 2), ("worker-2", 3))
+    leasing = Leasing(LeaseState(), in_rounds=True)
+    leasing.open(one, "a", 0, Loader(64, 4), 3)
+    with pytest.raises(
+        ConfigError, match=r"worker-1 has 65 samples .* in 'a', worker-0 has 64 samples .* or by name="
+    ):
+        leasing.open(two, "a", 0, Loader(65, 4), 3)
+    leasing.open(three, "a", 0, Loader(64, 4), 3)
+    with pytest.raises(ConfigError, match=r"in 'a', worker-0 and 1 more have 64 samples"):
+        leasing.open(two, "a", 0, Loader(65, 4), 3)
+    again = Leasing(LeaseState(loaders={"a": Loader(64, 4)}), in_rounds=True)
+    with pytest.raises(ConfigError, match=r"earlier in this job the same loader had 64 .* name= of its own") as told:
+        again.open(one, "a", 1, Loader(64, 8), 1)
+    assert "other" not in str(told.value).replace("another", "")
+    taken = taken_up(leasing.state)
+    with pytest.raises(ConfigError, match=r"worker-0 has 64 .* of 8 in 'a', and the checkpoint .* has 64 .*--fresh"):
+        Leasing(taken, in_rounds=True).open(one, "a", 0, Loader(64, 8), 1)

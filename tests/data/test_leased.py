@@ -162,7 +162,7 @@ def test_sources_of_different_length_are_refused_with_both_named() -> None:
     batches(numbers(20), 4)
     of_thread.job = desk[1]
     with pytest.raises(
-        ConfigError, match=r"worker-1 has 21 samples .*others have 20 samples.*must read the same data"
+        ConfigError, match=r"worker-1 has 21 samples .*worker-0 has 20 samples.*must read the same data"
     ):
         batches(numbers(21), 4)
 

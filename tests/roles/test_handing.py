@@ -275,7 +275,7 @@ def test_when_the_chief_has_finished_the_next_workers_seed_counts(jobs: Any) -> 
 
 def test_loaders_of_different_length_are_refused(jobs: Any) -> None:
     job = begin(jobs)
-    with pytest.raises(ConfigError, match="worker-1 has 65 samples in batches of 4 in 'a', others have 64"):
+    with pytest.raises(ConfigError, match="worker-1 has 65 samples in batches of 4 in 'a', worker-0 has 64"):
         job["worker-1"].ask(OpenEpoch("a", 1, Loader(65, 4)))
     until(lambda: bool(job["worker-0"].all(Over)), "starting it again would not help: the job is over")
     (over,) = job["worker-0"].all(Over)

@@ -142,6 +142,7 @@ def taken_up(leases: LeaseState) -> LeaseState:
     copied.unheard, copied.sharing = {}, {}
     # Of an epoch in the middle nothing may be another; the next one may have batches of another size.
     copied.loaders = {name: loader for name, loader in copied.loaders.items() if copied.epochs.get(name)}
+    copied.resumed = sorted(copied.loaders)
     return copied
 
 

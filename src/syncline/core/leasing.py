@@ -38,6 +38,7 @@ class LeaseState(msgspec.Struct):
     finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
     unshared: list[str] = []  # loaders that some workers did not come to, when others read
     seeds: dict[str, int] = {}  # of the orders of loaders, the same in all workers and in all their lives
+    resumed: list[str] = []  # loaders that are known from a checkpoint, with an epoch under way
     unheard: dict[str, int] = {}  # lives of workers that are to say what they have used: servers do not know it
     sharing: dict[int, dict[str, int]] = {}  # leases that all have in common: the lives of workers that were given it
 
@@ -65,6 +66,7 @@ class Leasing:
         self._dry: dict[tuple[Identity, str, int], int] = {}
         self._held: dict[tuple[Identity, str, int], list[tuple[int, int, int]]] = {}  # read, waiting for a commit
         self._opened: set[tuple[Identity, str, int]] = set()
+        self._described: dict[str, set[str]] = {}  # workers that have opened a loader as it is known, heard of here
         self._gone: set[tuple[Identity, str, int]] = set()  # have left the loop over this epoch
         self._absent: set[tuple[Identity, str]] = set()  # did not come to an epoch of this loader that others read
         self._quarantined: set[Identity] = set()
@@ -77,10 +79,8 @@ class Leasing:
         loader.check()
         known = self.state.loaders.setdefault(name, loader)
         if known != loader:
-            raise ConfigError(
-                f"{worker} has {loader.describe()} in {name!r}, others have {known.describe()}: all workers must "
-                "read the same data; loaders are told apart by the order in which they are made, or by name="
-            )
+            raise ConfigError(self._differs(worker, name, loader, known))
+        self._described.setdefault(name, set()).add(worker)
         self._gone.discard((owner, name, number))
         self._absent.discard((owner, name))
         self._opened.add((owner, name, number))
@@ -93,6 +93,25 @@ class Leasing:
             epochs[number].share(self.state.next_lease)
             self.state.next_lease += 1
         return not epochs[number].is_finished
+
+    def _differs(self, worker: str, name: str, loader: Loader, known: Loader) -> str:
+        """What is wrong with a loader that is not as it is known, where the other description is from, what to do."""
+        others, own = sorted(self._described.get(name, set()) - {worker}), f"{worker} has {loader.describe()}"
+        if others:
+            who = f"{others[0]} has" if len(others) == 1 else f"{others[0]} and {len(others) - 1} more have"
+            return (
+                f"{own} in {name!r}, {who} {known.describe()}: all workers must read the same data; loaders are told "
+                "apart by the order in which they are made, or by name="
+            )
+        if name in self.state.resumed:
+            return (
+                f"{own} in {name!r}, and the checkpoint that this job goes on from has {known.describe()}, in the "
+                "middle of an epoch: finish that epoch with the same data and batch size, or start over with --fresh"
+            )
+        return (
+            f"{own} in {name!r}, and earlier in this job the same loader had {known.describe()}: a loader keeps its "
+            "data and batch size while the job lasts; give another loader a name= of its own"
+        )
 
     def seed(self, name: str, seed: int, *, counts: bool) -> int | None:
         """The seed of this loader's order in the whole job: the first one that `counts`. None: there is none yet."""
