@@ -107,9 +107,10 @@ def test_samples_of_a_worker_that_died_are_not_known_exactly() -> None:
 
 def test_many_deaths_are_counted_by_member() -> None:
     deaths = [dataclasses.replace(KILLED, name=f"worker-{k}", back_seconds=1.0 + k) for k in (10, 2, 2, 2)]
-    deaths.append(dataclasses.replace(KILLED, back_seconds=None))
-    expected = "  deaths       5 (worker-1 1, worker-2 3, worker-10 1); 4 back after 11 s at most; 1 not back\n"
-    assert expected in table(deaths=deaths)
+    deaths += [dataclasses.replace(KILLED, back_seconds=None, died_again=again) for again in (True, False)]
+    said = " ".join(table(deaths=deaths).split())
+    assert "deaths 6 (worker-1 2, worker-2 3, worker-10 1); 4 back after 11 s at most; 1 died again" in said
+    assert "1 died again before that; 1 not back logs" in said
 
 
 def test_it_is_narrow_and_cuts_no_path() -> None:

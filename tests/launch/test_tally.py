@@ -87,6 +87,17 @@ def test_a_coordinator_that_dies_takes_no_number_with_it() -> None:
     assert facts.start_seconds == 1.0, "that of the job"
 
 
+def test_a_member_that_dies_again_before_it_is_back() -> None:
+    job = Job()
+    for at in (101.0, 102.0):
+        job.tally.died("worker-1", KILLED, at, comes_back=True)
+        job.tally.starts_again("worker-1")
+    job.see(105.0, incarnations={"worker-1": 9})
+    first, second = job.facts().deaths
+    assert first.told() == f"worker-1 {KILLED}, died again before it was back"
+    assert second.told() == f"worker-1 {KILLED}, back after 3.0 s"
+
+
 def test_updates_that_were_revoked_set_the_step_back() -> None:
     job = Job()
     job.see(110.0, step=40)

@@ -25,11 +25,14 @@ class Death:
     step: int  # of the job, when the launcher saw the death
     comes_back: bool  # the launcher starts it again
     back_seconds: float | None = None  # until it was a member again; None: it never was
+    died_again: bool = False  # before that
 
     def told(self) -> str:
         """In words."""
         if not self.comes_back:
             after = "not started again"
+        elif self.died_again:
+            after = "died again before it was back"
         elif self.back_seconds is None:
             after = "not back before the end"
         else:
@@ -142,7 +145,9 @@ def _deaths(facts: Facts) -> str:
         words = [f"{len(deaths)} ({numbers})"]
         if back := [death.back_seconds for death in deaths if death.back_seconds is not None]:
             words.append(f"{len(back)} back after {duration(max(back))} at most")
-        if lost := len(deaths) - len(back):
+        if again := sum(death.died_again for death in deaths):
+            words.append(f"{again} died again before that")
+        if lost := len(deaths) - len(back) - again:
             words.append(f"{lost} not back")
     if facts.num_revoked:
         words.append(f"{counted(facts.num_revoked, 'acknowledged update')} revoked")

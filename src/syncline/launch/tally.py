@@ -69,8 +69,9 @@ class Tally:
 
     def died(self, name: str, reason: str, now: float, *, comes_back: bool) -> None:
         """A member's process has ended, and the job goes on. `comes_back`: the launcher starts it again."""
+        if (before := self._open.pop(name, None)) is not None:
+            self._deaths[before.index] = dataclasses.replace(self._deaths[before.index], died_again=True)
         self._deaths.append(Death(name, reason, self._num_steps, comes_back))
-        self._open.pop(name, None)
         if comes_back:
             self._open[name] = _Open(len(self._deaths) - 1, now)
 
