@@ -48,11 +48,18 @@ class Play:
     """An epoch of one loader."""
 
     def __init__(
-        self, seed: int, *, in_rounds: bool, num_samples: int, num_workers: int, is_auto: bool = False
+        self,
+        seed: int,
+        *,
+        in_rounds: bool,
+        num_samples: int,
+        num_workers: int,
+        is_auto: bool = False,
+        is_global: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.leasing = Leasing(LeaseState(), in_rounds=in_rounds)
-        self.loader = Loader(num_samples, 4, is_auto=is_auto)
+        self.loader = Loader(num_samples, 4, is_auto=is_auto, is_global=is_global)
         self.workers = [Worker((f"worker-{k}", k + 1), 4) for k in range(num_workers)]
         self.next_incarnation = num_workers + 1
         self.counted: list[int] = []

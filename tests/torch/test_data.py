@@ -318,6 +318,7 @@ def test_the_arguments_are_torchs_own_in_torchs_own_order() -> None:
         ("batch", inspect.Parameter.KEYWORD_ONLY),
         ("name", inspect.Parameter.KEYWORD_ONLY),
         ("split", inspect.Parameter.KEYWORD_ONLY),
+        ("global_batch_size", inspect.Parameter.KEYWORD_ONLY),
     ]
 
 

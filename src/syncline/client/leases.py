@@ -17,6 +17,7 @@ from syncline.core.handing import AskLease, EndShard, GaveBack, GivenLease, Leav
 from syncline.core.loader import VALIDATES, Loader
 from syncline.core.message import Message
 from syncline.core.places import Places, merged
+from syncline.core.shares import equal_parts
 from syncline.errors import SynclineError
 
 #: An answer that did not come: the coordinator is away, and asked again so soon.
@@ -38,6 +39,11 @@ class Asks(Protocol):
 class Pauses(Protocol):
     """The worker, as rounds know it."""
 
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
     def pause(self) -> None:
         """No round of this loop waits for it any more; before a wait for others."""
 
@@ -50,6 +56,14 @@ class Pauses(Protocol):
     @property
     def should_stop(self) -> bool:
         """Whether training is over by one of the job's rules."""
+
+
+def part_of(data: Loader, worker: Pauses) -> int:
+    """Samples of this worker's batch, where its lease does not say it: of shards."""
+    if not data.is_global:
+        return data.batch
+    rank, num_workers = worker.rank, worker.world_size
+    return max(1, equal_parts(data.batch, num_workers)[min(rank, num_workers - 1)])
 
 
 class Asked(Protocol):
@@ -199,7 +213,7 @@ class Reading:
         self.loader, self.epoch = loader, epoch
         self._asks, self._uses, self._data = asks, uses, data
         self._times, self._worker = times, worker
-        self._portion = Portion(data.batch)
+        self._portion = Portion(part_of(data, worker))
         self._asked: Asked | None = None
         self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = times.measured  # samples and seconds of work, as last said
@@ -220,6 +234,7 @@ class Reading:
         """The next batch to read; None when the epoch or training is over, or there is none without a wait."""
         while not self._is_over:
             self._ask_ahead()
+            self._portion.batch = part_of(self._data, self._worker)
             piece = self._portion.cut()
             if piece is not None or self._is_finished or not may_wait:
                 return piece
@@ -237,6 +252,11 @@ class Reading:
     def num_left(self) -> int:
         """Samples that are leased and not cut into batches yet."""
         return self._portion.num_left
+
+    @property
+    def step(self) -> int:
+        """Samples of a batch of this worker now; 0 before the first one."""
+        return self._portion.step
 
     # -- asking -------------------------------------------------------------------------------------------
 

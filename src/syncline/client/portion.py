@@ -35,14 +35,15 @@ class _Own:
     span: Span
     begin: int  # the next place to be read
     end: int
-    step: int  # samples of a batch
+    step: int  # samples of a batch; 0: as the portion says
 
 
 class Portion:
     """Of one loop. The thread that hears the coordinator may have it give back at any time."""
 
     def __init__(self, batch: int) -> None:
-        self._batch = batch
+        self.batch = batch  #: samples of a batch of a lease that does not say it
+        self.step = 0  #: samples of a batch of the lease that is being cut
         self._lock = threading.Lock()
         self._own: collections.deque[_Own] = collections.deque()
         self._given: dict[int, int] = {}  # leases that end early, and where
@@ -58,7 +59,7 @@ class Portion:
             self.numbers.add(given.lease)
             self.newest = given.lease
             self._size = len(given.span)
-            self._own.append(_Own(given.lease, given.span, given.begin, self._size, given.step or self._batch))
+            self._own.append(_Own(given.lease, given.span, given.begin, self._size, given.step))
 
     def cut(self) -> Piece | None:
         """The next batch; None: nothing is left here."""
@@ -68,7 +69,8 @@ class Portion:
             if not self._own:
                 return None
             own = self._own[0]
-            end = min(own.begin + own.step, own.end)
+            self.step = own.step or self.batch
+            end = min(own.begin + self.step, own.end)
             piece = Piece(own.number, own.span, own.begin, end)
             own.begin = end
             return piece

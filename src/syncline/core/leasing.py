@@ -16,7 +16,7 @@ import msgspec
 from syncline.core.ledger import Epoch, Lease
 from syncline.core.loader import Loader
 from syncline.core.places import Places, merged, without
-from syncline.core.shares import deal_rounds, lease_samples, widths, worth_a_change
+from syncline.core.shares import deal_rounds, equal_parts, lease_samples, widths, worth_a_change
 from syncline.core.slices import Identity
 from syncline.core.spans import Span
 from syncline.errors import ConfigError
@@ -120,11 +120,12 @@ class Leasing:
         return self.state.seeds.get(name)
 
     def _begin(self, loader: Loader, num_workers: int) -> Epoch:
+        batch = math.ceil(loader.batch / num_workers) if loader.is_global else loader.batch
         if loader.num_shards:
-            return Epoch(0, loader.batch, [Span(0, loader.num_shards * SHARD_POSITIONS)])
-        wide = loader.batch * (num_workers if self._in_rounds else 1)
+            return Epoch(0, batch, [Span(0, loader.num_shards * SHARD_POSITIONS)])
+        wide = loader.batch * (num_workers if self._in_rounds and not loader.is_global else 1)
         size = loader.num_samples - (loader.num_samples % wide if loader.drop_last else 0)
-        return Epoch(size, loader.batch, [Span(0, size)] if size else [])
+        return Epoch(size, batch, [Span(0, size)] if size else [])
 
     def epoch(self, name: str, number: int) -> Epoch | None:
         return self.state.epochs.get(name, {}).get(number)
@@ -169,6 +170,8 @@ class Leasing:
         if epoch.common is not None:
             return self._ask_common(owner, name, number, epoch.common, taking_part, newest)
         self._lost_on_the_way(epoch, owner, newest)
+        if recall := self._recall_for(owner, name, number, epoch):
+            return Answer(recall=recall, is_coming=True)
         lease, left = self._untold(epoch, owner), epoch.num_todo + 1
         while lease is None and epoch.num_todo < left:  # of what is dealt out, odd pieces may all be others'
             left = epoch.num_todo
@@ -178,7 +181,7 @@ class Leasing:
             self._dry.pop((owner, name, number), None)
             self._held.pop((owner, name, number), None)
             return Answer(lease)
-        is_barred = self._is_barred(owner, taking_part)
+        is_barred = self._is_barred(owner, taking_part) or not self._widths.get((name, number), {}).get(owner[0], 1)
         recall = self._whom_to_ask(owner, name, number, epoch) if is_idle and not is_barred else ()
         is_coming = not is_barred and (bool(epoch.todo) or self._is_recalling(name, number))
         return Answer(recall=recall, is_coming=is_coming)
@@ -251,18 +254,22 @@ class Leasing:
         if not self._in_rounds:
             self.state.next_lease += 1
             speeds = [self.speeds.get(one, 0.0) for one in names]
-            mine = self.speeds.get(owner[0], 0.0)
-            size = lease_samples(epoch.batch, epoch.num_todo, mine, sum(speeds), len(names))
-            return epoch.lease(first, owner, size)
+            mine, loader = self.speeds.get(owner[0], 0.0), self.state.loaders[name]
+            step = math.ceil(loader.batch / len(names)) if loader.is_global else 0
+            size = lease_samples(step or epoch.batch, epoch.num_todo, mine, sum(speeds), len(names))
+            return epoch.lease(first, owner, size, step)
         owners = [one for one in taking_part if one == owner or not self._is_elsewhere(one, name, number)]
         owners += [owner] if owner not in owners else []
         wide = self.widths(name, [one for one, _ in owners])
         self._widths[name, number] = wide
+        if not wide[owner[0]]:
+            return None  # there are more workers than samples in a global batch
         self.state.next_lease += len(owners)
         rounds = deal_rounds(sum(wide.values()), sum(self.speeds.get(one, 0.0) for one, _ in owners))
         data = self.state.loaders[name]
-        unit = data.batch if data.drop_last and not data.is_auto else 1  # nobody is given a smaller batch
-        epoch.deal(first, [(one, wide[one[0]]) for one in owners], rounds, unit)
+        # With drop_last nobody is given a smaller batch; parts of a global batch differ all the same.
+        unit = data.batch if data.drop_last and not data.is_auto and not data.is_global else 1
+        epoch.deal(first, [(one, wide[one[0]]) for one in owners if wide[one[0]]], rounds, unit)
         return self._untold(epoch, owner)
 
     def _is_elsewhere(self, owner: Identity, name: str, number: int) -> bool:
@@ -283,9 +290,11 @@ class Leasing:
     def widths(self, name: str, workers: Sequence[str]) -> dict[str, int]:
         """Each worker's part of a global batch now."""
         loader = self.state.loaders[name]
-        if not loader.is_auto:
-            return dict.fromkeys(workers, loader.batch)
-        return widths(loader.batch * len(workers), self._speeds_of(workers))
+        if loader.is_auto:
+            return widths(loader.batch * (1 if loader.is_global else len(workers)), self._speeds_of(workers))
+        if loader.is_global:
+            return dict(zip(workers, equal_parts(loader.batch, len(workers)), strict=True))
+        return dict.fromkeys(workers, loader.batch)
 
     def _speeds_of(self, workers: Iterable[str]) -> dict[str, float]:
         return {worker: self.speeds.get(worker, 0.0) for worker in workers}
@@ -304,6 +313,17 @@ class Leasing:
             return ()
         slowest = max(left, key=lambda one: (left[one], one))
         return self._recall([slowest], name, number)
+
+    def _recall_for(self, owner: Identity, name: str, number: int, epoch: Epoch) -> tuple[Identity, ...]:
+        """Who must give back before a worker that joins gets its part: the others' parts become smaller by that, and
+        the global batch stays what it is."""
+        known = self._widths.get((name, number))
+        is_new = known is not None and owner[0] not in known and not self._is_elsewhere(owner, name, number)
+        if known is None or not is_new or not self.state.loaders[name].is_global:
+            return ()
+        known[owner[0]] = 1  # it is one of them now; its part is cut when they have given back
+        holders = {lease.owner for lease in epoch.leases.values() if lease.owner != owner}
+        return self._recall(sorted(holders), name, number)
 
     def _recall(self, owners: Iterable[Identity], name: str, number: int) -> tuple[Identity, ...]:
         fresh = [one for one in owners if (name, number) not in self._recalled.get(one, set())]
@@ -365,13 +385,13 @@ class Leasing:
     def recut(self, name: str, number: int, taking_part: Sequence[Identity]) -> tuple[Identity, ...]:
         """Whom to have give back what they have not begun, since parts by speed are others by now, or members are."""
         epoch, known = self.epoch(name, number), self._widths.get((name, number))
-        if epoch is None or known is None or not self._in_rounds:
+        if epoch is None or known is None or not self._in_rounds or self._is_recalling(name, number):
             return ()
         names = [one[0] for one in taking_part if not self._is_elsewhere(one, name, number)]
         # Who has a lease and has not entered yet will, with its first commit.
         names += sorted({lease.worker for lease in epoch.leases.values() if lease.worker in known} - set(names))
-        wanted = self.widths(name, names)
-        if not worth_a_change(known, wanted, self._speeds_of(names)):
+        wanted, is_auto = self.widths(name, names), self.state.loaders[name].is_auto
+        if known.keys() == wanted.keys() and not (is_auto and worth_a_change(known, wanted, self._speeds_of(names))):
             return ()
         self._widths[name, number] = wanted
         return self._recall(sorted({lease.owner for lease in epoch.leases.values()}), name, number)

@@ -109,8 +109,8 @@ class Epoch(msgspec.Struct):
 
     # -- handing out --------------------------------------------------------------------------------------
 
-    def lease(self, number: int, owner: Identity, most: int) -> Lease | None:
-        """The next that is to do, at most so much; a doubt is handed out alone."""
+    def lease(self, number: int, owner: Identity, most: int, step: int = 0) -> Lease | None:
+        """The next that is to do, at most so much, to be read in batches of `step`; a doubt is handed out alone."""
         if not self.todo:
             return None
         doubt = next((one.span for one in self.doubts if one.span in self.todo), None)
@@ -119,7 +119,7 @@ class Epoch(msgspec.Struct):
         size = len(first) if doubt else min(most, len(first))
         taken, *pieces = first.cut(0, size) + first.cut(size, len(first))
         self.todo = sorted([*pieces, *self.todo])
-        return self._add(number, owner, taken, len(taken) if doubt else 0)
+        return self._add(number, owner, taken, len(taken) if doubt else step)
 
     def deal(
         self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int, unit: int = 1

@@ -21,6 +21,7 @@ class Loader(msgspec.Struct, frozen=True, array_like=True):
     is_auto: bool = False  # parts of a global batch follow the workers' speeds
     num_shards: int = 0  # instead of samples: how many there are in each shows when it is read
     is_steps: bool = False  # `job.steps`: what is leased are steps of the job
+    is_global: bool = False  # `batch` is the global batch, of which each worker reads a part
 
     def check(self) -> None:
         """Of numbers that make no sense the coordinator must not begin to count."""
@@ -34,4 +35,5 @@ class Loader(msgspec.Struct, frozen=True, array_like=True):
             return f"{self.num_samples} steps"
         what = f"{self.num_shards} shards" if self.num_shards else f"{self.num_samples} samples"
         last = ", the last left out (drop_last=True)" if self.drop_last else ""
-        return f"{what} in batches of {self.batch}{last}" + (', batch="auto"' if self.is_auto else "")
+        size = f"global batches of {self.batch}" if self.is_global else f"batches of {self.batch}"
+        return f"{what} in {size}{last}" + (', batch="auto"' if self.is_auto else "")

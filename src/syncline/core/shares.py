@@ -34,6 +34,12 @@ def widths(total: int, speeds: Mapping[str, float]) -> dict[str, int]:
     return found
 
 
+def equal_parts(total: int, num_workers: int) -> list[int]:
+    """A global batch in parts that differ by at most one sample, the larger ones first."""
+    least, num_larger = divmod(total, max(1, num_workers))
+    return [least + (rank < num_larger) for rank in range(num_workers)]
+
+
 def _all_known(speeds: Mapping[str, float]) -> dict[str, float]:
     known = [speed for speed in speeds.values() if speed > 0]
     mean = sum(known) / len(known) if known else 1.0

@@ -46,7 +46,7 @@ class Data(Protocol):
     def num_samples(self) -> int | None:
         """None: it shows when they are read."""
 
-    def loader(self, batch_size: int, drop_last: bool, is_auto: bool) -> Loader: ...
+    def loader(self, batch_size: int, drop_last: bool, is_auto: bool, is_global: bool) -> Loader: ...
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]: ...
     def by_rank(self, mine: ByRank, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]: ...
 
@@ -63,8 +63,8 @@ class Numbered:
     def num_samples(self) -> int:
         return self._num_samples
 
-    def loader(self, batch_size: int, drop_last: bool, is_auto: bool) -> Loader:
-        return Loader(self.num_samples, batch_size, drop_last, is_auto)
+    def loader(self, batch_size: int, drop_last: bool, is_auto: bool, is_global: bool) -> Loader:
+        return Loader(self.num_samples, batch_size, drop_last, is_auto, is_global=is_global)
 
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
         return _Lists(LeasedNumbers(loop, self._order(seed, epoch, shuffle)))
@@ -149,8 +149,8 @@ class Sharded:
     def num_samples(self) -> None:
         return None
 
-    def loader(self, batch_size: int, drop_last: bool, is_auto: bool) -> Loader:
-        return Loader(0, batch_size, drop_last, is_auto, self._num_shards)
+    def loader(self, batch_size: int, drop_last: bool, is_auto: bool, is_global: bool) -> Loader:
+        return Loader(0, batch_size, drop_last, is_auto, self._num_shards, is_global)
 
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]:
         order = self._order(seed, epoch, shuffle)

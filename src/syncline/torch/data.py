@@ -14,6 +14,8 @@ import torch.utils.data
 
 from syncline.client.current import current_job, has_current_job
 from syncline.client.loop import Loop, TakesSamples
+from syncline.core.loader import Loader
+from syncline.core.shares import equal_parts
 from syncline.core.splits import ByRank
 from syncline.data.batching import SHARDS_END
 from syncline.errors import ConfigError, DataError
@@ -36,8 +38,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     epoch alone, and is the same for any number of workers. The seed is `seed`, else that of `generator`, else that of
     `torch.manual_seed`, else 0: as the chief has it at its first training pass, for all workers and all their lives.
 
-    `batch_size` is each worker's; with `batch="auto"`, in `sync`, each worker's part of the global batch
-    (batch_size times the workers) follows its measured speed. The n-th `iter()` is epoch n of the job: one that the
+    `batch_size` is each worker's. `global_batch_size=N`, in its place, is that of all workers together: in `sync`
+    every round has N samples, however many workers there are, and each reads its part; in `async` and `bounded` a
+    worker's batch has N divided by the workers, rounded up. `loader.batch_size` is then this worker's part now. With
+    `batch="auto"`, in `sync`, each worker's part of the global batch (N, or batch_size times the workers) follows its
+    measured speed. The n-th `iter()` is epoch n of the job: one that the
     job has finished yields nothing, one that is under way what is left. A loader is known by the order in which it
     was made, or by `name`. `len(loader)` is about the number of this worker's batches, `total_steps` the job's steps
     in an epoch.
@@ -81,7 +86,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         batch: str = "",
         name: str = "",
         split: bool | None = None,
+        global_batch_size: int | None = None,
     ) -> None:
+        if global_batch_size is not None:
+            batch_size = _checked_global(global_batch_size, batch_size)
+        self._global, self._own_part = global_batch_size, 0  # this worker's part of it, in a loop
         _check(batch_size, sampler, batch_sampler, num_workers, in_order)
         if batch not in ("", "auto"):
             raise ConfigError(f'DataLoader: batch = {batch!r}: there is "auto"; the size is batch_size')
@@ -128,17 +137,45 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         # With a batch sampler torch blanks these two, then guards them; scripts read them, so put them back.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
 
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of this worker's batch; with `global_batch_size`, its part of the global batch now."""
+        if self._global is None:
+            known: int | None = self.__dict__["batch_size"]
+            return known
+        if self._own_part:
+            return self._own_part
+        job = self._current_job()
+        rank, num_workers = _place(job)
+        parts = equal_parts(self._global, num_workers)
+        return max(1, parts[rank] if job.in_rounds else parts[0])
+
+    @batch_size.setter
+    def batch_size(self, value: int | None) -> None:
+        self.__dict__["batch_size"] = value
+
     def __len__(self) -> int:
+        job, size = self._current_job(), self._num_samples
         is_whole = self._reads_whole(torch.is_grad_enabled()) or (self._split is None and self._is_whole)
-        return self._part(self._current_job(), self._num_samples, is_whole=is_whole).num_batches
+        if is_whole or self._global is None or not job.in_rounds:
+            return self._part(job, size, is_whole=is_whole).num_batches
+        rank, num_workers = _place(job)
+        begin = sum(equal_parts(self._global, num_workers)[:rank])
+        num_whole, left = divmod(size, self._global)
+        end = begin + equal_parts(self._global, num_workers)[rank]
+        has_part = left * end // self._global > left * begin // self._global
+        return num_whole + (has_part and not self.drop_last)
 
     @property
     def total_steps(self) -> int:
         """Steps of the job in one epoch: rounds in `sync`, else the steps of all workers together."""
         job, size = self._current_job(), self._num_samples
-        assert self.batch_size is not None
         if self._split is False:
             return self._part(job, size, is_whole=True).num_batches * (1 if job.in_rounds else job.world_size)
+        if self._global is not None:
+            size -= size % self._global if self.drop_last else 0
+            return -(-size // (self._global if job.in_rounds else equal_parts(self._global, job.world_size)[0]))
+        assert self.batch_size is not None
         wide = self.batch_size * (job.world_size if job.in_rounds else 1)
         return size // wide if self.drop_last else -(-size // wide)
 
@@ -170,9 +207,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         name = self._name_in(job)
         epoch = self._next_epoch
         self._next_epoch += 1
-        assert self.batch_size is not None
-        data = self._data.loader(self.batch_size, self.drop_last, self._is_auto)
-        loop = Loop(job, name, epoch, data, self._seed if self._shuffle else None)
+        loop = Loop(job, name, epoch, self._described(job, epoch), self._seed if self._shuffle else None)
         self._job_seed = loop.reading.seed
         self._draw_from(job, epoch)
         self._mind_the_order(job, epoch)
@@ -225,6 +260,18 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return self._given_generator.initial_seed()
         return _seed_of_the_script()
 
+    def _described(self, job: TakesSamples, epoch: int) -> Loader:
+        """As all workers of the job must have it."""
+        size = self.batch_size if self._global is None else self._global
+        assert size is not None
+        if self._global is not None and job.in_rounds and epoch == 0 and job.world_size > size:
+            raise ConfigError(
+                f"DataLoader: global_batch_size={size} is less than the {job.world_size} workers of this job, and "
+                f"each needs a sample of every round: give global_batch_size={job.world_size} or more, or start "
+                "fewer workers (-w)"
+            )
+        return self._data.loader(size, self.drop_last, self._is_auto, self._global is not None)
+
     def _draw_from(self, job: TakesSamples, number: int) -> None:
         """The seed of data processes depends on the loader's and the script's seed, the epoch and the worker."""
         parts = (self._seed, torch.initial_seed(), number, job.rank)
@@ -256,6 +303,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """The batches of this worker's leases, until the epoch is finished for all."""
         with loop:
             leased = self._data.leased(loop, self._seed, epoch, self._shuffle)
+            self._own_part = 0
             # The first of them is waited for here: data processes are not started for nothing.
             for first in leased:
                 self._aim.at(_After(first, leased))
@@ -263,6 +311,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                     if loop.is_over:
                         return
                     loop.hand_out()
+                    self._own_part = loop.reading.step
                     yield batch
                     loop.comes_back()
 
@@ -270,7 +319,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """A loader made anew for every epoch begins with the order of epoch 0 every time: told once."""
         if epoch or not self._shuffle:
             return
-        if job.samples.has_begun((id(self._given_data), self.batch_size, self._seed)):
+        size = (self.__dict__["batch_size"], self._global)
+        if job.samples.has_begun((id(self._given_data), size, self._seed)):
             job.notice(
                 "a new DataLoader over the same data begins with the same order again: make it once, before the "
                 "loop over the epochs, and every pass has an order of its own"
@@ -302,8 +352,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _part(self, job: TakesSamples, num_samples: int, *, is_whole: bool) -> ByRank:
         """The whole data set, or this worker's part by the rank and the number of workers that hold now."""
-        assert self.batch_size is not None
-        return ByRank(num_samples, self.batch_size, *((0, 1) if is_whole else _place(job)), self.drop_last)
+        rank, num_workers = _place(job)
+        size = self.batch_size if self._global is None else equal_parts(self._global, num_workers)[0]
+        assert size is not None
+        return ByRank(num_samples, size, *((0, 1) if is_whole else (rank, num_workers)), self.drop_last)
 
 
 def _seed_of_the_script() -> int:
@@ -342,6 +394,21 @@ class _After:
     def __next__(self) -> list[Any]:
         first, self._first = self._first, None
         return next(self._others) if first is None else first
+
+
+def _checked_global(size: object, batch_size: object) -> int:
+    """What torch gets as the batch size."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(
+            f"DataLoader: global_batch_size = {size!r}: must be an int of at least 1, the samples of one step of all "
+            "workers together"
+        )
+    if batch_size not in (None, 1):
+        raise ConfigError(
+            f"DataLoader: batch_size={batch_size!r} and global_batch_size={size} cannot both be given: batch_size is "
+            "each worker's, global_batch_size that of all workers together; leave one of them out"
+        )
+    return size
 
 
 def _check(
