@@ -240,7 +240,7 @@ class FakeJob:
         self.num_rests += 1
         self.desk.rest(self)
 
-    def notice(self, text: str) -> None:
+    def notice(self, text: str, *, is_own: bool = False) -> None:
         self.noticed.append(text)
 
     def pause(self) -> None:

@@ -176,9 +176,10 @@ class Job:
         """Whether the policy has all workers step together."""
         return policy_of(self.config).in_rounds
 
-    def notice(self, text: str) -> None:
-        """Tells the user something, once; in a job of several workers the chief speaks for all."""
-        if self.is_chief and text not in self._noticed:
+    def notice(self, text: str, *, is_own: bool = False) -> None:
+        """Tells the user something, once; in a job of several workers the chief speaks for all, unless it is about
+        this worker (`is_own`)."""
+        if (self.is_chief or is_own) and text not in self._noticed:
             self._noticed.add(text)
             self._say(text)
 
@@ -394,6 +395,10 @@ class Job:
             except ValidationCalled as called:
                 called.answer()
         assert isinstance(answer, Passed)
+        if turn == 1 and answer.turn and self.samples.num_skipped and self.samples.is_in_epoch:
+            self._turns[name] = answer.turn  # the others passed it in the epochs that this worker has skipped
+            self.barrier(name)
+            return
         self.exchange.pass_barrier(answer)
 
     def validate(

@@ -244,6 +244,10 @@ class Reading:
             self._take(answer)
         return None
 
+    def resume(self) -> None:
+        """The script begins its loop: what it did before, an evaluation for instance, is no part of a step."""
+        self._times.resume()
+
     @property
     def is_finished(self) -> bool:
         return self._is_finished

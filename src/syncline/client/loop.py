@@ -31,7 +31,7 @@ class TakesSamples(Protocol):
     @property
     def should_stop(self) -> bool: ...
     def rest(self, *, leaves: bool = True) -> None: ...
-    def notice(self, text: str) -> None: ...
+    def notice(self, text: str, *, is_own: bool = False) -> None: ...
 
 
 class Loop:
@@ -47,12 +47,22 @@ class Loop:
         tell_unused(job)
         self.reading: Reading = job.samples.open(loader, epoch, data, seed)
         self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
+        self._ahead: Piece | None = None  # the first of them, which was waited for before the loop began
         self._taken, self._first_step = 0, job.own_step
         self._position: Position = ("loop", loader, epoch)
         self._is_steps = data.is_steps
 
+    def has_batch(self) -> bool:
+        """Waits until there is a batch for this worker, which stays its own; False: the epoch ends without one."""
+        self.comes_back()
+        self._ahead = self.next()
+        return self._ahead is not None
+
     def next(self) -> Piece | None:
         """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
+        if self._ahead is not None:
+            piece, self._ahead = self._ahead, None
+            return piece
         piece = self.reading.next(may_wait=not self._cut)
         if piece is not None:
             self._cut.append(piece)
@@ -64,6 +74,11 @@ class Loop:
         if piece is not None:
             self._cut.append(piece)
         return piece is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the script has got nothing of it."""
+        return not self._taken
 
     @property
     def is_over(self) -> bool:
@@ -88,6 +103,7 @@ class Loop:
             self._job.samples.boundary.stops(self._position)
 
     def __enter__(self) -> Loop:
+        self.reading.resume()
         self.comes_back()
         return self
 

@@ -36,6 +36,8 @@ class Samples:
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
         self.progress = (0, 0, 0)  #: epoch, batches of it so far, and in all
+        self.num_skipped = 0  #: epochs that the script was not given by `epochs(n)`: the job had finished them
+        self.is_in_epoch = False  #: the script is inside an epoch that `epochs(n)` has given it
         self._first_at = 0.0
         self._lock = threading.Lock()
         self._readings: dict[tuple[str, int], Reading] = {}

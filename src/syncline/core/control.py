@@ -175,6 +175,7 @@ class Passed(Message, frozen=True):
 
     stretch: int
     is_away: bool = False
+    turn: int = 0  # the last one that was passed, when this one was passed before
 
 
 class Report(Message, frozen=True):

@@ -306,12 +306,13 @@ class Barriers:
         return True
 
     @staticmethod
-    def behind_passed(stretch: int, begun: int) -> Passed:
+    def behind_passed(stretch: int, begun: int, turn: int = 0) -> Passed:
         """The answer to one that comes to a barrier that all have passed. `begun`: what the last barrier began.
+        `turn`: the last one of this barrier that was passed.
 
         Who asks again may not have heard of that. Who is in that era already came late: it stays away.
         """
-        return Passed(max(stretch, begun), is_away=stretch >= begun)
+        return Passed(max(stretch, begun), is_away=stretch >= begun, turn=turn)
 
     def next_stretch(self) -> int:
         """The stretch that begins behind a barrier: later than any that a worker was in."""

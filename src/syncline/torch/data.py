@@ -109,6 +109,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             )
         if self._data.num_samples is None and drop_last:
             raise ConfigError(f"DataLoader: drop_last cannot be given for shards: {SHARDS_END}")
+        self._has_told_empty = False
+        self._begun: Loop | None = None  # over the epoch that `epochs` has given, and the script has not read yet
         self._given_name = name
         self._named_in: weakref.ref[TakesSamples] | None = None
         self._next_epoch = self._num_unleased = 0
@@ -204,15 +206,60 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             )
         if self._is_whole:
             return self._read_by(alone, self._train_on_the_whole(job, alone))
-        name = self._name_in(job)
-        epoch = self._next_epoch
+        loop, self._begun = self._begun or self._open(job), None
+        self._draw_from(job, loop.reading.epoch)
+        return self._read_by(alone, self._train(loop, loop.reading.epoch, alone))
+
+    def _open(self, job: TakesSamples) -> Loop:
+        """This worker's loop over its next epoch."""
+        name, epoch = self._name_in(job), self._next_epoch
         self._next_epoch += 1
         loop = Loop(job, name, epoch, self._described(job, epoch), self._seed if self._shuffle else None)
         self._job_seed = loop.reading.seed
-        self._draw_from(job, epoch)
         self._mind_the_order(job, epoch)
         job.samples.begin_epoch(epoch, self._part(job, self._data.num_samples or 0, is_whole=False).num_batches)
-        return self._read_by(alone, self._train(loop, epoch, alone))
+        return loop
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The numbers of the next `num_epochs` epochs, from 0, for a loop around the loop over the batches.
+
+        Epochs that the job has finished, before this worker started again or before the job was taken up, are left
+        out, and so are those that end without a batch for this worker: every epoch that it gives has one at least.
+        When training stops by a rule, so does this. It tells the job how long the run is: see `job.progress`. Pass
+        over the loader once in each epoch.
+        """
+        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
+            raise ConfigError(
+                f"DataLoader: epochs({num_epochs!r}): must be an int of at least 0, how many epochs to train"
+            )
+        if self._reads_whole(torch.is_grad_enabled()) or not torch.is_grad_enabled():  # the job does not count them
+            yield from range(num_epochs)
+            return
+        job = self._current_job()
+        self._name_in(job)
+        first = self._next_epoch
+        for number in range(num_epochs):
+            self._next_epoch = first + number
+            loop = self._open(job)
+            if not loop.has_batch():
+                with loop:
+                    job.samples.num_skipped += 1
+                if job.should_stop:
+                    return
+                continue
+            self._begun, job.samples.is_in_epoch = loop, True
+            try:
+                yield number
+            finally:
+                job.samples.is_in_epoch = False
+                if self._begun is not None:  # the script has not read it
+                    self._begun, unread = None, self._begun
+                    unread.__exit__(GeneratorExit, None, None)
+            if self._next_epoch > first + number + 1:
+                raise ConfigError(
+                    f"DataLoader: epochs({num_epochs}): epoch {number + 1} passed over the loader more than once: "
+                    "each pass is an epoch of the job; pass over it once in each, or loop over range(n)"
+                )
 
     def _reads_whole(self, is_training: bool) -> bool:
         """Whether a pass that begins now gives every worker the whole data set."""
@@ -314,6 +361,18 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                     self._own_part = loop.reading.step
                     yield batch
                     loop.comes_back()
+        if loop.is_empty and not loop.is_over:
+            self._tell_empty(epoch)
+
+    def _tell_empty(self, epoch: int) -> None:
+        self._has_told_empty, has_told = True, self._has_told_empty
+        if not has_told:
+            self._current_job().notice(
+                f"epoch {epoch + 1} of {self._name!r} had no batch left for this worker, so the loop over it was "
+                "empty: a mean over its batches would divide by zero. `for epoch in loader.epochs(n):` skips such "
+                "epochs",
+                is_own=True,
+            )
 
     def _mind_the_order(self, job: TakesSamples, epoch: int) -> None:
         """A loader made anew for every epoch begins with the order of epoch 0 every time: told once."""

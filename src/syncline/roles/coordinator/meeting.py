@@ -27,7 +27,8 @@ class Meeting:
     def arrive(self, request: Request, message: Barrier) -> None:
         with self._c.lock:
             if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.stretch):
-                request.reply(self._barriers.behind_passed(message.stretch, self._c.membership.state.stretch))
+                begun, turn = self._c.membership.state.stretch, self._barriers.passed[message.name]
+                request.reply(self._barriers.behind_passed(message.stretch, begun, turn))
                 return
             waiting = self._there.setdefault((message.name, message.turn), [])
             waiting[:] = [w for w in waiting if w[0].peer.name != request.peer.name]
