@@ -126,6 +126,25 @@ def test_a_mask_of_minus_infinity_and_a_complex_buffer_are_no_obstacle() -> None
         assert any("1 buffers of a type that servers cannot host" in text for text in jobs[0]._noticed)
 
 
+@pytest.mark.parametrize("change", ["load_state_dict", "clamp_", "none"])
+def test_a_change_of_parameters_that_does_not_count_is_said(change: str) -> None:
+    with local_job(workers=1) as jobs:
+        model = copy.deepcopy(NET)
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0])
+        for _ in range(2):
+            backward(model)
+            opt.step()
+        opt.pull()
+        if change == "load_state_dict":
+            model.load_state_dict(NET.state_dict())
+        elif change == "clamp_":
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.01, 0.01)
+        backward(model)
+        opt.step()
+        assert any("has written to parameters" in text for text in jobs[0]._noticed) == (change != "none")
+
+
 def test_a_parameter_has_one_rule_in_a_job() -> None:
     with local_job(workers=1) as jobs:
         model = torch.nn.Linear(2, 2)

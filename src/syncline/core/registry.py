@@ -79,7 +79,10 @@ class Registry:
     def _check_new(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:
             if parameter.name in self.layout.where:
-                raise LayoutError(f"{parameter.name!r} is registered already; register new parameters by themselves")
+                raise LayoutError(
+                    f"{parameter.name!r} is registered already; register new parameters by themselves. An "
+                    "optimizer has all parameters of one that was made before, or none; add_param_group adds to it"
+                )
 
     def _check_complete(self, who: str, ordinal: int, parameters: Sequence[Parameter]) -> None:
         for known in self.layout.segments:
@@ -94,7 +97,8 @@ class Registry:
             if (known, segment.reduce) != (given, reduce):
                 raise LayoutError(
                     f"{who} registered {parameter.name!r} with {given} and reduce={reduce!r}, the job has {known} "
-                    f"and reduce={segment.reduce!r}; a parameter has one rule in a job"
+                    f"and reduce={segment.reduce!r}; a parameter has one rule in a job. Give the other "
+                    "optimizer a copy of the model, or begin a new job: job.close(), then syncline.init()"
                 )
 
     def _are_ready(self, parameters: Sequence[Parameter]) -> bool:

@@ -83,6 +83,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._buffers = Buffers(self._job, model, buffers, self._prefix) if model is not None else None
         self._register_others()
         self._landing = self._make_landing()
+        self._notices.mind_changes(self._tracked)
         self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._settle))
         if self._local is None:  # else what it has is its own until the next average
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
@@ -211,6 +212,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._register_groups(first)
         self._landing.close()
         self._landing = self._make_landing()
+        self._notices.mind_changes(self._tracked)
         self._remembered.look()
 
     # -- stepping -----------------------------------------------------------------------------------------
