@@ -2,7 +2,7 @@
 
     python tests/scripts/plain.py tests/scripts/mnist.py --batch-size 32
 
-The samples come in the job's order, since torch's own shuffling draws another one, and Adam, AdamW and SGD use torch's
+The samples come in the job's order, since torch's own shuffling draws another one. Adam, AdamW and SGD use torch's
 fused kernels, as the servers do. All else is plain torch.
 """
 

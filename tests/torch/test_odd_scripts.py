@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+import syncline
 from syncline.client.job import Job
 from syncline.errors import LayoutError
 from syncline.testing import local_job
@@ -126,23 +127,66 @@ def test_a_mask_of_minus_infinity_and_a_complex_buffer_are_no_obstacle() -> None
         assert any("1 buffers of a type that servers cannot host" in text for text in jobs[0]._noticed)
 
 
-@pytest.mark.parametrize("change", ["load_state_dict", "clamp_", "none"])
-def test_a_change_of_parameters_that_does_not_count_is_said(change: str) -> None:
-    with local_job(workers=1) as jobs:
-        model = copy.deepcopy(NET)
-        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0])
-        for _ in range(2):
-            backward(model)
-            opt.step()
-        opt.pull()
-        if change == "load_state_dict":
-            model.load_state_dict(NET.state_dict())
-        elif change == "clamp_":
-            with torch.no_grad():
-                model[0].weight.clamp_(-0.01, 0.01)
+def change_and_train(job: Job | None) -> torch.nn.Module:
+    """Loads weights when the optimizer is there already, as to resume, and clamps them after each step."""
+    model = copy.deepcopy(NET)
+    opt: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if job is not None:
+        opt = DistributedOptimizer(opt, model=model, job=job)
+    model.load_state_dict({name: tensor + 1 for name, tensor in NET.state_dict().items()})
+    for _ in range(3):
+        opt.zero_grad()
         backward(model)
         opt.step()
-        assert any("has written to parameters" in text for text in jobs[0]._noticed) == (change != "none")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-1.2, 1.2)
+    return model
+
+
+def test_alone_what_a_script_writes_to_parameters_counts() -> None:
+    expected = change_and_train(None)
+    with syncline.init() as job:
+        for one, other in zip(change_and_train(job).parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_weights_that_are_loaded_before_the_first_step_count_in_rounds(policy: str) -> None:
+    """On arrival another worker may have pushed before: then it is said that they do not count."""
+
+    def train(job: Job) -> torch.nn.Module:
+        model = copy.deepcopy(NET)
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model)
+        model.load_state_dict({name: tensor + 1 for name, tensor in NET.state_dict().items()})
+        backward(model)
+        opt.step()
+        return model
+
+    with local_job(workers=2, policy=policy) as jobs:
+        models = jobs.run(train)
+        assert any("has written to parameters" in text for text in jobs[0]._noticed) == (policy == "async")
+    for model in models:
+        for one, other in zip(model.parameters(), NET.parameters(), strict=True):
+            torch.testing.assert_close(one, other + 1 if policy == "sync" else other)
+
+
+def test_a_later_change_that_does_not_count_is_said() -> None:
+    with local_job(workers=2) as jobs:
+
+        def train(job: Job) -> list[bool]:
+            model, told = copy.deepcopy(NET), []
+            opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+            for number in range(4):
+                if number == 3:
+                    model.load_state_dict(NET.state_dict())
+                backward(model)
+                opt.step()
+                opt.pull()
+                told.append(any("has written to parameters" in text for text in job._noticed))
+            return told
+
+        assert jobs.run(train)[0] == [False, False, False, True]
 
 
 def test_a_parameter_has_one_rule_in_a_job() -> None:

@@ -78,8 +78,8 @@ class Exchange(Protocol):
     def add(self, segments: Sequence[Segment], seats: Sequence[Seat]) -> None:
         """The job's layout has grown; these servers have its slices."""
 
-    def upload(self, segment: Segment, values: Bytes) -> None:
-        """The chief's first values."""
+    def upload(self, segment: Segment, values: Bytes, *, again: bool = False) -> None:
+        """The chief's first values. `again`: also after updates, by the only worker of a job."""
 
     def arena(self, segment: int) -> Bytes:
         """Where the gradients of the next commit are written; free to be written when this returns."""

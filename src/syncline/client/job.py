@@ -65,6 +65,7 @@ class Job:
     ) -> None:
         """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens."""
         self.config: JobConfig = joined.config
+        self.is_embedded = embedded  #: whether this is the only worker, and server and coordinator are its own
         self.name, self.folder = me.name, folder  #: its own; where the job's files go
         self._me, self._link, self._hearing, self._say = me, link, hearing, say
         self._on_close = on_close

@@ -104,8 +104,8 @@ class ServersExchange:
         self._again(self._redo.take_over)
         self.times.resume()
 
-    def upload(self, segment: Segment, values: Bytes) -> None:
-        self._again(lambda: upload(self._placement, segment, values, self._wait_seconds))
+    def upload(self, segment: Segment, values: Bytes, *, again: bool = False) -> None:
+        self._again(lambda: upload(self._placement, segment, values, self._wait_seconds, again=again))
 
     def _again(self, action: Callable[[], T]) -> T:
         """Something is said to the servers, and again when they change."""

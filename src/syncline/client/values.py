@@ -16,14 +16,14 @@ from syncline.net.transport import buffer_of
 _MOST_OPEN = 16
 
 
-def upload(placement: Placement, segment: Segment, values: Bytes, seconds: float) -> None:
+def upload(placement: Placement, segment: Segment, values: Bytes, seconds: float, *, again: bool = False) -> None:
     """The chief's values of a whole segment."""
     # Few are open at a time: answers that nobody reads yet would fill the socket, and stop the server.
     calls: collections.deque[Call] = collections.deque()
     for part in segment.slices:
         view = values[part.offset : part.offset + part.num_bytes]
         endpoint = placement.endpoints[placement.primaries[part.id]]
-        message = Upload(segment.index, [part.id])
+        message = Upload(segment.index, [part.id], again)
         calls.append(endpoint.call(message, buffers=[buffer_of(view)], payload_bytes=view.nbytes))
         if len(calls) >= _MOST_OPEN:
             wait_all([calls.popleft()], seconds)

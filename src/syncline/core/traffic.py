@@ -41,6 +41,7 @@ class Upload(Message, frozen=True):
 
     segment: int
     slices: list[int]
+    again: bool = False  # also when updates were made: the only worker of a job has changed them
 
 
 class Attach(Message, frozen=True):

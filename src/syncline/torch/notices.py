@@ -44,26 +44,27 @@ class Notices:
             self._version = parameter.grad._version
 
     def mind_changes(self, items: Sequence[Tracked]) -> None:
-        """From now on, who writes to these parameters between two steps is told that it counts for nothing.
+        """From now on, `have_changed` tells when the script writes to these parameters.
 
         New values land in the memory below a view, which torch's version counters do not see.
         """
         self._kept = [item.tensor for item in items if item.is_view]
         self._versions = [tensor._version for tensor in self._kept]
 
-    def _see_changes(self) -> None:
+    def have_changed(self) -> bool:
+        """Whether the script has written to a parameter since this was last asked, other than through `.data`."""
         versions = [tensor._version for tensor in self._kept]
-        if versions != self._versions:
-            self._kept, self._versions = [], []
-            self._job.notice(
-                "the script has written to parameters after their DistributedOptimizer was made (load_state_dict, "
-                "clamp_, …): the values of the servers count, and come back with this step. Load weights before you "
-                "make the optimizer; if you only exchanged weights for an evaluation and put them back, all is well"
-            )
+        has_changed, self._versions = versions != self._versions, versions
+        return has_changed
+
+    def tell_change(self) -> None:
+        self._job.notice(
+            "the script has written to parameters between two steps (load_state_dict, clamp_, …): the values of the "
+            "servers count, and come back with this step. Load weights before the first step; if you only exchanged "
+            "weights for an evaluation and put them back, all is well"
+        )
 
     def before_push(self) -> None:
-        if self._kept:
-            self._see_changes()
         if not self._wants_clip_notice or self._watched is None or self._watched.grad is None:
             return
         if self._version >= 0 and self._watched.grad._version != self._version:

@@ -18,7 +18,7 @@ from syncline.client.steering import with_factor
 from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
-from syncline.errors import ConfigError, LayoutError
+from syncline.errors import ConfigError, LayoutError, ProtocolError
 from syncline.net.hatch import Hatch
 from syncline.torch.buffers import Buffers
 from syncline.torch.carriers import ArenaCarrier, Carrier, MirrorCarrier
@@ -62,7 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._check(opt, clip_norm, buffers)
         self._opt, self._model, self._overlap, self._clip_norm = opt, model, overlap, clip_norm
-        self._registered = False
+        self._registered = self._has_pushed = False
         super().__init__(opt.param_groups, opt.defaults)
         self._share_state()
         self._job = job or current_job()
@@ -265,6 +265,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._job.exchange.times.lap("compute")
         if not overflow:
             self._notices.before_push()
+            if self._notices.have_changed():
+                self._keep_changes()
+            self._has_pushed = True
             if clip is not None and not self._in_rounds:
                 # On arrival there is no round's mean: what is pushed is clipped here, by its own norm.
                 scale, clip = self._own_clip(clip, scale), None
@@ -286,6 +289,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._landing.before_commit()
         self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
+
+    def _keep_changes(self) -> None:
+        """The script has written to parameters since the last step. Its values count before the first step, and in an
+        embedded job. Elsewhere other workers read and update the same parameters: then the script is told so.
+        """
+        assert isinstance(self._landing, HostLanding)
+        exchange, is_alone = self._job.exchange, self._job.is_embedded
+        if not self._job.is_chief:
+            return
+        is_first = self._in_rounds and not self._has_pushed and not self._job.config.is_ring
+        try:
+            if is_alone or is_first:
+                for index, values in self._landing.flat.flats.items():
+                    exchange.upload(exchange.layout.segments[index], values, again=is_alone)
+                return
+        except ProtocolError:
+            pass  # the job has made steps before
+        self._notices.tell_change()
 
     def _own_clip(self, clip: float, scale: torch.Tensor | None) -> torch.Tensor:
         norms = torch.stack([gradients.norm() for gradients in self._gradients])

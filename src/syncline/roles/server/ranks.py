@@ -36,6 +36,10 @@ class Ranks:
         there = [s.name for s in self._rounds.standings.values() if not (s.left or s.fenced)]
         self._chief = next((name for name in [*self._names, *there] if name in there), "")
 
+    @property
+    def num_workers(self) -> int:
+        return len(self._names)
+
     def check_chief(self, peer: Peer, doing: str) -> None:
         first = self._names[0] if self._names else ""
         if peer.name not in (self._chief, first):

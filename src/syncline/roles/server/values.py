@@ -29,7 +29,7 @@ class Values:
         found = []
         for number in message.slices:
             try:
-                found.append(buffer_of(self._to_be_uploaded(peer, message.segment, number, commits).memory))
+                found.append(buffer_of(self._to_be_uploaded(peer, message, number, commits).memory))
             except SynclineError:
                 found.append(self._nowhere(number))
         return found
@@ -37,19 +37,19 @@ class Values:
     def _nowhere(self, number: int) -> Buffer:
         return buffer_of(np.empty(self._hosting.find(number)[1].num_bytes, np.uint8))
 
-    def _to_be_uploaded(self, peer: Peer, segment: int, number: int, commits: Commits) -> HostedSlice:
+    def _to_be_uploaded(self, peer: Peer, message: Upload, number: int, commits: Commits) -> HostedSlice:
         commits.ranks.check_chief(peer, "uploads values")
         slot = self._hosting.primary(number)
-        if slot.part.segment != segment:
-            raise ProtocolError(f"{self._hosting.name} does not host slice {number} of segment {segment}")
-        if slot.uploaded and (slot.state.version or slot.copied is not None):
+        if slot.part.segment != message.segment:
+            raise ProtocolError(f"{self._hosting.name} does not host slice {number} of segment {message.segment}")
+        may = message.again and commits.ranks.num_workers == 1
+        if slot.uploaded and (slot.state.version or slot.copied is not None) and not may:
             raise ProtocolError(f"{peer} uploads values that the job has already")
         return slot
 
     def uploaded(self, request: Request, message: Upload, commits: Commits) -> None:
         """They are where they belong; the same again, before anything was applied, changes nothing."""
-        segment = message.segment
-        for slot in [self._to_be_uploaded(request.peer, segment, n, commits) for n in message.slices]:
+        for slot in [self._to_be_uploaded(request.peer, message, n, commits) for n in message.slices]:
             with slot.lock:
                 slot.rules.uploaded()
                 slot.uploaded = True
