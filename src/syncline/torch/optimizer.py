@@ -69,7 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy = policy_of(self._job.config)
         self._in_rounds = policy.in_rounds
         self._taken = self._job.samples_taken  # at the last step
-        self._prefix = free_prefix(self._job.names_taken, list(name_parameters(self.param_groups, model)))
+        named = list(name_parameters(self.param_groups, model))
+        self._prefix = free_prefix(self._job.names_taken, named, shares=not self._is_as_in_torch(named))
         self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model, self._prefix))
         self._watched: list[tuple[int, int, int, ChangedOptions]] = []  # segment, its rule, our group
         self._gradients: list[Gradients] = []
@@ -90,6 +91,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._registered = True
         self._remember()
         take_part_in(self._job.validating, self, model)
+
+    def _is_as_in_torch(self, items: Sequence[Tracked]) -> bool:
+        """Whether this optimizer has a state of its own, also when another one has the same parameters. It has in an
+        embedded job: there each of them gives the servers the values that it finds. (On a GPU it does not.)"""
+        return self._job.is_embedded and all(item.tensor.device.type == "cpu" for item in items)
 
     def _remember(self) -> None:
         """Its groups' numbers are saved with the script's state, and with local steps all that the optimizer has."""
@@ -265,7 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._job.exchange.times.lap("compute")
         if not overflow:
             self._notices.before_push()
-            if self._notices.have_changed():
+            if self._notices.have_changed() or (self._job.is_embedded and self._landing.is_left):
                 self._keep_changes()
             self._has_pushed = True
             if clip is not None and not self._in_rounds:
@@ -301,6 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_first = self._in_rounds and not self._has_pushed and not self._job.config.is_ring
         try:
             if is_alone or is_first:
+                self._landing.flat.gather()
                 for index, values in self._landing.flat.flats.items():
                     exchange.upload(exchange.layout.segments[index], values, again=is_alone)
                 return

@@ -41,21 +41,22 @@ def name_parameters(
             yield Tracked(prefix + name, parameter, index)
 
 
-def free_prefix(taken: dict[str, Any], items: Sequence[Tracked]) -> str:
+def free_prefix(taken: dict[str, Any], items: Sequence[Tracked], *, shares: bool = True) -> str:
     """What to put before these names, so that another model of this job with the same names stays another one.
 
     `taken` has a weak reference to the tensor of every name; these items are added to it. A name is never given
-    back, also when its model is gone: its values on the servers are that model's.
+    back, also when its model is gone: its values on the servers are that model's. `shares`: two optimizers of the
+    same tensors have them under the same names, with one rule and one state.
     """
     count = 0
-    while any(_is_anothers(taken, _prefix(count) + item.name, item.tensor) for item in items):
+    while any(_is_anothers(taken, _prefix(count) + i.name, i.tensor if shares else None) for i in items):
         count += 1
     taken.update({_prefix(count) + item.name: weakref.ref(item.tensor) for item in items})
     return _prefix(count)
 
 
-def _is_anothers(taken: dict[str, Any], name: str, tensor: torch.Tensor) -> bool:
-    return name in taken and taken[name]() is not tensor
+def _is_anothers(taken: dict[str, Any], name: str, tensor: torch.Tensor | None) -> bool:
+    return name in taken and (tensor is None or taken[name]() is not tensor)
 
 
 def _prefix(count: int) -> str:
@@ -103,10 +104,23 @@ class FlatMemory:
             if in_place and item.tensor.device.type == "cpu" and item.tensor.is_contiguous():
                 item.tensor.data = view
                 item.is_view = True
+        self._places = [(i.tensor, view.data_ptr()) for i, view in self._views if i.is_view and i.tensor.numel()]
 
     def view(self, position: int) -> torch.Tensor:
         """The flat memory's version of the parameter at this position."""
         return self._views[position][1]
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a tensor that lay here lies in other memory now: another optimizer's, or the script's own."""
+        return any(tensor.data_ptr() != place for tensor, place in self._places)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """What the tensors have comes into the flat memory."""
+        for item, view in self._views:
+            if _lies_elsewhere(item.tensor, view):
+                view.copy_(item.tensor)
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -115,6 +129,10 @@ class FlatMemory:
             # Somebody may have put other memory in its place: model.to(), an exchange of weights.
             if not item.is_view or item.tensor.data_ptr() != view.data_ptr():
                 item.tensor.copy_(view)
+
+
+def _lies_elsewhere(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    return bool(tensor.numel()) and tensor.data_ptr() != view.data_ptr()
 
 
 def as_tensor(flat: Bytes, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
