@@ -61,8 +61,8 @@ class Loop:
     def next(self) -> Piece | None:
         """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
         if self._ahead is not None:
-            piece, self._ahead = self._ahead, None
-            return piece
+            ahead, self._ahead = self._ahead, None
+            return ahead
         piece = self.reading.next(may_wait=not self._cut)
         if piece is not None:
             self._cut.append(piece)

@@ -253,7 +253,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             finally:
                 job.samples.is_in_epoch = False
                 if self._begun is not None:  # the script has not read it
-                    self._begun, unread = None, self._begun
+                    unread, self._begun = self._begun, None
                     unread.__exit__(GeneratorExit, None, None)
             if self._next_epoch > first + number + 1:
                 raise ConfigError(
