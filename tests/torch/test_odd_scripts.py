@@ -189,8 +189,6 @@ def test_a_later_change_that_does_not_count_is_said() -> None:
         assert jobs.run(train)[0] == [False, False, False, True]
 
 
-<<<<<<< HEAD
-=======
 def several_optimizers(job: Job | None) -> torch.nn.Module:
     """As one fine-tunes: some parameters first, then all of them by another rule; then the first optimizer again, in
     turn with one that has only some of them; at last the same optimizer, made again."""
@@ -223,18 +221,6 @@ def test_alone_several_optimizers_have_the_same_parameters_as_in_torch() -> None
             torch.testing.assert_close(one, other)
 
 
-def test_an_optimizer_of_a_job_that_was_closed_says_so() -> None:
-    with local_job(workers=1) as jobs:
-        model = copy.deepcopy(NET)
-        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0])
-        jobs[0].close()
-        backward(model)
-        for call in (opt.step, opt.pull):
-            with pytest.raises(ConfigError, match="belongs to a job that was closed"):
-                call()
-
-
->>>>>>> 180b318 (Let several optimizers have the same parameters in one process)
 def test_a_parameter_has_one_rule_in_a_job() -> None:
     with local_job(workers=1) as jobs:
         model = torch.nn.Linear(2, 2)
