@@ -331,6 +331,7 @@ class Launcher:
             return
         if line:
             self._say(line)
+        self._tally.died(name, reason, time.monotonic(), comes_back=False)
         self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))
 
     @property
