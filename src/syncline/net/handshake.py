@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -88,11 +88,16 @@ PREFIX_BYTES = _PREFIX.size
 
 
 P = TypeVar("P", Hello, Challenge, Proof, Welcome)
+# Made here, in one thread: msgspec may crash where two threads decode a type for the first time at once.
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Challenge, Proof, Welcome)
+}
 
 
 def unpack(kind: type[P], body: bytes) -> P:
     try:
-        return msgspec.msgpack.decode(body, type=kind)
+        part: P = _decoders[kind].decode(body)
+        return part
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"a handshake that cannot be read: {error}") from None
 
