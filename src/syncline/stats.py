@@ -128,6 +128,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     stop: str = ""  #: which rule has ended training, on what value
     lr_factor: float = 1.0  #: on every learning rate, by --on-plateau
     exchange: str = "servers"
+    step: int = 0  #: the job's, as `job.step` is
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from syncline import config as configuration
+from syncline.cli.listing import list_jobs
 from syncline.cli.standing import show_status
 from syncline.core.control import AskStatus, AskWhy, GivenStatus, GivenWhy, Scale
 from syncline.core.message import Done
@@ -25,21 +26,31 @@ RunsOption = Annotated[str | None, typer.Option(metavar="DIR", help="Folder with
 
 def find(job: str, runs: str | None) -> JobFile:
     """The job that is meant; one that is not there is a ConfigError that says so."""
-    return find_job(job, pathlib.Path(runs or configuration.resolve(configuration.read_toml_here()).runs))
+    return find_job(job, runs_folder(runs))
+
+
+def runs_folder(runs: str | None) -> pathlib.Path:
+    """The folder that has one folder per job: as typed, or as syncline.toml says."""
+    return pathlib.Path(runs or configuration.resolve(configuration.read_toml_here()).runs)
 
 
 def status(
-    job: JobArgument,
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Name of a job under runs/, or path of a job file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, for machines.")] = False,
     runs: RunsOption = None,
 ) -> None:
-    """Shows how a running job stands.
+    """Shows how a running job stands; without JOB, lists the jobs.
 
-    Its members with their incarnations, steps and round-trip times; who waits for whom since when; what happened
-    lately; and what the death of a server would cost now.
+    Of a job: its members with their incarnations, steps and round-trip times; who waits for whom since when; what
+    happened lately; and what the death of a server would cost now.
 
     Example:  syncline status train-20250101-120000
     """
+    if job is None:
+        sys.stdout.write(list_jobs(runs_folder(runs), as_json=as_json) + "\n")
+        return
     given = ask(find(job, runs), AskStatus(), GivenStatus).status
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(given), indent=2).decode()

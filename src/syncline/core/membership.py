@@ -66,6 +66,7 @@ class JobState(msgspec.Struct, kw_only=True):
     validations: ValidationState = msgspec.field(default_factory=ValidationState)
     saves: SaveState = msgspec.field(default_factory=SaveState)  # checkpoints
     is_changing: bool = False  # the change to this generation may not be installed everywhere
+    num_steps: int = 0  # of the job, when this was kept
     outcome: Outcome | None = None
 
 

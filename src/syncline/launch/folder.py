@@ -121,6 +121,17 @@ def running_jobs(runs: pathlib.Path) -> list[str]:
     return [name for name in found if holder_of(runs / name)]
 
 
+def job_folders(runs: pathlib.Path) -> list[pathlib.Path]:
+    """The folders of all jobs under this one, whether they run or have ended."""
+    try:
+        folders = [path for path in runs.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+    return [
+        path for path in folders if (path / JOURNAL).exists() or (path / LOCK).exists() or any(path.glob("*.log"))
+    ]
+
+
 def find_job(job: str, runs: pathlib.Path) -> JobFile:
     """The job file of a job: by its name under `runs`, or by the path of the file itself."""
     folder, path = runs / job, pathlib.Path(job)

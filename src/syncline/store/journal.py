@@ -249,6 +249,18 @@ class Journal:
         return _refused(self.path, self.job, words, remedy)
 
 
+def look(path: pathlib.Path) -> bytes | None:
+    """The state that was saved last, for a reader that changes nothing; None where there is none that can be read."""
+    try:
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
+        with contextlib.closing(db):
+            row = db.execute("SELECT content, digest FROM state").fetchone()
+    except sqlite3.Error:
+        return None
+    is_whole = row is not None and isinstance(row[0], bytes) and row[1] == _digest(row[0])
+    return row[0] if is_whole else None
+
+
 def _refused(path: pathlib.Path, job: str, words: str, remedy: str) -> StoreError:
     return StoreError(f"job {job}: {path} {words}; {remedy}")
 

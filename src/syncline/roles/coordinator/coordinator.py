@@ -183,6 +183,7 @@ class Coordinator:
         state = self.membership.state
         self.stopping.count()
         state.ready = sorted(self.registry.ready)
+        state.num_steps = max(state.num_steps, self.reporting.step())
         self.journal.save(msgspec.msgpack.encode(state), self._unsaved, self._undropped)
         self._unsaved, self._undropped = {}, set()
 

@@ -264,6 +264,7 @@ class Reporting:
             readings=self._c.readings.values(),
             stop=membership.state.steering.steer.stop,
             lr_factor=membership.state.steering.factor,
+            step=self.step(),
         )
 
     def _protection(self) -> str:
