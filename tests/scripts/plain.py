@@ -71,13 +71,17 @@ class Job:
 
 
 class _InOrder(torch.utils.data.Sampler[int]):
-    def __init__(self, num_samples: int, shuffle: bool, seed: int) -> None:
+    """The order of the job's loader: by its seed, else by that of the script at the first pass."""
+
+    def __init__(self, num_samples: int, shuffle: bool, seed: int | None) -> None:
         self._num_samples, self._shuffle, self._seed, self._epoch = num_samples, shuffle, seed, 0
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __iter__(self) -> Iterator[int]:
+        if self._seed is None:
+            self._seed = torch.initial_seed()
         order = Order(self._num_samples, self._seed, self._epoch, self._shuffle)
         self._epoch += 1
         return iter(order.at(np.arange(self._num_samples)).tolist())
@@ -87,7 +91,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """torch's loader, in the order of the job's."""
 
     def __init__(
-        self, dataset: Any, batch_size: int = 1, shuffle: bool = False, *, seed: int = 0, **given: Any
+        self, dataset: Any, batch_size: int = 1, shuffle: bool = False, *, seed: int | None = None, **given: Any
     ) -> None:
         if not isinstance(dataset, torch.utils.data.IterableDataset):
             given["sampler"] = _InOrder(len(dataset), shuffle, seed)
