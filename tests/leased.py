@@ -121,7 +121,13 @@ class Desk:
         if answer.recall:
             return self._lease(job, message)
         if answer.lease is not None:
-            return GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step)
+            return GivenLease(
+                answer.lease.number,
+                answer.lease.span,
+                step=answer.lease.step,
+                origin=answer.lease.origin,
+                wide=answer.lease.wide,
+            )
         if answer.is_finished or not (message.waits or answer.is_coming):
             return GivenLease(0, Span(0, 0), answer.is_finished, is_shared=self.leasing.is_shared(message.loader))
         return None

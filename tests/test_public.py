@@ -19,7 +19,7 @@ def test_public_names() -> None:
     )
     assert issubclass(syncline.Stopped, SystemExit) and syncline.Stopped("why").code == 0
     assert all(hasattr(syncline, name) for name in syncline.__all__)
-    assert syncline.torch.__all__ == ["DataLoader", "DistributedOptimizer"]
+    assert syncline.torch.__all__ == ["DataLoader", "DistributedOptimizer", "Schedule", "schedule"]
     assert "local_job" in syncline.testing.__all__
 
 

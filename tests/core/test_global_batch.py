@@ -57,7 +57,15 @@ class Rounds:
             answer = self.leasing.ask(owner, "a", 0, self.entered, newest=portion.newest, given=portion.given)
             self._give_back(answer.recall)
             if answer.lease is not None:
-                portion.take(GivenLease(answer.lease.number, answer.lease.span, step=answer.lease.step))
+                portion.take(
+                    GivenLease(
+                        answer.lease.number,
+                        answer.lease.span,
+                        step=answer.lease.step,
+                        origin=answer.lease.origin,
+                        wide=answer.lease.wide,
+                    )
+                )
             elif not answer.recall:
                 return None
         return piece

@@ -25,6 +25,7 @@ from syncline.client.loop import tell_unused
 from syncline.client.measures import Measures
 from syncline.client.memory import Memory
 from syncline.client.peers import Peers
+from syncline.client.progress import Progress
 from syncline.client.reporting import Reporting
 from syncline.client.residuals import keep_residuals
 from syncline.client.rosters import place_of
@@ -91,6 +92,7 @@ class Job:
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self.ask, link)
         self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
+        self._progress = Progress(self, joined.seconds)
         self._memory = Memory(self, link, hearing, say, is_late=joined.late)
         self.boundary = self._memory.boundary
         self.state = self._memory.state  #: what the script wants to have again when the job is taken up
@@ -267,6 +269,17 @@ class Job:
         its next step raises `syncline.Stopped`.
         """
         return self.measures.should_stop
+
+    @property
+    def progress(self) -> float:
+        """How much of the whole run is done, 0.0 to 1.0: for schedules that do not care who makes the steps.
+
+        By `loader.epochs(n)`: epochs, and samples of the epoch. By `job.steps(n)`: steps. By `--max-steps` and
+        `--max-time`: the job's steps and time. Of several, the one that ends first counts. In `sync` it is the same
+        in all workers of a round (not by time). A worker that starts again, or a job that is taken up, goes on where
+        the job is. ConfigError where nothing says how long the run is.
+        """
+        return self._progress.now()
 
     @property
     def lr_factor(self) -> float:

@@ -11,6 +11,7 @@ from syncline.client.boundary import Position
 from syncline.client.leases import Reading
 from syncline.client.portion import Piece
 from syncline.client.samples import Samples
+from syncline.core.leasing import SHARD_POSITIONS
 from syncline.core.loader import Loader
 from syncline.errors import SynclineError
 
@@ -43,14 +44,13 @@ class Loop:
     """
 
     def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader, seed: int | None = None) -> None:
-        self._job = job
+        self._job, self._data = job, data
         tell_unused(job)
         self.reading: Reading = job.samples.open(loader, epoch, data, seed)
         self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
         self._ahead: Piece | None = None  # the first of them, which was waited for before the loop began
         self._taken, self._first_step = 0, job.own_step
         self._position: Position = ("loop", loader, epoch)
-        self._is_steps = data.is_steps
 
     def has_batch(self) -> bool:
         """Waits until there is a batch for this worker, which stays its own; False: the epoch ends without one."""
@@ -60,8 +60,8 @@ class Loop:
 
     def next(self) -> Piece | None:
         """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
             return ahead
         piece = self.reading.next(may_wait=not self._cut)
         if piece is not None:
@@ -89,11 +89,18 @@ class Loop:
         """The script gets the oldest of what was read."""
         piece = self._cut.popleft()
         self._job.samples.boundary.hands_out()
-        if self._is_steps:
+        if self._data.is_steps:
             self._job.samples.uses.read(piece)
         else:
             self._taken += len(piece)
             self._job.samples.read(piece)
+        self._job.samples.note_place(self.reading.loader, self.reading.epoch, self._fraction(piece.at))
+
+    def _fraction(self, position: int) -> float:
+        """How much of the epoch is before this position; of shards, how many of them."""
+        if self._data.num_shards:
+            return position // SHARD_POSITIONS / self._data.num_shards
+        return min(1.0, position / self._data.num_samples)
 
     def comes_back(self) -> None:
         """The script comes for its next batch, nothing of which is read for it yet: a boundary."""

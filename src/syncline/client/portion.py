@@ -22,6 +22,7 @@ class Piece:
     span: Span
     begin: int
     end: int
+    at: int = 0  # how many samples of the epoch are done before it; in rounds the same for all workers of one
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -36,6 +37,8 @@ class _Own:
     begin: int  # the next place to be read
     end: int
     step: int  # samples of a batch; 0: as the portion says
+    origin: int  # samples of the epoch that are done before its first batch
+    wide: int  # and with each of its batches
 
 
 class Portion:
@@ -59,7 +62,9 @@ class Portion:
             self.numbers.add(given.lease)
             self.newest = given.lease
             self._size = len(given.span)
-            self._own.append(_Own(given.lease, given.span, given.begin, self._size, given.step))
+            self._own.append(
+                _Own(given.lease, given.span, given.begin, self._size, given.step, given.origin, given.wide)
+            )
 
     def cut(self) -> Piece | None:
         """The next batch; None: nothing is left here."""
@@ -71,7 +76,8 @@ class Portion:
             own = self._own[0]
             self.step = own.step or self.batch
             end = min(own.begin + self.step, own.end)
-            piece = Piece(own.number, own.span, own.begin, end)
+            at = own.origin + own.begin // self.step * own.wide
+            piece = Piece(own.number, own.span, own.begin, end, at)
             own.begin = end
             return piece
 

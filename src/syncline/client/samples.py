@@ -38,6 +38,8 @@ class Samples:
         self.progress = (0, 0, 0)  #: epoch, batches of it so far, and in all
         self.num_skipped = 0  #: epochs that the script was not given by `epochs(n)`: the job had finished them
         self.is_in_epoch = False  #: the script is inside an epoch that `epochs(n)` has given it
+        self._runs: dict[str, tuple[int, int]] = {}  # loaders whose epochs are the run: the first of them, how many
+        self._run_by, self.run_done = "", -1.0  #: how much of the run is done, 0 to 1; before that it is not known
         self._first_at = 0.0
         self._lock = threading.Lock()
         self._readings: dict[tuple[str, int], Reading] = {}
@@ -137,6 +139,23 @@ class Samples:
     def begin_epoch(self, epoch: int, num_batches: int) -> None:
         """A loader begins epoch number `epoch` (from 0), with about this many batches for this worker."""
         self.progress = (epoch, 0, num_batches)
+
+    def begin_run(self, loader: str, first_epoch: int, num_epochs: int) -> None:
+        """The run has so many epochs of this loader."""
+        self._runs[loader] = (first_epoch, num_epochs)
+        self.note_place(loader, first_epoch)
+
+    def note_place(self, loader: str, epoch: int, fraction: float = 0.0) -> None:
+        """This worker comes to this place of an epoch."""
+        run = self._runs.get(loader)
+        if run is not None and epoch < sum(run):
+            first, num_epochs = run
+            self.note_progress((epoch - first + fraction) / num_epochs, by=loader)
+
+    def note_progress(self, fraction: float, *, by: str) -> None:
+        """How much of the run is done, 0 to 1, by this loop. It never goes back; another loop has its own count."""
+        self.run_done = max(fraction, self.run_done) if by == self._run_by else fraction
+        self._run_by = by
 
     def read(self, piece: Piece) -> None:
         """The script has got this batch: the next commit says so."""

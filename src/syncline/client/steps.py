@@ -18,6 +18,7 @@ def steps(job: Job, count: object) -> Iterator[int]:
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_SAMPLES:
         raise ConfigError(f"job.steps({count!r}): give the number of steps, an int from 0 on")
     name = job.samples.name_steps()
+    job.samples.begin_run(name, 0, 1)
     return _steps(job, Loop(job, name, 0, Loader(count, 1, is_steps=True))) if count else iter(())
 
 

@@ -43,6 +43,7 @@ class Joined(Message, frozen=True):
     finished: list[Member] = []  # as in `Roster`
     is_chief_done: bool = False  # as in `Roster`
     step: int = 0  # the job's: of the checkpoint that it goes on from
+    seconds: float = 0.0  # of training so far, with what was trained before the job was taken up
 
 
 class Rejoin(Message, frozen=True):

@@ -117,8 +117,9 @@ class Desk(Generic[R]):
         if answer.lease is not None:
             lease = answer.lease
             given = GivenLease(
-                lease.number, lease.span, step=lease.step, begin=answer.begin, is_common=lease.is_common
-            )
+                lease.number, lease.span, step=lease.step, begin=answer.begin, is_common=lease.is_common,
+                origin=lease.origin, wide=lease.wide,
+            )  # fmt: skip
             return given, recalls
         if answer.is_finished or not (message.waits or answer.is_coming):
             is_shared = self.leasing.is_shared(message.loader)

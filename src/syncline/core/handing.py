@@ -59,7 +59,9 @@ class AskLease(Message, frozen=True):
 class GivenLease(Message, frozen=True):
     """The next lease, and how much of it is one step; 0: there is none, for now or because the epoch is finished.
 
-    `is_shared`: whether all workers come to this loader's epochs, by what is known.
+    `is_shared`: whether all workers come to this loader's epochs, by what is known. `origin`: how many samples of the
+    epoch are done when its first step begins; in rounds the same for all. `wide`: how many are done in every step of
+    it, by all workers together.
     """
 
     lease: int
@@ -69,6 +71,8 @@ class GivenLease(Message, frozen=True):
     is_shared: bool = True
     begin: int = 0  # the place in it to begin at
     is_common: bool = False  # all workers have it, and make its steps together; it is all that there is
+    origin: int = 0
+    wide: int = 0
 
 
 class Recall(Message, frozen=True):

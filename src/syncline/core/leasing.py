@@ -16,7 +16,7 @@ import msgspec
 from syncline.core.ledger import Epoch, Lease
 from syncline.core.loader import Loader
 from syncline.core.places import Places, merged, without
-from syncline.core.shares import deal_rounds, equal_parts, lease_samples, widths, worth_a_change
+from syncline.core.shares import all_known, deal_rounds, equal_parts, lease_samples, widths, worth_a_change
 from syncline.core.slices import Identity
 from syncline.core.spans import Span
 from syncline.errors import ConfigError
@@ -257,7 +257,9 @@ class Leasing:
             mine, loader = self.speeds.get(owner[0], 0.0), self.state.loaders[name]
             step = math.ceil(loader.batch / len(names)) if loader.is_global else 0
             size = lease_samples(step or epoch.batch, epoch.num_todo, mine, sum(speeds), len(names))
-            return epoch.lease(first, owner, size, step)
+            pace = self._pace(owner[0], names)
+            origin, together = self._num_done_before(owner, epoch, pace), round((step or epoch.batch) * pace)
+            return epoch.lease(first, owner, size, step, origin=origin, wide=together)
         owners = [one for one in taking_part if one == owner or not self._is_elsewhere(one, name, number)]
         owners += [owner] if owner not in owners else []
         wide = self.widths(name, [one for one, _ in owners])
@@ -295,6 +297,17 @@ class Leasing:
         if loader.is_global:
             return dict(zip(workers, equal_parts(loader.batch, len(workers)), strict=True))
         return dict.fromkeys(workers, loader.batch)
+
+    def _pace(self, worker: str, workers: Sequence[str]) -> float:
+        """Samples that all read together while this one reads one of them."""
+        known = all_known(self._speeds_of([*workers, worker]))
+        return sum(known.values()) / known[worker]
+
+    @staticmethod
+    def _num_done_before(owner: Identity, epoch: Epoch, pace: float) -> int:
+        """About how many samples are done when this worker has read what it has and begins its next lease."""
+        num_done = epoch.num_samples - epoch.num_todo - sum(lease.num_left for lease in epoch.leases.values())
+        return max(0, num_done) + round(pace * sum(lease.num_left for lease in epoch.of(owner)))
 
     def _speeds_of(self, workers: Iterable[str]) -> dict[str, float]:
         return {worker: self.speeds.get(worker, 0.0) for worker in workers}

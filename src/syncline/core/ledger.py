@@ -34,6 +34,8 @@ class Lease(msgspec.Struct, array_like=True):
     done: list[Places] = []  # in order, apart
     is_told: bool = False  # whether the worker knows of it
     step: int = 0  # samples of one step of it: the worker's part of a global batch; 0: the loader's batch
+    origin: int = 0  # samples of the epoch that are done when its first step begins; of shards, its position
+    wide: int = 0  # and in every step of it, by all workers together
 
     @property
     def owner(self) -> Identity:
@@ -102,14 +104,17 @@ class Epoch(msgspec.Struct):
     def share(self, number: int) -> None:
         """All that is to do is everyone's: the last steps, however they were numbered before."""
         left, self.todo = self.num_todo, []
-        self._add(number, EVERYONE, Span(self.num_samples - left, self.num_samples), 1).is_told = True
+        first = self.num_samples - left
+        self._add(number, EVERYONE, Span(first, self.num_samples), 1, first, 1).is_told = True
 
     def of(self, owner: Identity) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.owner == owner]
 
     # -- handing out --------------------------------------------------------------------------------------
 
-    def lease(self, number: int, owner: Identity, most: int, step: int = 0) -> Lease | None:
+    def lease(
+        self, number: int, owner: Identity, most: int, step: int = 0, *, origin: int | None = None, wide: int = 0
+    ) -> Lease | None:
         """The next that is to do, at most so much, to be read in batches of `step`; a doubt is handed out alone."""
         if not self.todo:
             return None
@@ -119,7 +124,8 @@ class Epoch(msgspec.Struct):
         size = len(first) if doubt else min(most, len(first))
         taken, *pieces = first.cut(0, size) + first.cut(size, len(first))
         self.todo = sorted([*pieces, *self.todo])
-        return self._add(number, owner, taken, len(taken) if doubt else step)
+        origin = taken.start if origin is None else origin
+        return self._add(number, owner, taken, len(taken) if doubt else step, origin, wide)
 
     def deal(
         self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int, unit: int = 1
@@ -149,12 +155,13 @@ class Epoch(msgspec.Struct):
                 spans = first.cut(num_units * at // period * unit, num_units * (at + width) // period * unit)
             at += width
             if spans:
-                found.append(self._add(first_number + number, owner, spans[0], width))
+                found.append(self._add(first_number + number, owner, spans[0], width, first.start, period))
                 self.todo = sorted([*spans[1:], *self.todo])
         return found
 
     def _deal_pieces(self, first_number: int, parts: Sequence[tuple[Identity, int]]) -> list[Lease]:
         found, apart = [], {one.span for one in self.doubts}
+        origin, period = self.todo[0].start, sum(width for _, width in parts)
         for number, (owner, width) in enumerate(parts, first_number):
             first = next((span for span in self.todo if span not in apart), None)
             if first is None:
@@ -162,12 +169,13 @@ class Epoch(msgspec.Struct):
             taken = first.cut(0, width)[0]
             self.todo.remove(first)
             self.todo = sorted([*first.cut(len(taken), len(first)), *self.todo])
-            found.append(self._add(number, owner, taken, width))
+            found.append(self._add(number, owner, taken, width, origin, period))
         return found
 
-    def _add(self, number: int, owner: Identity, span: Span, step: int = 0) -> Lease:
+    def _add(self, number: int, owner: Identity, span: Span, step: int, origin: int, wide: int) -> Lease:
         assert number not in self.leases
-        lease = self.leases[number] = Lease(number, *owner, span, len(span), step=step)
+        lease = Lease(number, *owner, span, len(span), step=step, origin=origin, wide=wide)
+        self.leases[number] = lease
         return lease
 
     # -- what becomes of it -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def widths(total: int, speeds: Mapping[str, float]) -> dict[str, int]:
     Of all cuts one whose slowest part is through first: what is left over by rounding down goes, sample by sample, to
     whoever is through with it soonest. Speeds that nobody knows (0) count as the mean of the known ones.
     """
-    known = _all_known(speeds)
+    known = all_known(speeds)
     whole, least = sum(known.values()), 1 if total >= len(known) else 0
     found = {name: max(least, math.floor(total * speed / whole)) for name, speed in known.items()}
     for _ in range(sum(found.values()) - total):
@@ -40,7 +40,8 @@ def equal_parts(total: int, num_workers: int) -> list[int]:
     return [least + (rank < num_larger) for rank in range(num_workers)]
 
 
-def _all_known(speeds: Mapping[str, float]) -> dict[str, float]:
+def all_known(speeds: Mapping[str, float]) -> dict[str, float]:
+    """With the mean of the known ones in the place of those that nobody knows (0)."""
     known = [speed for speed in speeds.values() if speed > 0]
     mean = sum(known) / len(known) if known else 1.0
     return {name: speed if speed > 0 else mean for name, speed in speeds.items()}
@@ -50,7 +51,7 @@ def worth_a_change(now: Mapping[str, int], wanted: Mapping[str, int], speeds: Ma
     """Whether a round with the widths in use takes so much longer, by the speeds, than with those that are wanted."""
     if now.keys() != wanted.keys():
         return True
-    known = _all_known(speeds)
+    known = all_known(speeds)
     longest = [max((part[name] / known[name] for name in part), default=0.0) for part in (now, wanted)]
     return longest[0] > longest[1] * (1 + WORTH_A_CHANGE)
 

@@ -74,6 +74,7 @@ def _check_epoch(epoch: Epoch, loader: Loader, next_lease: int, what: str) -> No
 def _check_lease(lease: Lease, number: int, next_lease: int, what: str) -> None:
     _require(lease.number == number and 1 <= number < next_lease, f"{what}: its number cannot be")
     _require(0 <= lease.incarnation <= _MOST and 0 <= lease.step <= _MOST, f"{what}: its life or its step cannot be")
+    _require(0 <= lease.origin <= _MOST and 0 <= lease.wide <= _MOST, f"{what}: what is done before it cannot be")
     _require(0 <= lease.end <= len(lease.span), f"{what} ends behind its span")
     _check_places(lease.done, lease.end, f"{what}: the places that are done")
 

@@ -238,12 +238,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         job = self._current_job()
         self._name_in(job)
         first = self._next_epoch
+        job.samples.begin_run(self._name, first, num_epochs)
         for number in range(num_epochs):
             self._next_epoch = first + number
             loop = self._open(job)
             if not loop.has_batch():
                 with loop:
                     job.samples.num_skipped += 1
+                    job.samples.note_place(self._name, first + number, 1.0)
                 if job.should_stop:
                     return
                 continue
@@ -252,9 +254,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 yield number
             finally:
                 job.samples.is_in_epoch = False
-                if self._begun is not None:  # the script has not read it
-                    unread, self._begun = self._begun, None
+                unread, self._begun = self._begun, None
+                if unread is not None:  # the script has not read it
                     unread.__exit__(GeneratorExit, None, None)
+            job.samples.note_place(self._name, first + number, 1.0)
             if self._next_epoch > first + number + 1:
                 raise ConfigError(
                     f"DataLoader: epochs({num_epochs}): epoch {number + 1} passed over the loader more than once: "

@@ -63,6 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check(opt, clip_norm, buffers)
         self._opt, self._model, self._overlap, self._clip_norm = opt, model, overlap, clip_norm
         self._registered = self._has_pushed = False
+        #: Called at every step with the job and the groups: `schedule` sets it.
+        self.before_push: Callable[[Job, list[dict[str, Any]]], None] | None = None
         super().__init__(opt.param_groups, opt.defaults)
         self._share_state()
         self._job = job or current_job()
@@ -238,6 +240,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.before_push is not None:
+            self.before_push(self._job, self.param_groups)
         self._landing.before_push()
         taken, self._taken = self._job.samples_taken - self._taken, self._job.samples_taken
         weight = float(max(taken, 0) or 1) if weight is None else float(weight)

@@ -100,6 +100,7 @@ class Joining:
             finished=list(state.finished.values()),
             is_chief_done=bool(state.chief_done),
             step=taken_up.step if taken_up is not None else 0,
+            seconds=self._c.stopping.seconds(),
         )
 
     # -- earlier lives ------------------------------------------------------------------------------------
