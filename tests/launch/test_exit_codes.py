@@ -95,7 +95,7 @@ UNDECIDED = (
         (KILLED_ONCE, (), 0, "worker-1 was killed by SIGKILL"),
         (RAISES, (), 0, "The job goes on without it"),
         (EARLY, (), 7, "the job has failed"),
-        (WELL, ("--max-steps", "3"), 0, "max_steps"),
+        (WELL, ("--max-steps", "3"), 0, "--max-steps 3"),
         (AFTERWARDS, (), 0, "the other workers have finished"),
         (UNDECIDED, (), 137, "the other workers have finished"),
     ],
@@ -135,5 +135,5 @@ def test_workers_that_do_not_come_in_time_are_1(commands: Any) -> None:
 def test_the_page_has_these_rows() -> None:
     page = (pathlib.Path(__file__).parents[2] / "docs" / "restarts.md").read_text()
     table = page.partition("## Exit codes")[2]
-    for row in ("every worker ended well", "replaced", "stop rule", "Ctrl-C", "130", "137"):
+    for row in ("every worker ended well", "replaced", "stop rule", "Ctrl-C", "130", "128 + signal number"):
         assert row in table
