@@ -56,7 +56,7 @@ class Reporting:
             self._link.tell(
                 Report(
                     job.own_step, taken, seconds, epoch, step, steps, times, job.step, pushed,
-                    job.life.has_position, job.rates(),
+                    job.life.has_position, job.rates(), job.samples.run_done >= 1.0,
                 )
             )  # fmt: skip
 

@@ -32,3 +32,4 @@ def _steps(job: Job, loop: Loop) -> Iterator[int]:
             loop.hand_out()
             yield int(piece.span.positions(piece.begin, piece.end)[0])
             loop.comes_back()
+    job.samples.note_place(loop.reading.loader, 0, 1.0)

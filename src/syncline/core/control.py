@@ -193,6 +193,7 @@ class Report(Message, frozen=True):
     pushed: PushBytes = PushBytes()
     has_position: bool = True  # of its last commit: a new life of this worker could go on behind it
     rates: dict[str, float] = {}  # its learning rates now
+    is_through: bool = False  # it has made all of the run, where its script says how long that is
 
 
 class AskStats(Message, frozen=True):

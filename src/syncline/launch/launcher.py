@@ -302,8 +302,13 @@ class Launcher:
         )
 
     def _others_have_finished(self, name: str) -> bool:
-        others = self._workers - self._given_up.keys() - {name}
-        return bool(others) and others <= self._finished
+        """Whether there is nothing left to do for this worker, by what the others have said."""
+        others, standings = self._workers - self._given_up.keys() - {name}, self._standings
+        if standings is not None and standings.stop:
+            return bool(others)  # training is over by a rule
+        reports = standings.reports if standings is not None else {}
+        through = {other for other in others if other in reports and reports[other].is_through}
+        return bool(others) and others <= self._finished | through
 
     def _settled(self, name: str) -> int:
         """Commits that count of a worker's lives that are over, as far as the coordinator knows."""
