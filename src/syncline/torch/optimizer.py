@@ -96,8 +96,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _is_as_in_torch(self, items: Sequence[Tracked]) -> bool:
         """Whether this optimizer has a state of its own, also when another one has the same parameters. It has in an
-        embedded job: there each of them gives the servers the values that it finds. (On a GPU it does not.)"""
-        return self._job.is_embedded and all(item.tensor.device.type == "cpu" for item in items)
+        embedded job: there each of them gives the servers the values that it finds. (Not on a GPU, nor with local
+        steps.)"""
+        is_plain = self._job.is_embedded and self._job.config.sync_every == 1
+        return is_plain and all(item.tensor.device.type == "cpu" for item in items)
 
     def _remember(self) -> None:
         """Its groups' numbers are saved with the script's state, and with local steps all that the optimizer has."""
