@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.launch.restarts import Restarts, is_of_the_script, ordinal, pause_seconds
+from syncline.launch.restarts import Restarts, is_of_the_script, ordinal, pause_seconds, why_not_again
 
 
 def test_pauses_double_and_are_bounded() -> None:
@@ -56,3 +56,33 @@ def test_how_often_in_words(number: int, text: str) -> None:
 def test_whose_fault_an_end_is() -> None:
     assert is_of_the_script(1) and is_of_the_script(7)
     assert not any(is_of_the_script(code) for code in (0, 75, -9, -15))
+
+
+def test_a_life_that_pushed_is_known_later_and_is_no_death_without_a_push() -> None:
+    """A worker that dies within a beat of its first push counted as one that had made none: "for the 4th time"."""
+    restarts = Restarts(3)
+    for life in range(1, 20):
+        again = restarts.died("worker-1", False, 0.0, settled=5 * (life - 1))
+        assert again.starts_again and again.number <= 2, life
+    assert restarts.has_pushed("worker-1", 5 * 19) and not restarts.has_pushed("worker-1", 5 * 18)
+
+
+def test_lives_that_push_nothing_are_counted_on() -> None:
+    restarts = Restarts(2)
+    assert [restarts.died("worker-1", False, 0.0, settled=7).starts_again for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("has_position", "others_have_finished", "words"),
+    [
+        (True, False, ()),
+        (False, False, ("is not started again", "goes on without it", "job.steps(n)", "job.resume_at(step)")),
+        (True, True, ("have finished their work", "not started again")),
+        (False, True, ("have finished their work",)),
+    ],
+)
+def test_who_is_not_started_again_and_why(has_position: bool, others_have_finished: bool, words: tuple[str]) -> None:
+    told = why_not_again(
+        "worker-1", "was killed", has_position=has_position, others_have_finished=others_have_finished
+    )
+    assert bool(told) == bool(words) and all(word in told for word in words)
