@@ -72,3 +72,10 @@ def test_only_the_first_step_of_a_second_life_that_restored_nothing_is_looked_at
 def test_a_step_that_cannot_be(step: object) -> None:
     with pytest.raises(ConfigError, match="number of the next step"):
         checked_step(step)
+
+
+def test_the_rates_of_a_second_optimizer_are_looked_at_too() -> None:
+    life = Life(GivenLife(2, 9, 9, RATES), in_rounds=False)
+    life.uses_rates({"1": 0.0}, has_restored=False)
+    with pytest.raises(CannotResume):
+        life.uses_rates({"0": 1.0}, has_restored=False)

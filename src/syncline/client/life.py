@@ -46,7 +46,7 @@ class Life:
         self._in_rounds = in_rounds
         self.has_resumed = False  #: the script has said where it goes on
         self.has_position = True  #: whether the last commit had a position
-        self._rates_before = given.rates  # learning rates of this name's earlier lives
+        self._rates_before = dict(given.rates)  # of this name's earlier lives, that were not used again yet
 
     @property
     def needs_position(self) -> bool:
@@ -66,15 +66,14 @@ class Life:
             )
 
     def uses_rates(self, rates: Mapping[str, float], *, has_restored: bool) -> None:
-        """A step uses these learning rates. The first of a second life are held against the last ones of the name.
+        """A step uses these learning rates. In a second life each is held against the last one, once.
 
         `has_restored`: the script got back some state of its own, and is taken to know what it does.
         """
-        before, self._rates_before = self._rates_before, {}
         if self.number < 2 or has_restored:
             return
-        for name in sorted(before.keys() & rates.keys()):
-            was, now = before[name], rates[name]
+        for name in sorted(self._rates_before.keys() & rates.keys()):
+            was, now = self._rates_before.pop(name), rates[name]
             if max(was, now) > MOST_TIMES * min(was, now):
                 raise CannotResume(
                     f"its script began again (life {self.number}) with a learning rate of {now:.3g}, which was "
