@@ -36,10 +36,12 @@ KILLED_ONCE = (
     BEGIN
     + """
     for step in job.steps(40):
-        if step == 5 and once("worker-1"):
+        if job.name == "worker-1" and job.life.number == 2:
+            pathlib.Path("back").touch()
+        if job.own_step == 3 and once("worker-1"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if pathlib.Path("once").exists() and job.life.number == 1:
-            time.sleep(0.2)
+        while job.name == "worker-0" and job.own_step == 5 and not pathlib.Path("back").exists():
+            time.sleep(0.05)
         push()
 """
 )
@@ -50,6 +52,8 @@ RAISES = (
         if step == 10 and job.name == "worker-1":
             time.sleep(1.2)
             raise RuntimeError("of the script")
+        while step == 15 and job.world_size > 1:
+            time.sleep(0.05)
         push()
 """
 )
