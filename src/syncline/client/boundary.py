@@ -33,10 +33,11 @@ class Boundary:
         self.stride = 0  #: commits between the last two boundaries that were apart; 0: there was one at most
         self.is_in_loop: Callable[[], bool] = lambda: False
         self.comes_to_place: Callable[[], object] = lambda: None  #: called by the script, before it stands
-        self.on_stop: Callable[[Position, int], None] | None = None  #: called once, where training ends by a rule
+        self.on_stop: Callable[[Position, int], None] | None = None  #: called where training ends by a rule
         self._lock = threading.RLock()
         self._watchers: tuple[Watcher, ...] = ()
         self._last = -1  # the clock at the boundary before
+        self._stopped_at = -1  # the clock where training ended by a rule
         self._position = STEP
         self._waits_at: Position | None = None
         self._turns: dict[tuple[str, str], int] = {}
@@ -77,10 +78,16 @@ class Boundary:
 
     def stops(self, position: Position) -> None:
         """Training ends here by a rule: what the script does from now on, through epochs that it does not read, is
-        not what a job does that goes on from here."""
-        hook, self.on_stop = self.on_stop, None
+        not what a job does that goes on from here. Outside of loops the last one counts: each of several optimizers
+        may still finish its step."""
+        hook, clock = self.on_stop, self.clock()
+        if position != STEP:
+            self.on_stop = None
+        elif clock == self._stopped_at:
+            return
+        self._stopped_at = clock
         if hook is not None and self.is_clean():
-            hook(position, self.clock())
+            hook(position, clock)
 
     def hands_out(self) -> None:
         """The script gets a batch."""
