@@ -192,6 +192,9 @@ class Job:
         """A step is about to be committed, or made locally. Ends the script when a rule has stopped training, and
         that of a worker that was started again, where this step may have been made before."""
         self._end_if_stopped(committer)
+        if self.life.number == 1:  # nothing to ask for, at no cost
+            self.life.has_position = self.exchange.uses.has_position or self.life.has_resumed
+            return
         with self._leaving_if_it_cannot_resume():
             self.life.commits(in_leases=self.exchange.uses.has_position)
 
