@@ -221,6 +221,35 @@ def test_alone_several_optimizers_have_the_same_parameters_as_in_torch() -> None
             torch.testing.assert_close(one, other)
 
 
+def test_one_cycle_stays_at_its_end_where_a_worker_makes_more_steps() -> None:
+    """In a job of several workers: after a death the others make more steps than they could know of."""
+    with local_job(workers=1) as jobs:
+        model, rates = copy.deepcopy(NET), []
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=jobs[0])
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=3)
+        for _ in range(6):
+            backward(model)
+            opt.step()
+            scheduler.step()
+            rates.append(opt.param_groups[0]["lr"])
+        assert rates[2:] == rates[2:3] * 4 and scheduler.last_epoch == 3
+        assert any("come to the end of its 3 steps" in text for text in jobs[0]._noticed)
+        assert isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR)
+        assert "notice" not in str(scheduler.state_dict().keys())
+
+
+def test_alone_one_cycle_raises_as_in_torch() -> None:
+    with syncline.init() as job:
+        model = copy.deepcopy(NET)
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=job)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=3)
+        with pytest.raises(ValueError, match="Tried to step"):
+            for _ in range(6):
+                backward(model)
+                opt.step()
+                scheduler.step()
+
+
 def test_a_parameter_has_one_rule_in_a_job() -> None:
     with local_job(workers=1) as jobs:
         model = torch.nn.Linear(2, 2)

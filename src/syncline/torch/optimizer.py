@@ -103,8 +103,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _remember(self) -> None:
         """Its groups' numbers are saved with the script's state, and with local steps all that the optimizer has."""
-        schedulers = Schedulers((weakref.proxy(self), self._opt), self._job.notice)
+        faces, alone = (weakref.proxy(self), self._opt), self._job.is_embedded
+        schedulers = Schedulers(faces, self._job.notice, holds=not alone)
         self._remembered = Remembered(self._opt, schedulers, self._job.notice, with_state=self._local is not None)
+        self._look_for_schedulers: Callable[[], None] | None = schedulers.look if not alone else None
         alive, state = weakref.ref(self), self._job.state
         take = lambda: own._remembered.take() if (own := alive()) is not None else None  # noqa: E731
 
@@ -257,6 +259,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._push(weight, scale, overflow)
             self._job.stepped()
+        if self._look_for_schedulers is not None:  # once: scripts make them before their first step
+            self._look_for_schedulers()
+            self._look_for_schedulers = None
         self._job.leave_if_asked()
         return loss
 

@@ -1,4 +1,5 @@
-"""The learning-rate schedulers that a script has made on an optimizer: found, so that a restart gets them back.
+"""The learning-rate schedulers that a script has made on an optimizer: found, so that a restart gets them back,
+and so that none of them ends the script.
 
 torch keeps no list of them. But the first one wraps the optimizer's `step`, so that only scripts which have any pay
 for the search: a look through the objects that the garbage collector knows.
@@ -6,11 +7,13 @@ for the search: a look through the objects that the garbage collector knows.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 _MARK = "_wrapped_by_lr_sched"
 
@@ -18,8 +21,11 @@ _MARK = "_wrapped_by_lr_sched"
 class Schedulers:
     """Of one optimizer, which a script may know under two faces: the wrapper and the wrapped."""
 
-    def __init__(self, faces: Iterable[torch.optim.Optimizer], notice: Callable[[str], None]) -> None:
-        self._faces, self._notice = tuple(faces), notice
+    def __init__(
+        self, faces: Iterable[torch.optim.Optimizer], notice: Callable[[str], None], *, holds: bool = True
+    ) -> None:
+        """`holds`: OneCycleLR stays at its end. A worker that is alone knows how many steps it makes."""
+        self._faces, self._notice, self._holds = tuple(faces), notice, holds
         self._found: dict[str, Any] = {}  # by class
         self._num_looks, self._next_look = 0, 0
 
@@ -28,18 +34,19 @@ class Schedulers:
         self._num_looks += 1
         if self._num_looks > self._next_look:  # later ones are found later, and ever more rarely looked for
             self._next_look = 2 * self._num_looks
-            self._look()
+            self.look()
         return {name: scheduler.state_dict() for name, scheduler in self._found.items()}
 
     def load(self, states: dict[str, dict[str, Any]]) -> bool:
         """Each gets the state of its class; whether any did."""
-        self._look()
+        self.look()
         known = self._found.keys() & states.keys()
         for name in sorted(known):
             self._found[name].load_state_dict(states[name])
         return bool(known)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Finds those that there are now."""
         if not any(hasattr(face.step, _MARK) for face in self._faces):
             return
         kind = torch.optim.lr_scheduler.LRScheduler
@@ -55,3 +62,27 @@ class Schedulers:
                 'cannot tell them apart; name each, e.g. job.state["warmup"] = scheduler'
             )
         self._found = {name: one for name, one in zip(names, outermost, strict=True) if name not in twice}
+        for one in made:
+            if self._holds and type(one) is OneCycleLR:
+                one.__class__ = self._held
+
+    @functools.cached_property
+    def _held(self) -> type[OneCycleLR]:
+        """OneCycleLR, which raises behind its last step, stays there. A worker cannot know how many steps it makes:
+        after a death the others make more of them, and without rounds the faster one does."""
+        notice = self._notice
+
+        class Held(OneCycleLR):
+            def step(self, epoch: int | None = None) -> None:
+                if epoch is None and self.last_epoch >= self.total_steps:
+                    notice(
+                        f"OneCycleLR has come to the end of its {self.total_steps} steps, and this worker makes more "
+                        "(others died, or are slower). The learning rate stays as it is; syncline.torch.schedule "
+                        "follows the progress of the whole job instead"
+                    )
+                    return
+                super().step(epoch)
+
+        # It is saved and found again under the name of torch's own.
+        Held.__module__, Held.__qualname__ = OneCycleLR.__module__, OneCycleLR.__qualname__
+        return Held
