@@ -39,6 +39,7 @@ from syncline.core.members import Member
 from syncline.core.message import Done, Message
 from syncline.core.registry import Registry
 from syncline.core.rounds import LOOP
+from syncline.core.saving import AskTakenUp, GivenTakenUp
 from syncline.core.seats import Seat
 from syncline.core.slices import life_of
 from syncline.core.traffic import (
@@ -254,6 +255,8 @@ class TwinCoordinator:
             return house.roster()
         if isinstance(message, AskLife):
             return GivenLife()
+        if isinstance(message, AskTakenUp):
+            return GivenTakenUp()
         if isinstance(message, Barrier):
             return Passed(message.stretch + (1 << 32))
         if isinstance(message, Enter):

@@ -22,15 +22,15 @@ def run(loader: DataLoader[Any], job: FakeJob, num_epochs: int) -> dict[int, lis
 
 def test_every_epoch_is_given_once_in_its_own_order() -> None:
     job = alone()
-    assert run(DataLoader(Numbers(8), 2, True, job=job), job, 3) == {n: order(8, 0, n) for n in range(3)}
+    assert run(DataLoader(Numbers(8), 2, True, job=job, seed=0), job, 3) == {n: order(8, 0, n) for n in range(3)}
 
 
 def test_a_worker_that_starts_again_gets_the_epochs_that_are_left_in_their_order() -> None:
     desk = Desk(2, in_rounds=False)
-    first = DataLoader(Numbers(8), 2, True, job=desk[0])
+    first = DataLoader(Numbers(8), 2, True, job=desk[0], seed=0)
     for _ in range(2):
         train(first, desk[0])
-    again = DataLoader(Numbers(8), 2, True, job=desk[1])
+    again = DataLoader(Numbers(8), 2, True, job=desk[1], seed=0)
     assert run(again, desk[1], 4) == {2: order(8, 0, 2), 3: order(8, 0, 3)}
     assert desk[1].samples.num_skipped == 2 and desk[1].noticed == []
 
@@ -38,7 +38,10 @@ def test_a_worker_that_starts_again_gets_the_epochs_that_are_left_in_their_order
 def test_an_epoch_whose_rest_others_have_is_not_given() -> None:
     """It is under way when the worker comes, and there is nothing in it for it: the wait for its end is here."""
     desk = Desk(2, in_rounds=False)
-    loader, coming = DataLoader(Numbers(2), 2, True, job=desk[0]), DataLoader(Numbers(2), 2, True, job=desk[1])
+    loader, coming = (
+        DataLoader(Numbers(2), 2, True, job=desk[0], seed=0),
+        DataLoader(Numbers(2), 2, True, job=desk[1], seed=0),
+    )
     batches, found, waits = iter(loader), [], threading.Event()
     next(batches)
 
@@ -69,14 +72,14 @@ def test_what_it_holds_for_an_epoch_goes_back_when_the_script_leaves() -> None:
 
 def test_a_second_call_goes_on_with_the_next_epochs() -> None:
     job = alone()
-    loader = DataLoader(Numbers(8), 2, True, job=job)
+    loader = DataLoader(Numbers(8), 2, True, job=job, seed=0)
     assert run(loader, job, 1) == {0: order(8, 0, 0)}
     assert run(loader, job, 2) == {0: order(8, 0, 1), 1: order(8, 0, 2)}
 
 
 def test_an_evaluation_inside_of_an_epoch_is_no_pass_over_it() -> None:
     job = alone()
-    loader, found = DataLoader(Numbers(8), 2, True, job=job), []
+    loader, found = DataLoader(Numbers(8), 2, True, job=job, seed=0), []
     for epoch in loader.epochs(2):
         with torch.no_grad():
             assert len(list(loader)) == 4

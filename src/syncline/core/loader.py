@@ -20,8 +20,8 @@ class Loader(msgspec.Struct, frozen=True, array_like=True):
     drop_last: bool = False
     is_auto: bool = False  # parts of a global batch follow the workers' speeds
     num_shards: int = 0  # instead of samples: how many there are in each shows when it is read
-    is_steps: bool = False  # `job.steps`: what is leased are steps of the job
     is_global: bool = False  # `batch` is the global batch, of which each worker reads a part
+    is_steps: bool = False  # `job.steps`: what is leased are steps of the job
 
     def check(self) -> None:
         """Of numbers that make no sense the coordinator must not begin to count."""
