@@ -27,7 +27,7 @@ grad_clip = 1.0
 # ------------------------------------------------------------------------------
 
 job = syncline.init()
-syncline.seed_everything(1337)
+torch.manual_seed(1337 + job.rank)
 master_process = job.is_chief
 device = job.device
 
@@ -141,6 +141,6 @@ for iter_num in job.steps(max_iters):
 
 job.barrier("trained")
 optimizer.pull()
-syncline.seed_everything(1)
+torch.manual_seed(1)
 eval_iters = 30
 probe.result(job, estimate_loss()["val"].item(), model)

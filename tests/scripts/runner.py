@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -65,9 +66,9 @@ SCRIPTS = {
             batch_size=16,
             equal=(("--dropout", "0"), ("--dropout", "0", "--batch-size", "32")),
         ),
-        Script("nanogpt", "steps", 2.75, num_steps=80),
+        Script("nanogpt", "steps", 2.65, num_steps=80),
         Script("resnet", "epochs", 0.5, batch_size=16, drops_last=True),
-        Script("gan", "steps", 0.8, num_steps=120),
+        Script("gan", "steps", 0.75, num_steps=120),
         Script("reinforce", "steps", 0.5, num_steps=60, more_is_better=True),
         Script(
             "lstm",
@@ -236,6 +237,10 @@ def check(script: Script, way: str, ended: Ended, plain_run: Ended, kill: Kill |
 def _check_end(ended: Ended) -> None:
     assert ended.code == 0, f"exit code {ended.code}\n{ended.output}"
     assert "Traceback" not in ended.output, ended.output
+    told = re.search(
+        r"^  steps +([\d,]+)", ended.output, re.MULTILINE
+    )  # the coordinator's count, behind the last worker
+    assert told is None or int(told[1].replace(",", "")) <= ended.result["steps"], f"trained on\n{ended.output}"
 
 
 def _check_samples(
