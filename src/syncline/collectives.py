@@ -32,6 +32,7 @@ __all__ = [
     "reduce",
     "reduce_",
     "reduce_scatter",
+    "restart",
     "scatter",
     "send",
 ]
@@ -52,6 +53,17 @@ def empty(shape: int | Sequence[int], dtype: Any = "float32") -> Any:
     A NumPy array; for a dtype of torch (`torch.float32`) a tensor.
     """
     return _mine().empty(shape, dtype)
+
+
+def restart(step: int = 0, state: Iterable[Any] = ()) -> int:
+    """All workers begin again together, from the newest state; returns its step.
+
+    Every worker calls it: at the top of its script, and again after a CollectiveError. It returns when all workers
+    that are there have called it; a call that another worker makes instead fails at that worker. `step`: how far this
+    worker has come; all get the largest one. `state`: arrays and tensors, which the call overwrites with those of the
+    worker that has that step (of several, the lowest rank); the same number, shapes and dtypes at all workers.
+    """
+    return _mine().restart(step, state)
 
 
 def all_reduce(x: Any, op: str = "sum", *, group: Group | None = None, wait: bool = True) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -54,6 +55,40 @@ DEATH = """
         pathlib.Path(f"told-{me}").write_text(str(error))
 """
 
+#: Each step adds 1 to the first number; and to the second only when the next life of worker-1 takes part.
+AVERAGING = """
+    import os, pathlib
+    import numpy as np
+    import syncline
+    from syncline import collectives
+    job = syncline.init()
+    is_next_life = pathlib.Path("died").exists()
+    mine, state, step = np.array([1.0, float(is_next_life)]), np.zeros(2), 0
+
+    def tell(error):
+        print("TOLD", str(error).partition(";")[0], flush=True)
+
+    if is_next_life:
+        try:
+            print("WRONG", collectives.all_reduce(mine, "average"))
+        except syncline.CollectiveError as error:
+            tell(error)
+    while True:
+        try:
+            step = collectives.restart(step, [state])
+            while state[1] < 1:
+                if job.name == "worker-1" and not is_next_life and step == 20:
+                    pathlib.Path("died").touch()
+                    os.kill(os.getpid(), 9)
+                state += collectives.all_reduce(mine, "average")
+                step += 1
+            collectives.barrier()
+            break
+        except syncline.CollectiveError as error:
+            tell(error)
+    print("FINAL", step, round(state[0], 3), round(state[1], 3))
+"""
+
 
 @pytest.fixture
 def commands(tmp_path: Any) -> Iterator[Commands]:
@@ -86,6 +121,18 @@ def test_every_way(commands: Commands, transport: str) -> None:
         )
         assert output.count(told) == 3, output
     assert output.count(f"BYTES {transport == 'tcp'}") == 3, output
+
+
+def test_a_worker_that_is_killed_and_starts_again(commands: Commands) -> None:
+    """Its script begins at the top: its first call, which looks like all others, meets none of them. All three get
+    the same error, and go on from the survivors' state."""
+    result = commands.run("run", "-w", "3", "-s", "1", commands.script(AVERAGING))
+    assert result.code == 0 and "WRONG" not in result.output, result.output
+    logs = {name: commands.wait_for("FINAL", name) for name in ("worker-0", "worker-1", "worker-2")}
+    told = re.findall(r"TOLD (worker-1 began its script after .*)", logs["worker-1"])
+    assert len(told) == 1 and all(told[0] in log for log in logs.values()), result.output
+    (final,) = {re.findall(r"FINAL (\d+) (\S+) (\S+)", log)[0] for log in logs.values()}
+    assert int(final[0]) > 20 and float(final[0]) == float(final[1]), final
 
 
 def _written(path: pathlib.Path) -> str:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from syncline.core.collecting import Describe
+from syncline.core.collecting import STRANGER, Describe
 from syncline.core.collectives import (
     check_heard,
     disagreement,
@@ -106,3 +106,42 @@ def test_lies_are_refused(lie: dict[str, Any]) -> None:
     check_heard(honest, 3, 9)
     with pytest.raises(FrameError):
         check_heard(msgspec.structs.replace(honest, **lie), 5 if lie.get("group") == (3, 9) else 3, 9)
+
+
+# -- scripts that are at the same place ------------------------------------------------------------------------
+
+
+def level(*fields: dict[str, Any], verb: str = "barrier") -> str:
+    return disagreement(["a", "b", "c"], [said(verb, "", (), **one) for one in fields])
+
+
+def test_ranks_with_the_same_history_may_meet() -> None:
+    """A failure that all have seen; one of b and c alone."""
+    assert level({}, {}, {}) == ""
+    assert level(*[{"attempt": 2, "failures": (1, 1, 1)}] * 3) == ""
+    assert level({}, {"failures": (0, 1, 1)}, {"failures": (0, 1, 1)}) == ""
+
+
+def test_ranks_with_different_histories_may_not() -> None:
+    assert level({}, {}, {"failures": (0, 1, 1)}).startswith(
+        "of the calls that b and c made together, 0 failed at b and 1 at c; their scripts are not at the same place"
+    )
+    assert level({"attempt": 1}, {"attempt": 1}, {}).startswith(
+        "the workers have not restarted equally often (a 1, b 1, c 0); "
+    )
+    stranger = {"failures": (0, 0, STRANGER)}
+    assert level({**stranger, "num_calls": 57}, {**stranger, "num_calls": 57}, {}).startswith(
+        "c began its script after a and b had made 57 collective calls; "
+    )
+    assert level({**stranger, "num_calls": 1}, {**stranger, "num_calls": 2}, {}).startswith(
+        "c began its script after a had made 1 collective call and b had made 2 collective calls; "
+    )
+
+
+def test_restart_is_for_those() -> None:
+    assert level({"attempt": 3, "failures": (0, 2, STRANGER)}, {"failures": (1, 0, 0)}, {}, verb="restart") == ""
+
+
+def test_a_peer_that_lies_about_failures() -> None:
+    with pytest.raises(FrameError, match="another number of members"):
+        check_heard(said("barrier", "", (), failures=(1, 2)), GROUP[0], GROUP[1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from syncline.core.message import Message
 
 Shape = tuple[int, ...]
+#: In `Describe.failures`: this member began its script after the sender had made its first call.
+STRANGER = -1
 
 
 class Describe(Message, frozen=True):
@@ -26,6 +28,9 @@ class Describe(Message, frozen=True):
     waits: bool = True  # its script waits for it
     of_torch: bool = False
     into: tuple[str, Shape] | None = None  # dtype and shape of the place that it has for the result
+    attempt: int = 0  # how often this worker and the others have restarted together
+    failures: tuple[int, ...] = ()  # for each member: calls with it that failed here, or STRANGER; (): none
+    num_calls: int = 0  # that this worker has made in this attempt; only set where a member is a STRANGER
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -82,6 +87,8 @@ class Offer(Message, frozen=True):
     offset: int = 0
     waits: bool = True
     of_torch: bool = False
+    attempt: int = 0
+    is_stranger: bool = False  # the receiver began its script after the sender had made its first call
 
 
 class Take(Message, frozen=True):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from syncline.core.collecting import Describe, Shape
+from syncline.core.collecting import STRANGER, Describe, Shape
 from syncline.core.words import listed
 from syncline.errors import CollectiveError, FrameError
 
 OPS = ("average", "sum", "min", "max", "product")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
-VERBS = (*REDUCING, "all_gather", "gather", "scatter", "broadcast", "all_to_all", "barrier")
+VERBS = (*REDUCING, "all_gather", "gather", "scatter", "broadcast", "all_to_all", "barrier", "restart")
 _ROOTED = ("reduce", "gather", "scatter", "broadcast")
 _FROM_ROOT = ("scatter", "broadcast")
 _IN_PARTS = ("reduce_scatter", "scatter", "all_to_all")
@@ -24,6 +24,10 @@ MAX_BYTES = 1 << 44
 #: Data of at most so many bytes go with the description.
 INLINE_BYTES = 16 << 10
 _REMEDY = "; all ranks of a group make the same calls in the same order"
+_RESTART = (
+    "; their scripts are not at the same place, so this call fails at all of them. Catch the error in every worker "
+    "and call syncline.collectives.restart() (docs/collectives.md, 'When a worker starts again')"
+)
 #: Parts of a reduction begin where a cache line does.
 _LINE = 64
 
@@ -55,6 +59,8 @@ def check_heard(said: Describe, sender: int, me: int) -> None:
         raise FrameError("a collective of pieces, or of dimensions, that cannot be")
     if any(size < 0 for shape in shapes for size in shape) or said.number < 0 or said.offset < 0:
         raise FrameError("a collective of less than nothing")
+    if len(said.failures) not in (0, len(said.group)):
+        raise FrameError("a collective with failures of another number of members")
     if any(num_bytes(said.dtype, shape) > MAX_BYTES for shape in shapes):
         raise FrameError(f"a collective of more than {MAX_BYTES} bytes")
 
@@ -108,6 +114,9 @@ def is_inline(said: Describe, source: int) -> bool:
 def disagreement(names: Sequence[str], said: Sequence[Describe]) -> str:
     """Who has called what else than the others, in words that are the same at all ranks; empty: nobody."""
     first, verb = said[0], said[0].verb
+    reason = apart(names, said)
+    if reason:
+        return reason
     if verb not in _FROM_ROOT and all(_is_like(one, first) for one in said):
         return ""
     differences: list[Callable[[Describe], object]] = [lambda one: one.verb]
@@ -130,6 +139,51 @@ def disagreement(names: Sequence[str], said: Sequence[Describe]) -> str:
             has, gets = (f"{dtype}{_shape(shape)}" for dtype, shape in (one.into, result))
             return f"{names[place]} called {verb} into {has}, and the result is {gets}"
     return ""
+
+
+def apart(names: Sequence[str], said: Sequence[Describe]) -> str:
+    """Why these scripts are not at the same place, in words that are the same at all ranks; empty: they are.
+
+    They are if all have restarted equally often, none began after another had made calls, and of every two both have
+    seen the same number of their common calls fail. `restart` is the call that brings them back together.
+    """
+    if not any(one.failures for one in said) and all(one.attempt == said[0].attempt for one in said):
+        return ""
+    if all(one.verb == "restart" for one in said):
+        return ""
+    strangers = {other for one in said for other, count in enumerate(one.failures) if count == STRANGER}
+    if strangers:
+        older: dict[int, list[str]] = {}
+        for name, one in zip(names, said, strict=True):
+            if STRANGER in one.failures:
+                older.setdefault(one.num_calls, []).append(name)
+        made = [f"{listed(who)} had made {_calls(count)}" for count, who in older.items()]
+        newer = listed([names[place] for place in sorted(strangers)])
+        return f"{newer} began its script after {listed(made)}{_RESTART}"
+    if len({one.attempt for one in said}) > 1:
+        times = [f"{name} {one.attempt}" for name, one in zip(names, said, strict=True)]
+        return f"the workers have not restarted equally often ({', '.join(times)}){_RESTART}"
+    for place, one in enumerate(said):
+        for other in range(place):
+            here, there = _failures(one, other), _failures(said[other], place)
+            if here != there:
+                one_name, two_name = names[other], names[place]
+                counts = f"{there} failed at {one_name} and {here} at {two_name}"
+                return f"of the calls that {one_name} and {two_name} made together, {counts}{_RESTART}"
+    return ""
+
+
+def apart_in_pair(newer: str, older: str) -> str:
+    """The same of `send` and `recv`: one began its script, or restarted, after the other had made calls."""
+    return f"{newer} began its script, or restarted, after {older} had made collective calls{_RESTART}"
+
+
+def _calls(count: int) -> str:
+    return "1 collective call" if count == 1 else f"{count} collective calls"
+
+
+def _failures(said: Describe, place: int) -> int:
+    return said.failures[place] if said.failures else 0
 
 
 def _is_like(one: Describe, other: Describe) -> bool:

@@ -4,6 +4,7 @@ verbs        what scripts call; `syncline.collectives` is its face
 calls        made by the script's thread or that of tickets, and made again when members come or leave
 values       arrays and tensors as bytes, and back
 groups       who takes part
+attempts     which calls may meet: those of scripts that began together
 party        the same, with the ways to them
 meeting      one call, with all who take part
 meetings     all describe what they have called, and see whether it is the same

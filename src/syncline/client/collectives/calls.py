@@ -15,7 +15,7 @@ from syncline.client.collectives.memories import Memories
 from syncline.client.collectives.party import Party
 from syncline.client.collectives.repeating import repeat
 from syncline.client.collectives.tickets import Lane, Ticket
-from syncline.client.collectives.waiting import Waiting
+from syncline.client.collectives.waiting import LOOK_SECONDS, Waiting
 from syncline.client.hearing import FromCoordinator
 from syncline.client.peers import Peers
 from syncline.core.collecting import Goodbye
@@ -40,6 +40,7 @@ class Calls:
         self.lane = Lane("collectives")
         self._busy = threading.Lock()
         self._roster: Roster | None = None
+        self._version = 0  # of the attempt that the parties were made in
         self._parties: dict[Group | None, Party] = {}
         self._meetings: Meetings | None = None
         self._memories: Memories | None = None
@@ -67,13 +68,18 @@ class Calls:
         assert self.peers is not None and self._meetings is not None
         return self._meetings
 
+    @property
+    def there(self) -> frozenset[int]:
+        """The incarnations of all workers that are there now."""
+        return frozenset(member.incarnation for member in self.world.members(None)[0])
+
     def waiting(self, what: str, *, is_script: bool) -> Waiting:
         return Waiting(self.job, self._hearing, self.peers, what, is_script=is_script)
 
     def again(self, kind: Hashable, numbers: Array, group: Group | None) -> tuple[Begun | None, Habit | None]:
         """Makes a call that all have made before, as far as all are there at once; `meet` does the rest of it."""
         self.job.leave_if_asked()
-        party, meetings = self._parties.get(group) if self._roster is self.world.roster else None, self._meetings
+        party, meetings = self._parties.get(group) if self._is_current else None, self._meetings
         habit = party.habits.get(kind) if party is not None else None
         if party is None or meetings is None or habit is None or not self.lane.is_idle:
             return None, None
@@ -115,28 +121,43 @@ class Calls:
             party = self._party(group) if begun is None else begun.party
             waiting = self.waiting("a collective", is_script=is_script)
             if len(party) == 1:
-                return body(_alone(make(party, 0), party, waiting))
+                return self._call_alone(make, body, party, waiting)
             meetings.tidy()
             try:
                 with meetings.meet(make, party, waiting, begun) as meeting:
                     return body(meeting)
             except Again:
                 begun = None
-                self._await_others(party.members, waiting)
+                self._await_others(party, waiting)
+
+    def _call_alone(self, make: Make, body: Callable[[Meeting], T], party: Party, waiting: Waiting) -> T:
+        number = self.meetings.begin(party)
+        try:
+            return body(_alone(make(party, number), party, waiting))
+        finally:
+            self.meetings.end(party)
+            self.meetings.finish((party.group, number))
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the parties are still as they were made."""
+        return self._roster is self.world.roster and self._version == self.meetings.heard.attempt.version
 
     def _party(self, group: Group | None) -> Party:
         """Who takes part: as before, while nobody has come or gone."""
-        roster = self.world.roster
-        if self._roster is not roster:
-            self._roster, self._parties = roster, {}
+        if not self._is_current:
+            self._roster, self._version, self._parties = self.world.roster, self.meetings.heard.attempt.version, {}
         found = self._parties.get(group)
         if found is None:
             members, generation = self.world.members(group)
-            found = self._parties[group] = Party(members, self._me.incarnation, generation)
+            found = Party(members, self._me.incarnation, generation, self.there)
+            self.meetings.prepare(found)
+            self._parties[group] = found
         return found
 
-    def _await_others(self, before: list[Member], waiting: Waiting) -> None:
+    def _await_others(self, party: Party, waiting: Waiting) -> None:
         """Until the roster says who takes part now. Who is gone without a word has died in it."""
+        before = party.members
 
         def changed() -> list[Member] | None:
             now = self.world.members(None)[0]
@@ -148,6 +169,7 @@ class Calls:
             waiting.end()
         for member in before:
             if member.incarnation not in now and not self._has_left(member):
+                self.meetings.end(party, has_failed=True)
                 raise CollectiveError(f"{member.name} is gone while {waiting.what} was under way")
 
     def _has_left(self, member: Member) -> bool:
@@ -157,6 +179,11 @@ class Calls:
         while way is not None and not way.has_left and way.read(0.0):
             pass
         return way is not None and way.has_left
+
+    def pause(self) -> None:
+        """Until something is heard, or a moment: before a call is made again."""
+        with self.peers.change:
+            self.peers.change.wait(LOOK_SECONDS)
 
     def stats(self) -> WireStats:
         return self._peers.stats() if self._peers is not None else WireStats()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from syncline.client.collectives.attempts import Attempt
 from syncline.client.collectives.streams import MOST_MEMORIES, Key, Stream
 from syncline.client.peers import Peers, Way
 from syncline.core.collecting import Broken, Chunk, Describe, Goodbye, Share, Through, Unshare
@@ -27,6 +28,8 @@ class Heard:
         self._peers, self._change = peers, peers.change
         self._streams: dict[Way, Stream] = {}
         self.numbers: dict[tuple[int, ...], int] = {}  # of each group: its next collective
+        self.attempt = Attempt(peers.incarnation)
+        self._num_uncounted = 0  # calls of an earlier attempt, or that were made again
         self.broken: dict[Key, Broken] = {}
         self.current: Key | None = None  # the call that this worker is in
         peers.ears.update(dict.fromkeys((Describe, Chunk, Through, Broken, Share, Unshare, Goodbye), self))
@@ -54,10 +57,29 @@ class Heard:
         """Whether this worker is through with this call, or will never make it."""
         return key != self.current and key[1] < self.numbers.get(key[0], 0)
 
-    def skip(self, group: tuple[int, ...], number: int) -> None:
-        """This worker has called something else in place of this: it will not be called any more."""
-        self.numbers[group] = max(self.numbers.get(group, 0), number + 1)
+    def skip(self, group: tuple[int, ...], number: int, failed: tuple[int, ...] = ()) -> None:
+        """This worker has called something else in place of this: it will not be called any more. `failed`: the group
+        of what it called."""
+        before = self.numbers.get(group, 0)
+        self.numbers[group] = max(before, number + 1)
         self.broken.pop((group, number), None)
+        if group != failed:  # else it counts as failed already
+            self.attempt.fail(group, self.numbers[group] - before)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that this worker has made in this attempt."""
+        return sum(self.numbers.values()) - self._num_uncounted
+
+    def make_again(self) -> None:
+        """The last call did not take place: the same one is made with other members."""
+        self._num_uncounted += 1
+
+    def restart(self, number: int, group: tuple[int, ...]) -> None:
+        """All members of this group begin again together, in the attempt of this number."""
+        with self._change:
+            self._num_uncounted = sum(self.numbers.values())
+            self.attempt.restart(number, group)
 
     # -- what ways call -----------------------------------------------------------------------------------
 
@@ -72,7 +94,7 @@ class Heard:
 
     def _inline_bytes(self, way: Way, stream: Stream, said: Describe) -> int:
         """How many bytes come with it for this worker; most calls are like the one before."""
-        kind = (said.group, said.verb, said.dtype, said.shape, said.parts, said.root)
+        kind = (said.group, said.verb, said.dtype, said.shape, said.parts, said.root, said.failures)
         if stream.checked[0] == kind and said.number >= 0 <= said.offset:
             return stream.checked[1]
         check_heard(said, way.incarnation, self._peers.incarnation)

@@ -61,6 +61,7 @@ class Meeting:
         self.key: Key = (party.group, number)
         self.data = NOTHING
         self.is_own = self.is_staged = False  # the data: the caller's, not to be written; in memory that is kept
+        self.is_made_again = False  # with other members: this one neither succeeded nor failed
         self.is_in_memory = False  # they lie where others of this host read and write them
         self.said: list[Describe] = []
         self.payloads: dict[int, Sequence[Buffer]] = {}

@@ -23,7 +23,7 @@ from syncline.client.collectives.streams import Key, Stream
 from syncline.client.collectives.waiting import Gone, Waiting
 from syncline.client.peers import Peers, Way
 from syncline.client.rosters import ranked
-from syncline.core.collecting import Broken, Describe, Share, Through, Unshare
+from syncline.core.collecting import STRANGER, Broken, Describe, Share, Through, Unshare
 from syncline.core.collectives import described, disagreement, is_inline, other_groups, wanted
 from syncline.core.members import Member
 from syncline.core.message import Message
@@ -66,6 +66,20 @@ class Meetings:
             heard.numbers[party.group], heard.current = number + 1, (party.group, number)
         return number
 
+    def prepare(self, party: Party) -> None:
+        """What every description of this party says of the attempt."""
+        heard = self.heard
+        with self._peers.lock:
+            party.attempt, party.failures = heard.attempt.number, heard.attempt.failures(party.group)
+            party.num_calls = heard.num_calls if STRANGER in party.failures else 0
+
+    def end(self, party: Party, *, has_failed: bool = False) -> None:
+        """The script goes on after a call of this party."""
+        with self._peers.lock:
+            self.heard.attempt.end(party.there)
+            if has_failed:
+                self.heard.attempt.fail(party.group)
+
     def finish(self, key: Key) -> None:
         """It is through with it."""
         with self._peers.lock:
@@ -78,6 +92,7 @@ class Meetings:
         for place in party.sharing:
             if place != party.place:
                 _mention(party.ways[place], Through(party.group, number))
+        self.end(party, has_failed=True)
         self.finish((party.group, number))
 
     @contextlib.contextmanager
@@ -91,12 +106,14 @@ class Meetings:
         except BaseException as error:
             self._leave_out(party, number, error)
             raise
-        meeting = Meeting(party, number, waiting)
+        meeting, has_failed = Meeting(party, number, waiting), True
         waiting.begin(party.ways.values(), call.said)
         try:
             self._gather(call, meeting, begun)
             yield meeting
+            has_failed = False
         except Again:
+            meeting.is_made_again = True
             raise
         except Told as told:
             self._retreat(meeting)
@@ -113,7 +130,7 @@ class Meetings:
             self._retreat(meeting)
             raise
         finally:
-            self._end(meeting)
+            self._end(meeting, has_failed=has_failed)
 
     def _leave_out(self, party: Party, number: int, error: BaseException) -> None:
         """Nothing was said of it yet. Without ways to all it fails for all; what cannot be called is not called."""
@@ -123,10 +140,15 @@ class Meetings:
             if is_open:
                 self.heard.numbers[party.group] = number
         if not is_open:
+            self.end(party, has_failed=True)
             self.tell_broken(Broken(party.group, number, _told(self._name, error)))
 
-    def _end(self, meeting: Meeting) -> None:
+    def _end(self, meeting: Meeting, *, has_failed: bool) -> None:
         meeting.waiting.end()
+        if meeting.is_made_again:
+            self.heard.make_again()
+        else:
+            self.end(meeting.party, has_failed=has_failed)
         if sys.exc_info()[0] is not None:
             self._scratch = NOTHING  # a chunk may still be on its way into it
         with self.change:
@@ -269,7 +291,7 @@ class Meetings:
         broken = self.heard.broken.get(meeting.key)
         if broken is not None:
             if broken.other_group:
-                self.heard.skip(broken.other_group, broken.other_number)
+                self.heard.skip(broken.other_group, broken.other_number, meeting.group)
             raise Told(broken.reason)
 
     # -- all are through ----------------------------------------------------------------------------------
@@ -339,7 +361,7 @@ class Meetings:
         """Both calls fail, at all members of both groups."""
         theirs = crossed.said
         with self._peers.change:
-            self.heard.skip(*theirs.key)
+            self.heard.skip(*theirs.key, meeting.group)
         names = {member.incarnation: member.name for member in ranked(self._peers.rosters.newest)}
         names.update({member.incarnation: member.name for member in meeting.party.members})
         reason = other_groups((self._name, mine), (crossed.way.name, theirs), names)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from syncline.client.arrays import Bytes, dtype_of, is_torch
@@ -19,7 +20,15 @@ from syncline.client.collectives.values import Value, made, own_bytes, put, valu
 from syncline.client.collectives.waiting import Gone, Waiting
 from syncline.client.peers import Way
 from syncline.core.collecting import Broken, Offer, Piece, Take, Taken, Withdraw
-from syncline.core.collectives import INLINE_BYTES, ITEM_BYTES, MAX_BYTES, MAX_DIMENSIONS, crossing_words, num_bytes
+from syncline.core.collectives import (
+    INLINE_BYTES,
+    ITEM_BYTES,
+    MAX_BYTES,
+    MAX_DIMENSIONS,
+    apart_in_pair,
+    crossing_words,
+    num_bytes,
+)
 from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.errors import CollectiveError, ConnectionLost, FrameError
@@ -70,7 +79,12 @@ class Pairs:
             raise CollectiveError(answer.refused)
 
     def _offer(self, way: Way, value: Value, number: int, waits: bool) -> None:
-        offer = Offer(number, value.dtype, value.shape, waits=waits, of_torch=value.of_torch)
+        attempt = self._meetings.heard.attempt
+        with self._change:
+            offer = Offer(
+                number, value.dtype, value.shape, waits=waits, of_torch=value.of_torch,
+                attempt=attempt.number, is_stranger=attempt.is_stranger(way.incarnation),
+            )  # fmt: skip
         if len(value.data) <= INLINE_BYTES:
             way.send(offer, [buffer_of(value.data)] if len(value.data) else (), len(value.data))
             return
@@ -82,7 +96,7 @@ class Pairs:
                 data[...] = value.data
                 found = (memory, 0)
             self._meetings.share(way, found[0])
-            offer = Offer(number, value.dtype, value.shape, found[0], found[1], waits=waits, of_torch=value.of_torch)
+            offer = msgspec.structs.replace(offer, memory=found[0], offset=found[1])
         way.send(offer)
 
     def _answer(self, way: Way, stream: Stream, waiting: Waiting, number: int, is_script: bool) -> Taken | None:
@@ -111,8 +125,12 @@ class Pairs:
         with self._way(member, what, is_script) as (way, stream, waiting):
 
             def ready() -> tuple[Offer, Sequence[Buffer]] | None:
-                if stream.offers:
-                    return stream.offers.popleft()
+                while stream.offers:
+                    offer, payload = stream.offers.popleft()
+                    attempt = self._meetings.heard.attempt
+                    if offer.attempt >= attempt.number or attempt.is_stranger(way.incarnation):
+                        return offer, payload
+                    _refuse(way, offer, f"{self._me.name} has restarted since {way.name} called send")
                 self._look_for_collectives(way, stream, waiting, is_script)
                 return None
 
@@ -123,8 +141,7 @@ class Pairs:
                     raise CollectiveError(reason)
                 data = self._bytes(way, stream, waiting, offer, payload, out)
             except BaseException as error:
-                with contextlib.suppress(ConnectionLost):
-                    way.send(Taken(offer.number, f"{error}" or type(error).__name__))
+                _refuse(way, offer, f"{error}" or type(error).__name__)
                 raise
             way.send(Taken(offer.number))
         if out is not None:
@@ -132,6 +149,12 @@ class Pairs:
         return made(data, offer.dtype, offer.shape, None, of_torch=offer.of_torch)
 
     def _misfit(self, offer: Offer, out: Any, way: Way) -> str:
+        with self._change:
+            attempt = self._meetings.heard.attempt
+            if offer.is_stranger:
+                return apart_in_pair(self._me.name, way.name)
+            if offer.attempt > attempt.number or attempt.is_stranger(way.incarnation):
+                return apart_in_pair(way.name, self._me.name)
         if out is None:
             return ""
         found = (dtype_of(out), tuple(out.shape)) if is_torch(out) or isinstance(out, np.ndarray) else ("", ())
@@ -199,6 +222,8 @@ class Pairs:
             raise CollectiveError(str(crossing)) from None
         finally:
             waiting.end()
+            with self._change:
+                self._meetings.heard.attempt.end(self._calls.there)
 
     def _look_for_collectives(self, way: Way, stream: Stream, waiting: Waiting, is_script: bool) -> None:
         """Under the lock: a script that waits in a collective for this one will neither take nor send anything."""
@@ -271,6 +296,11 @@ class Pairs:
             elif isinstance(message, Piece) and stream.inbox is not None and stream.inbox.number == message.number:
                 stream.inbox.count += sum(map(len, request.payload))
             self._change.notify_all()
+
+
+def _refuse(way: Way, offer: Offer, reason: str) -> None:
+    with contextlib.suppress(ConnectionLost):
+        way.send(Taken(offer.number, reason))
 
 
 class _Crossing(Exception):

@@ -17,9 +17,13 @@ from syncline.net.rpc import Endpoint
 class Party:
     """The members of a group; by their places in it."""
 
-    def __init__(self, members: Sequence[Member], me: int, generation: int) -> None:
-        """`me`: an incarnation. `generation`: of the roster, if these are all workers; else 0."""
+    def __init__(self, members: Sequence[Member], me: int, generation: int, there: frozenset[int]) -> None:
+        """`me`: an incarnation. `generation`: of the roster, if these are all workers; else 0. `there`: the
+        incarnations of all workers."""
         self.members, self.generation = list(members), generation
+        self.there = there
+        self.attempt, self.num_calls = 0, 0
+        self.failures: tuple[int, ...] = ()
         self.names = [member.name for member in members]
         self.group = tuple(member.incarnation for member in members)
         self.place = self.group.index(me)
@@ -59,5 +63,6 @@ class Party:
     def describe(self, number: int, verb: str, **fields: Any) -> Describe:
         """A call of this group."""
         return Describe(
-            self.group, number, verb, generation=self.generation, host=self.host, sharing=len(self.sharing), **fields
-        )
+            self.group, number, verb, generation=self.generation, host=self.host, sharing=len(self.sharing),
+            attempt=self.attempt, failures=self.failures, num_calls=self.num_calls, **fields,
+        )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -314,6 +315,72 @@ class Collectives:
         if begun is not None and begun.is_whole:
             return None
         return self._go("barrier", make, body, group, wait, begun)
+
+    # -- beginning again ----------------------------------------------------------------------------------
+
+    def restart(self, step: int, state: Iterable[Any]) -> int:
+        """All workers begin again together, from the state of the one that has come furthest; its step."""
+        places = list(state)
+        for x in places:
+            _check_in_place("restart", x)
+        root, newest = self._agree(step)
+        copies = [self._copy_of(x, root) for x in places]
+        for x, copy in zip(places, copies, strict=True):
+            put(x, copy, "restart")
+        return newest
+
+    def _agree(self, step: int) -> tuple[int, int]:
+        """Returns when every worker has called this: the incarnation of the first that has come furthest, its step.
+
+        The calls that others make instead fail there, and this one is made again, as it is when a worker dies.
+        """
+        value = value_of(np.array(step, np.int64))
+        deadline = time.monotonic() + self._calls.job.config.wait_seconds
+
+        def make(party: Party, number: int) -> Call:
+            said = party.describe(number, "restart", dtype=value.dtype, shape=value.shape)
+            return Call(said, value.data, is_own=True)
+
+        def body(meeting: Meeting) -> tuple[int, int]:
+            steps = [int(data.view(np.int64)[0]) for data in exchange(self._calls.meetings, meeting)]
+            newest = max(steps)
+            attempt = 1 + max(said.attempt for said in meeting.said)
+            agreed.append((attempt, meeting.group))
+            return meeting.group[steps.index(newest)], newest
+
+        while True:
+            agreed: list[tuple[int, tuple[int, ...]]] = []
+            try:
+                found: tuple[int, int] = self._go("restart", make, body, None, True)
+            except CollectiveError:
+                if time.monotonic() > deadline:
+                    raise
+                self._calls.pause()
+            else:
+                self._calls.meetings.heard.restart(*agreed[-1])
+                return found
+
+    def _copy_of(self, x: Any, root: int) -> Bytes:
+        """What the worker of this incarnation has in x, as bytes."""
+        value = value_of(x)
+
+        def make(party: Party, number: int) -> Call:
+            if root not in party.group:
+                raise CollectiveError("restart: the worker whose state is taken is gone; call restart() again")
+            said = party.describe(number, "broadcast", dtype=value.dtype, shape=value.shape, root=root)
+            return Call(said, value.data, is_own=value.is_view)
+
+        def body(meeting: Meeting) -> Bytes:
+            if meeting.is_root:
+                exchange(self._calls.meetings, meeting)
+                self._calls.meetings.leave_memory(meeting)
+                return value.data
+            result = make_room(len(value.data))
+            self._fill(meeting, result)
+            return result
+
+        copy: Bytes = self._go("restart", make, body, None, True)
+        return copy
 
     # -- from one to one ----------------------------------------------------------------------------------
 
