@@ -9,7 +9,7 @@ import pytest
 from syncline.client.portion import Portion
 from syncline.core.cutting import taken_up
 from syncline.core.handing import GivenLease
-from syncline.core.leasing import LeaseState, Leasing
+from syncline.core.leasing import SHARD_POSITIONS, LeaseState, Leasing
 from syncline.core.ledger import Lease
 from syncline.core.loader import Loader
 from syncline.core.slices import Identity
@@ -351,3 +351,44 @@ def test_a_loader_that_is_not_as_it_is_known_is_told_where_the_other_description
     taken = taken_up(leasing.state)
     with pytest.raises(ConfigError, match=r"worker-0 has 64 .* of 8 in 'a', and the checkpoint .* has 64 .*--fresh"):
         Leasing(taken, in_rounds=True).open(one, "a", 0, Loader(64, 8), 1)
+
+
+SHARDS = Loader(0, 4, num_shards=7)
+THREE: list[Identity] = [("worker-0", 1), ("worker-1", 2), ("worker-2", 3)]
+
+
+def dealt(leasing: Leasing, asks: list[Identity], taking_part: list[Identity]) -> dict[str, list[int]]:
+    """Who gets which shards when they ask in this order, each with nothing left to read."""
+    found: dict[str, list[int]] = {}
+    for owner in asks:
+        answer = leasing.ask(owner, "a", 0, taking_part)
+        assert not answer.recall
+        if answer.lease is not None:
+            assert answer.lease.span.start % SHARD_POSITIONS == 0 and len(answer.lease.span) == SHARD_POSITIONS
+            found.setdefault(owner[0], []).append(answer.lease.span.start // SHARD_POSITIONS)
+    return found
+
+
+def exact() -> Leasing:
+    leasing = Leasing(LeaseState(), in_rounds=True, is_exact=True)
+    for owner in THREE:
+        leasing.open(owner, "a", 0, SHARDS, 3)
+    return leasing
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_exact_rounds_shards_are_dealt_by_rank_whoever_asks_first(seed: int) -> None:
+    asks = [owner for owner in THREE for _ in range(5)]
+    random.Random(seed).shuffle(asks)
+    expected = {"worker-0": [0, 3, 6], "worker-1": [1, 4], "worker-2": [2, 5]}
+    assert dealt(exact(), asks, THREE) == expected
+
+
+def test_the_shards_of_a_dead_worker_go_to_the_others_and_a_late_one_may_ask_for_some() -> None:
+    leasing = exact()
+    dealt(leasing, [*THREE, *THREE, *THREE], THREE)
+    leasing.out(THREE[2], failed=False)
+    assert dealt(leasing, [THREE[1], THREE[0]], THREE[:2]) == {"worker-0": [2], "worker-1": [5]}
+    late = ("worker-2", 9)
+    leasing.open(late, "a", 0, SHARDS, 3)
+    assert leasing.ask(late, "a", 0, [*THREE[:2], late]).recall, "it was not there when the shards were dealt"

@@ -51,8 +51,9 @@ class Desk(Generic[R]):
     @property
     def leasing(self) -> Leasing:
         if self._leasing is None:
-            state = self._membership.state
-            self._leasing = Leasing(state.leases, in_rounds=policy_of(state.config).in_rounds)
+            state, policy = self._membership.state, policy_of(self._membership.state.config)
+            is_exact = policy.stands_still and state.config.sync_every == 1
+            self._leasing = Leasing(state.leases, in_rounds=policy.in_rounds, is_exact=is_exact)
         return self._leasing
 
     def taking_part(self) -> list[Identity]:

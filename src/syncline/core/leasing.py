@@ -57,10 +57,12 @@ class Answer:
 class Leasing:
     """Decisions about all loaders of a job."""
 
-    def __init__(self, state: LeaseState, *, in_rounds: bool) -> None:
-        self.state, self._in_rounds = state, in_rounds
+    def __init__(self, state: LeaseState, *, in_rounds: bool, is_exact: bool = False) -> None:
+        """`is_exact`: while no worker comes or goes, who reads what does not depend on timing, of shards too."""
+        self.state, self._in_rounds, self._is_exact = state, in_rounds, is_exact
         self.speeds: dict[str, float] = {}  # samples in a second of work
         self._widths: dict[tuple[str, int], dict[str, int]] = {}  # parts of a global batch, as last dealt out
+        self._first_dealt: dict[tuple[str, int], frozenset[Identity]] = {}  # who was there when an epoch began
         self._recalled: dict[Identity, set[tuple[str, int]]] = {}  # asked to give back, and not answered yet
         #: Have nothing to give back until they get more; up to which lease that is known.
         self._dry: dict[tuple[Identity, str, int], int] = {}
@@ -182,7 +184,8 @@ class Leasing:
             self._held.pop((owner, name, number), None)
             return Answer(lease)
         is_barred = self._is_barred(owner, taking_part) or not self._widths.get((name, number), {}).get(owner[0], 1)
-        recall = self._whom_to_ask(owner, name, number, epoch) if is_idle and not is_barred else ()
+        may_recall = is_idle and not is_barred and not self._has_its_part(owner, name, number)
+        recall = self._whom_to_ask(owner, name, number, epoch) if may_recall else ()
         is_coming = not is_barred and (bool(epoch.todo) or self._is_recalling(name, number))
         return Answer(recall=recall, is_coming=is_coming)
 
@@ -246,10 +249,12 @@ class Leasing:
     ) -> Lease | None:
         if not epoch.todo or self._is_recalling(name, number) or self._is_barred(owner, taking_part):
             return None
-        first = self.state.next_lease
         if self.state.loaders[name].num_shards:
-            self.state.next_lease += 1
-            return epoch.lease(first, owner, SHARD_POSITIONS - epoch.todo[0].start % SHARD_POSITIONS)
+            owners = self._reading(owner, name, number, taking_part) if self._is_exact else [owner]
+            for one in owners:
+                self._lease_shard(epoch, one)
+            return self._untold(epoch, owner)
+        first = self.state.next_lease
         names = [one for one, _ in taking_part] or [owner[0]]
         if not self._in_rounds:
             self.state.next_lease += 1
@@ -260,8 +265,7 @@ class Leasing:
             pace = self._pace(owner[0], names)
             origin, together = self._num_done_before(owner, epoch, pace), round((step or epoch.batch) * pace)
             return epoch.lease(first, owner, size, step, origin=origin, wide=together)
-        owners = [one for one in taking_part if one == owner or not self._is_elsewhere(one, name, number)]
-        owners += [owner] if owner not in owners else []
+        owners = self._reading(owner, name, number, taking_part)
         wide = self.widths(name, [one for one, _ in owners])
         self._widths[name, number] = wide
         if not wide[owner[0]]:
@@ -273,6 +277,23 @@ class Leasing:
         unit = data.batch if data.drop_last and not data.is_auto and not data.is_global else 1
         epoch.deal(first, [(one, wide[one[0]]) for one in owners if wide[one[0]]], rounds, unit)
         return self._untold(epoch, owner)
+
+    def _reading(self, owner: Identity, name: str, number: int, taking_part: Sequence[Identity]) -> list[Identity]:
+        """Who is dealt something of this epoch, in the order of ranks; with the one that asks."""
+        owners = [one for one in taking_part if one == owner or not self._is_elsewhere(one, name, number)]
+        owners += [owner] if owner not in owners else []
+        self._first_dealt.setdefault((name, number), frozenset(owners))
+        return owners
+
+    def _has_its_part(self, owner: Identity, name: str, number: int) -> bool:
+        """Whether its part was dealt to it when the epoch began. What it took from others would depend on timing."""
+        return self._is_exact and owner in self._first_dealt.get((name, number), ())
+
+    def _lease_shard(self, epoch: Epoch, owner: Identity) -> None:
+        """The next shard, or what is left of it."""
+        if epoch.todo:
+            number, self.state.next_lease = self.state.next_lease, self.state.next_lease + 1
+            epoch.lease(number, owner, SHARD_POSITIONS - epoch.todo[0].start % SHARD_POSITIONS)
 
     def _is_elsewhere(self, owner: Identity, name: str, number: int) -> bool:
         return (owner, name, number) in self._gone or (owner, name) in self._absent or owner in self._quarantined
@@ -467,6 +488,7 @@ class Leasing:
             for number in [n for n, epoch in epochs.items() if epoch.is_finished]:
                 self._finish(name, number)
                 self._widths.pop((name, number), None)
+                self._first_dealt.pop((name, number), None)
                 self._forget_epoch(name, number)
                 found.append((name, number, epochs.pop(number)))
         leases = {
