@@ -17,6 +17,7 @@ def test_public_names() -> None:
     assert {"Job", "Rule", "current_job", "init", "Stopped", "SynclineError", "WaitTimeout", "LayoutError"} <= set(
         syncline.__all__
     )
+    assert "seed_everything" in syncline.__all__
     assert issubclass(syncline.Stopped, SystemExit) and syncline.Stopped("why").code == 0
     assert all(hasattr(syncline, name) for name in syncline.__all__)
     assert syncline.torch.__all__ == ["DataLoader", "DistributedOptimizer", "Schedule", "schedule"]

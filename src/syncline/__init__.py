@@ -21,6 +21,7 @@ from collections.abc import Collection
 
 from syncline.client.current import current_job
 from syncline.client.job import Job
+from syncline.client.seeding import seed_everything
 from syncline.core.codecs.codec import Codec
 from syncline.core.rule import Rule
 from syncline.errors import (
@@ -68,6 +69,7 @@ __all__ = [
     "current_job",
     "init",
     "load_state_dict",
+    "seed_everything",
 ]
 
 if typing.TYPE_CHECKING:

@@ -30,6 +30,7 @@ from syncline.client.reporting import Reporting
 from syncline.client.residuals import keep_residuals
 from syncline.client.rosters import place_of
 from syncline.client.samples import CoordinatorAsks, Samples
+from syncline.client.seeding import OwnStream
 from syncline.client.servers import ServersExchange
 from syncline.client.steps import steps
 from syncline.client.validating import Measure, Validated, Validating
@@ -92,6 +93,8 @@ class Job:
         self._turns: dict[str, int] = {}
         asks = CoordinatorAsks(self.ask, link)
         self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
+        self.own_stream = OwnStream(me.name, me.incarnation if joined.late else 0)  #: with `seed_everything`
+        self.samples.begins_training = self.own_stream.begin
         self._progress = Progress(self, joined.seconds)
         self._memory = Memory(self, link, hearing, say, is_late=joined.late)
         self.boundary = self._memory.boundary
@@ -191,6 +194,9 @@ class Job:
     def commits(self, committer: Hashable) -> None:
         """A step is about to be committed, or made locally. Ends the script when a rule has stopped training, and
         that of a worker that was started again, where this step may have been made before."""
+        if self.is_closed:
+            raise left(self.name)
+        self.own_stream.begin()
         self._end_if_stopped(committer)
         if self.life.number == 1:  # nothing to ask for, at no cost
             self.life.has_position = self.exchange.uses.has_position or self.life.has_resumed
@@ -351,13 +357,11 @@ class Job:
                 self.boundary.stops(STEP)  # what is saved last is from here: `Stopped` comes in the middle of a step
 
     def _end_if_stopped(self, committer: Hashable) -> None:
-        """Before a commit: if a rule has ended training, and nothing that a loader of ours has read goes into this
-        commit, the worker leaves the job and its script ends (`Stopped`).
+        """If a rule has ended training, and nothing that a loader of ours has read goes into this commit, the worker
+        leaves the job and its script ends (`Stopped`).
 
         Of several committers (optimizers, or sets of names) each one may finish the step that the last one made.
         """
-        if self.is_closed:
-            raise left(self.name)
         uses, last, self._last_committer = self.exchange.uses, self._last_committer, committer
         if not self.should_stop or uses.num_loops or uses.is_any_held:
             return

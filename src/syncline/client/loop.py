@@ -46,6 +46,7 @@ class Loop:
     def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader, seed: int | None = None) -> None:
         self._job, self._data = job, data
         tell_unused(job)
+        job.samples.begins_training()
         self.reading: Reading = job.samples.open(loader, epoch, data, seed)
         self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
         self._ahead: Piece | None = None  # the first of them, which was waited for before the loop began

@@ -46,6 +46,7 @@ class Memory:
         may_be = has_saves or is_late
         self.taken_up = TakenUp(job.name, boundary, job.ask, may_be=may_be)
         self.state = ScriptState(self.taken_up.saved, lambda: self.taken_up.is_over, lambda: job.known_device)
+        self.state.random_restored = job.own_stream.restored
         self.taken_up.begin(self.state)
         saves = hearing.saves = Saves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
         boundary.on_stop = saves.note_stop if has_saves else None

@@ -51,6 +51,7 @@ class Samples:
         self.boundary = Boundary()  #: where its script stands between two batches
         self.between: Callable[[], None] = lambda: None  #: two batches, with all that was read in steps
         self.behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None
+        self.begins_training: Callable[[], None] = lambda: None  #: called before anything is read for a loop
         self.passes = Passes()  #: over sources that are read by themselves, without a loader
 
     def name_loader(self, name: str) -> str:

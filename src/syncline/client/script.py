@@ -72,6 +72,7 @@ class ScriptState(MutableMapping[str, Any]):
         self.left_out: set[str] = set()  #: what was too large for a note
         self.num_loaded = 0  #: objects of the script, and its schedulers, that got back what was saved
         self._saved, self._is_over, self._device = saved, is_over, device
+        self.random_restored: Callable[[], None] = lambda: None  #: called when the random states are those saved
 
     # -- as the script sees it ----------------------------------------------------------------------------
 
@@ -169,6 +170,7 @@ class ScriptState(MutableMapping[str, Any]):
                 self._parts[name].put_back(self._value(saved, saved.tree["parts"][name]))
         if random and saved.is_own and "random" in saved.tree:
             chance.put_back(self._value(saved, saved.tree["random"]), _gpu(self._device()))
+            self.random_restored()
 
     def _value(self, saved: SavedState, state: Any) -> Any:
         if type(state) is not dict or len(state) != 1:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from syncline.client import seeding
 from syncline.client.current import current_job, has_current_job
 from syncline.client.loop import Loop, TakesSamples
 from syncline.core.loader import Loader
@@ -421,10 +422,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
 
 def _seed_of_the_script() -> int:
-    """What the script gave to `torch.manual_seed`; 0 where it did not call it.
+    """What the script gave to `seed_everything`, or to `torch.manual_seed`; 0 where it called neither.
 
     torch does not tell these apart. A seed that has changed since our import was given; so was a small one.
     """
+    if (given := seeding.last_given()) is not None:
+        return given
     found = torch.initial_seed()
     return found if found != _AT_IMPORT or found < 1 << 32 else 0
 
