@@ -20,6 +20,7 @@ from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
 from syncline.errors import ConfigError, LayoutError, ProtocolError
 from syncline.net.hatch import Hatch
+from syncline.torch.batch_sizes import BatchSizes
 from syncline.torch.buffers import Buffers
 from syncline.torch.carriers import ArenaCarrier, Carrier, MirrorCarrier
 from syncline.torch.device_landing import DeviceLanding
@@ -77,6 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._watched: list[tuple[int, int, int, ChangedOptions]] = []  # segment, its rule, our group
         self._gradients: list[Gradients] = []
         self._notices = Notices(self._job, self._in_rounds)
+        self._batch_sizes = BatchSizes(self._job, model, in_rounds=self._in_rounds)
         self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
         self._sides = self._open_sides()
         self._hatch = self._find_hatch()
@@ -235,7 +237,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Pushes the gradients and lands new parameters.
 
         `weight` is this worker's share in the round's mean: by default the samples that our DataLoader has handed
-        out since the last step, else 1.
+        out since the last step, else 1. With a loader of your own, give the number of samples in the step's batches.
         """
         self._job.commits(self._prefix or self._rule)
         if not self._job.memory.taken_up.is_over:
@@ -248,6 +250,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.before_push(self._job, self.param_groups)
         self._landing.before_push()
         taken, self._taken = self._job.samples_taken - self._taken, self._job.samples_taken
+        self._batch_sizes.at_step(is_weighted=weight is not None, num_taken=taken)
         weight = float(max(taken, 0) or 1) if weight is None else float(weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight = {weight}: it must be a number from 0 on")

@@ -1,0 +1,77 @@
+"""Batches of unequal size that no loader of ours has handed out: `step(weight=n)` is named, once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from syncline.client.job import Job
+
+
+class _Counter:
+    """A forward pre-hook that adds up the first dimension of what a model is given while it learns."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+
+    def __call__(self, module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and module.training:
+            tensor = _first_tensor((*given, *named.values()))
+            if tensor is not None and tensor.dim():
+                self.num_samples += int(tensor.shape[0])
+
+    # A copy of the model, or one that is saved whole, has a hook that does nothing, and nothing of the job.
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    """Among these, or in a list or dict of them."""
+    for value in values:
+        if isinstance(value, Mapping):
+            value = next((one for one in value.values() if isinstance(one, torch.Tensor)), None)
+        elif isinstance(value, list | tuple):
+            value = next((one for one in value if isinstance(one, torch.Tensor)), None)
+        if isinstance(value, torch.Tensor):
+            return value
+    return None
+
+
+class BatchSizes:
+    """Of one optimizer. In rounds every worker's gradient counts by its weight, which is 1 where nobody says it."""
+
+    def __init__(self, job: Job, model: torch.nn.Module | None, *, in_rounds: bool) -> None:
+        self._job = job
+        self._counter = _Counter()
+        self._last = 0
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        if in_rounds and model is not None and not isinstance(model, torch.jit.ScriptModule):
+            self._hook = model.register_forward_pre_hook(self._counter, with_kwargs=True)
+
+    def at_step(self, *, is_weighted: bool, num_taken: int) -> None:
+        """A step is made: with a weight of the script's own, or of so many samples of a loader of ours."""
+        if self._hook is None:
+            return
+        size, last = self._counter.num_samples, self._last
+        self._counter.num_samples, self._last = 0, size
+        if is_weighted or num_taken > 0:
+            self._end()
+        elif size and last and size != last and self._job.world_size > 1:
+            self._end()
+            self._job.notice(
+                f"the batches of {self._job.name} have unequal sizes ({last} samples in one step, {size} in the "
+                "next), and each counts the same in the mean of the workers: give the number of samples by "
+                "opt.step(weight=n), or use syncline.torch.DataLoader, which does so by itself"
+            )
+
+    def _end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
