@@ -127,7 +127,7 @@ def test_a_mask_of_minus_infinity_and_a_complex_buffer_are_no_obstacle() -> None
         assert any("1 buffers of a type that servers cannot host" in text for text in jobs[0]._noticed)
 
 
-def change_and_train(job: Job | None) -> torch.nn.Module:
+def change_and_train(job: Job | None, through_data: bool) -> torch.nn.Module:
     """Loads weights when the optimizer is there already, as to resume, and clamps them after each step."""
     model = copy.deepcopy(NET)
     opt: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -140,14 +140,15 @@ def change_and_train(job: Job | None) -> torch.nn.Module:
         opt.step()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.clamp_(-1.2, 1.2)
+                (parameter.data if through_data else parameter).clamp_(-1.2, 1.2)
     return model
 
 
-def test_alone_what_a_script_writes_to_parameters_counts() -> None:
-    expected = change_and_train(None)
+@pytest.mark.parametrize("through_data", [False, True])
+def test_alone_what_a_script_writes_to_parameters_counts(through_data: bool) -> None:
+    expected = change_and_train(None, through_data)
     with syncline.init() as job:
-        for one, other in zip(change_and_train(job).parameters(), expected.parameters(), strict=True):
+        for one, other in zip(change_and_train(job, through_data).parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(one, other)
 
 
@@ -171,14 +172,21 @@ def test_weights_that_are_loaded_before_the_first_step_count_in_rounds(policy: s
             torch.testing.assert_close(one, other + 1 if policy == "sync" else other)
 
 
-def test_a_later_change_that_does_not_count_is_said() -> None:
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_later_change_that_does_not_count_is_said(through_data: bool) -> None:
+    """Not of weights that were exchanged for an evaluation, and put back."""
     with local_job(workers=2) as jobs:
 
         def train(job: Job) -> list[bool]:
             model, told = copy.deepcopy(NET), []
             opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
             for number in range(4):
-                if number == 3:
+                own = copy.deepcopy(model.state_dict())
+                model.load_state_dict(NET.state_dict())
+                model.load_state_dict(own)
+                if number == 3 and through_data:
+                    model[1].weight.data.mul_(0.5)
+                elif number == 3:
                     model.load_state_dict(NET.state_dict())
                 backward(model)
                 opt.step()

@@ -190,6 +190,10 @@ class DeviceLanding:
     def is_left(self) -> bool:
         return False  # it looks where each tensor lies when it lands there
 
+    @property
+    def is_written(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._guard.remove()
         self._stop_finishing()

@@ -22,6 +22,10 @@ class Landing(Protocol):
         """Whether parameters that landed here lie in other memory now."""
 
     @property
+    def is_written(self) -> bool:
+        """Whether the script was seen to write to them since they landed, through `.data` too."""
+
+    @property
     def sink(self) -> Sink:
         """Where the exchange brings them."""
 
@@ -95,9 +99,14 @@ class HostLanding:
     def is_left(self) -> bool:
         return self.flat.is_left
 
+    @property
+    def is_written(self) -> bool:
+        return not self._tickets and self.flat.is_written
+
     def spread(self) -> None:
         """What has landed goes into the tensors that do not lie in the flat memory."""
         self.flat.spread()
+        self.flat.note()
         if self._buffers is not None:
             self._buffers.spread()
 

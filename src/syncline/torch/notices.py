@@ -52,7 +52,7 @@ class Notices:
         self._versions = [tensor._version for tensor in self._kept]
 
     def have_changed(self) -> bool:
-        """Whether the script has written to a parameter since this was last asked, other than through `.data`."""
+        """Whether the script has written to a parameter since this was last asked; not through `.data`."""
         versions = [tensor._version for tensor in self._kept]
         has_changed, self._versions = versions != self._versions, versions
         return has_changed
@@ -60,8 +60,8 @@ class Notices:
     def tell_change(self) -> None:
         self._job.notice(
             "the script has written to parameters between two steps (load_state_dict, clamp_, …): the values of the "
-            "servers count, and come back with this step. Load weights before the first step; if you only exchanged "
-            "weights for an evaluation and put them back, all is well"
+            "servers count, and come back with this step. Load weights before the first step, in async and bounded "
+            "before you make the DistributedOptimizer"
         )
 
     def before_push(self) -> None:

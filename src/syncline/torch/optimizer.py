@@ -64,6 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check(opt, clip_norm, buffers)
         self._opt, self._model, self._overlap, self._clip_norm = opt, model, overlap, clip_norm
         self._registered = self._has_pushed = False
+        self._uses_data = False  # the script writes to parameters through `.data`, which is seen by samples only
         #: Called at every step with the job and the groups: `schedule` sets it.
         self.before_push: Callable[[Job, list[dict[str, Any]]], None] | None = None
         super().__init__(opt.param_groups, opt.defaults)
@@ -285,7 +286,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._job.exchange.times.lap("compute")
         if not overflow:
             self._notices.before_push()
-            if self._notices.have_changed() or (self._job.is_embedded and self._landing.is_left):
+            if self._have_changed():
                 self._keep_changes()
             self._has_pushed = True
             if clip is not None and not self._in_rounds:
@@ -310,6 +311,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._landing.before_commit()
         self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
 
+    def _have_changed(self) -> bool:
+        """Whether the script has written to parameters since the last step, or gave them other memory."""
+        if self._local is not None:
+            return False
+        has_changed, is_written = self._notices.have_changed(), self._landing.is_written
+        self._uses_data |= is_written and not has_changed
+        is_left = self._job.is_embedded and self._landing.is_left
+        return has_changed or is_written or self._uses_data or is_left
+
     def _keep_changes(self) -> None:
         """The script has written to parameters since the last step. Its values count before the first step, and in an
         embedded job. Elsewhere other workers read and update the same parameters: then the script is told so.
@@ -327,7 +337,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return
         except ProtocolError:
             pass  # the job has made steps before
-        self._notices.tell_change()
+        if self._landing.is_written:  # else they were exchanged for an evaluation, and put back
+            self._notices.tell_change()
 
     def _own_clip(self, clip: float, scale: torch.Tensor | None) -> torch.Tensor:
         norms = torch.stack([gradients.norm() for gradients in self._gradients])
