@@ -391,4 +391,7 @@ def test_the_shards_of_a_dead_worker_go_to_the_others_and_a_late_one_may_ask_for
     assert dealt(leasing, [THREE[1], THREE[0]], THREE[:2]) == {"worker-0": [2], "worker-1": [5]}
     late = ("worker-2", 9)
     leasing.open(late, "a", 0, SHARDS, 3)
-    assert leasing.ask(late, "a", 0, [*THREE[:2], late]).recall, "it was not there when the shards were dealt"
+    (other,) = leasing.ask(late, "a", 0, [*THREE[:2], late]).recall  # it was not there when the shards were dealt
+    *_, last = sorted(lease.number for lease in leasing.epoch("a", 0).of(other))  # type: ignore[union-attr]
+    leasing.gave_back(other, "a", 0, [(last, 0)])
+    assert leasing.ask(late, "a", 0, [*THREE[:2], late]).lease is not None, "what it has asked for is its own"

@@ -250,8 +250,8 @@ class Leasing:
         if not epoch.todo or self._is_recalling(name, number) or self._is_barred(owner, taking_part):
             return None
         if self.state.loaders[name].num_shards:
-            owners = self._reading(owner, name, number, taking_part) if self._is_exact else [owner]
-            for one in owners:
+            owners = self._reading(owner, name, number, taking_part)
+            for one in owners if self._has_its_part(owner, name, number) else [owner]:
                 self._lease_shard(epoch, one)
             return self._untold(epoch, owner)
         first = self.state.next_lease
