@@ -42,7 +42,7 @@ def test_what_was_made_before(step: int, own_step: int, in_rounds: bool, needs: 
     assert Life(GivenLife(2, step, own_step), in_rounds=in_rounds).needs_position == needs
 
 
-RATES = {"0": 1e-3, "1": 0.0}
+RATES = {"0": [1e-3], "1": [0.0]}
 
 
 @pytest.mark.parametrize("now", [{"0": 1.9e-3}, {"0": 0.6e-3}, {"1": 0.0}, {"2": 7.0}])
@@ -64,7 +64,7 @@ def test_only_the_first_step_of_a_second_life_that_restored_nothing_is_looked_at
     Life(GivenLife(1, 9, 9, RATES), in_rounds=False).uses_rates(far, has_restored=False)
     Life(GivenLife(2, 9, 9, RATES), in_rounds=False).uses_rates(far, has_restored=True)
     life = Life(GivenLife(2, 9, 9, RATES), in_rounds=False)
-    life.uses_rates(RATES, has_restored=False)
+    life.uses_rates({"0": 1e-3, "1": 0.0}, has_restored=False)
     life.uses_rates(far, has_restored=False)
 
 
@@ -72,6 +72,12 @@ def test_only_the_first_step_of_a_second_life_that_restored_nothing_is_looked_at
 def test_a_step_that_cannot_be(step: object) -> None:
     with pytest.raises(ConfigError, match="number of the next step"):
         checked_step(step)
+
+
+def test_a_rate_that_others_use_now_goes_on() -> None:
+    """By `job.step`, say: the schedule has gone on while this worker was away."""
+    life = Life(GivenLife(2, 9, 9, {"0": [1e-3, 1e-5]}), in_rounds=False)
+    life.uses_rates({"0": 1.5e-5}, has_restored=False)
 
 
 def test_the_rates_of_a_second_optimizer_are_looked_at_too() -> None:

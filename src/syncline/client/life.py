@@ -66,19 +66,20 @@ class Life:
             )
 
     def uses_rates(self, rates: Mapping[str, float], *, has_restored: bool) -> None:
-        """A step uses these learning rates. In a second life each is held against the last one, once.
+        """A step uses these learning rates. In a second life each is held, once, against the last one of the
+        name and those of other workers, which may have gone on meanwhile.
 
         `has_restored`: the script got back some state of its own, and is taken to know what it does.
         """
         if self.number < 2 or has_restored:
             return
         for name in sorted(self._rates_before.keys() & rates.keys()):
-            was, now = self._rates_before.pop(name), rates[name]
-            if max(was, now) > MOST_TIMES * min(was, now):
+            before, now = self._rates_before.pop(name), rates[name]
+            if all(max(was, now) > MOST_TIMES * min(was, now) for was in before):
                 raise CannotResume(
                     f"its script began again (life {self.number}) with a learning rate of {now:.3g}, which was "
-                    f"{was:.3g} before: its schedule began again too. This worker leaves before it pushes; other "
-                    f"workers go on. {RATES_REMEDY}"
+                    f"{before[0]:.3g} before: its schedule began again too. This worker leaves before it pushes; "
+                    f"other workers go on. {RATES_REMEDY}"
                 )
 
 

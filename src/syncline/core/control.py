@@ -74,7 +74,7 @@ class GivenLife(Message, frozen=True):
     number: int = 1
     step: int = 0  # of the job
     own_step: int = 0  # commits of this name's earlier lives that count
-    rates: dict[str, float] = {}  # learning rates that this name has used last
+    rates: dict[str, list[float]] = {}  # learning rates that this name has used last, and others use now
 
 
 class AskRoster(Message, frozen=True):

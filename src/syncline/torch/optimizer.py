@@ -256,7 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
         scale, overflow = self._scaling()
-        if self._job.life.number > 1:
+        if self._job.life.number > 1 and self.before_push is None:  # else they follow the progress of the run
             self._job.uses_rates(self._rates())
         if self._local is not None:
             self._local.step(weight, scale, overflow, self._clip_norm)

@@ -127,12 +127,20 @@ class Joining:
             step = max([self._c.reporting.step(), *(server.most_updates for server in servers)])
             lives = [
                 GivenLife(
-                    state.lives.get(name, 1), step, state.settled.get(name, (0, 0))[1], self._c.rates.get(name, {})
+                    state.lives.get(name, 1), step, state.settled.get(name, (0, 0))[1], self._rates_known_to(name)
                 )
                 for name in (request.peer.name for request in requests)
             ]
         for request, given in zip(requests, lives, strict=True):
             request.reply(given)
+
+    def _rates_known_to(self, name: str) -> dict[str, list[float]]:
+        """Under the lock: the last learning rates of this name, and those of the workers that live."""
+        found: dict[str, list[float]] = {}
+        others = [other for other in self._c.membership.workers() if other != name]
+        for key, rate in self._c.rates.get(name, {}).items():
+            found[key] = [rate, *(self._c.rates[one][key] for one in others if key in self._c.rates.get(one, {}))]
+        return found
 
     def _make_way(self, message: Join) -> None:
         """Whoever starts a process under the name of one whose connection is gone knows that it is dead."""
