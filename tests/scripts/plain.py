@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import pathlib
-import random
 import runpy
 import sys
 import types
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from syncline.client import seeding
 from syncline.core.order import Order
 
 
@@ -36,12 +36,18 @@ class Job:
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
         self._counted: list[list[int]] = []
+        self._stream = seeding.OwnStream(self.name, 0)
+
+    def begin(self) -> None:
+        """Training begins: after seed_everything, which torch does not have, worker-0 draws from its own stream."""
+        self._stream.begin()
 
     @property
     def step(self) -> int:
         return max((count for (count,) in self._counted), default=0)
 
     def steps(self, count: int) -> Iterator[int]:
+        self.begin()
         return iter(range(count))
 
     def resume_at(self) -> int:
@@ -64,10 +70,14 @@ class Job:
         def counted(*_: Any) -> None:
             count[0] += 1
 
+        opt.register_step_pre_hook(lambda *_: self.begin())
         opt.register_step_post_hook(counted)
         opt.pull = opt.wait = lambda: None  # type: ignore[attr-defined]
         opt.no_sync = contextlib.nullcontext  # type: ignore[attr-defined]
         return opt
+
+
+_job = Job()
 
 
 class _InOrder(torch.utils.data.Sampler[int]):
@@ -81,7 +91,8 @@ class _InOrder(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self._seed is None:
-            self._seed = torch.initial_seed()
+            given = seeding.last_given()
+            self._seed = torch.initial_seed() if given is None else given
         order = Order(self._num_samples, self._seed, self._epoch, self._shuffle)
         self._epoch += 1
         return iter(order.at(np.arange(self._num_samples)).tolist())
@@ -98,6 +109,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         # torch's iterators draw a seed: from here, not from the script's generator.
         super().__init__(dataset, batch_size, generator=torch.Generator(), **given)
 
+    def __iter__(self) -> Iterator[Any]:
+        if torch.is_grad_enabled():
+            _job.begin()
+        return super().__iter__()
+
     def epochs(self, count: int) -> Iterator[int]:
         return iter(range(count))
 
@@ -106,18 +122,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return len(self)
 
 
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 @contextlib.contextmanager
 def _without_syncline() -> Iterator[None]:
     """While it lasts, `import syncline` gets the names above."""
-    job = Job()
+    global _job
+    job = _job = Job()
+    seeding._given = seeding._last_given = None  # of another script in this process
     top, adapter = types.ModuleType("syncline"), types.ModuleType("syncline.torch")
-    top.__dict__.update(init=lambda **_: job, seed_everything=seed_everything, torch=adapter)
+    top.__dict__.update(init=lambda **_: job, seed_everything=seeding.seed_everything, torch=adapter)
     adapter.__dict__.update(DataLoader=DataLoader, DistributedOptimizer=job.optimizer)
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "syncline"}
     for name in ours:
