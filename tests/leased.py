@@ -246,6 +246,9 @@ class FakeJob:
         self.num_rests += 1
         self.desk.rest(self)
 
+    def script_went_on(self) -> None:
+        """There is no script."""
+
     def notice(self, text: str, *, is_own: bool = False) -> None:
         self.noticed.append(text)
 

@@ -21,7 +21,7 @@ def test_a_second_life_without_a_position_leaves_and_says_what_would_make_it_res
     with pytest.raises(CannotResume) as left:
         life.commits(in_leases=False)
     assert left.value.code == CANNOT_RESUME and not isinstance(left.value, Exception)
-    for word in ("life 2", "40 steps", "DataLoader", "job.steps(n)", "job.resume_at(step)"):
+    for word in ("life 2", "40 steps", "DataLoader", "job.steps(n)", "job.resume_at()"):
         assert word in left.value.reason
 
 

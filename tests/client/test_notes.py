@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
 from typing import Any
 
@@ -104,3 +105,19 @@ def test_a_first_life_of_a_job_asks_for_nothing() -> None:
         counter = begin(jobs[0])
         push(jobs[0], counter, 3)
         assert counter.count == 3 and jobs[0].life.number == 1 and jobs[0].own_step == 3
+
+
+def test_what_is_large_comes_back_from_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    """The note of a worker that lives has the small things, as they are now."""
+    with local_job(workers=2, policy="async", checkpoint=str(tmp_path / "saves")) as jobs:
+        counter = begin(jobs[0])
+        begin(jobs[1])
+        jobs[0].state["average"] = np.full(MOST_BYTES + 8, 7, np.uint8)
+        push(jobs[0], counter, 1)
+        assert jobs[0].save()
+        wait_for_note(jobs, "worker-0", counter, jobs[0])
+        jobs.kill("worker-0")
+        back = jobs.add_worker("worker-0")
+        assert abs(begin(back).count - counter.count) <= 1
+        back.state["average"] = np.zeros(MOST_BYTES + 8, np.uint8)
+        assert back.state["average"][0] == 7

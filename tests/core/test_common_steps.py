@@ -58,6 +58,15 @@ def test_a_worker_that_comes_later_makes_no_step_more_than_the_others() -> None:
     assert leasing.ask(A2, "steps-0", 0, [A2, B], newest=0).begin == 5
 
 
+def test_also_in_the_first_step_which_may_be_open_and_not_made() -> None:
+    """Of three workers one dies in it: the new life enters the round behind it."""
+    leasing = opened(A, B)
+    leasing.ask(B, "steps-0", 0, [A, B], newest=0)
+    leasing.open(A2, "steps-0", 0, LOADER, 2)
+    assert leasing.ask(A2, "steps-0", 0, [A2, B], newest=0, is_late=True).begin == 1
+    assert leasing.ask(A, "steps-0", 0, [A, B], newest=0).begin == 0
+
+
 def test_when_all_come_back_no_step_is_left_out() -> None:
     """The first of them begins with the step that is next, and the others beside it."""
     leasing = opened(A, B)
@@ -69,7 +78,8 @@ def test_when_all_come_back_no_step_is_left_out() -> None:
     lives = [("worker-0", 5), ("worker-1", 6)]
     for life in lives:
         leasing.open(life, "steps-0", 0, LOADER, 2)
-    assert [leasing.ask(life, "steps-0", 0, lives, newest=0).begin for life in lives] == [4, 5]
+    begins = [leasing.ask(life, "steps-0", 0, lives, newest=0, is_late=True).begin for life in lives]
+    assert begins == [4, 5]
 
 
 def test_the_death_of_one_takes_nothing_from_the_others() -> None:

@@ -40,7 +40,7 @@ from syncline.core.members import Member
 from syncline.core.message import Message
 from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
-from syncline.errors import ConnectionLost, FencedError, Stopped, SynclineError
+from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats
@@ -249,7 +249,7 @@ class Job:
         known = self.step if in_rounds else self.own_step
         step = known if step is None else checked_step(step)
         self.life.has_resumed = True
-        return max(step, self.exchange.enter()) if in_rounds and self.life.number > 1 else step
+        return max(step, self.exchange.enter()) if in_rounds else step
 
     def stepped(self) -> None:
         """A step was made: by a push, or locally between two of them."""
@@ -314,6 +314,10 @@ class Job:
     def after_wait(self, action: Callable[[], None]) -> None:
         """Something to be done when others went on without this worker, which had nothing to read meanwhile."""
         self._after_wait.append(action)
+
+    def script_went_on(self) -> None:
+        """The others' scripts have made what this one leaves out: its state becomes theirs."""
+        self._memory.taken_up.went_on()
 
     def catch_up(self) -> None:
         """Others went on without this worker."""
@@ -403,6 +407,8 @@ class Job:
 
     def barrier(self, name: str) -> None:
         """Returns when every worker has come here, as often as this one. Raises WaitTimeout."""
+        if not isinstance(name, str):
+            raise ConfigError(f'job.barrier({name!r}): give a name, a str, e.g. job.barrier("epoch")')
         self.leave_if_asked()
         for action in self._before_settle:
             action()

@@ -15,8 +15,8 @@ from syncline.errors import ConfigError
 CANNOT_RESUME = 76
 
 REMEDY = (
-    "To make a script restartable, loop over syncline.torch.DataLoader or `for step in job.steps(n)`, or call "
-    "job.resume_at(step) before the loop (docs/restarts.md)"
+    "To make a script restartable, loop over syncline.torch.DataLoader, or `for step in job.steps(n)`, or "
+    "`for step in range(job.resume_at(), n)` (docs/restarts.md)"
 )
 
 

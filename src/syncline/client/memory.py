@@ -44,7 +44,7 @@ class Memory:
         boundary.is_clean = lambda: not (exchange.uses.is_any_held or any(some() for some in self._pending))
         has_saves = bool(job.config.checkpoint or job.config.resume)
         may_be = has_saves or is_late
-        self.taken_up = TakenUp(job.name, boundary, job.ask, may_be=may_be)
+        self.taken_up = TakenUp(job.name, boundary, job.ask, may_be=may_be, is_late=is_late)
         self.state = ScriptState(self.taken_up.saved, lambda: self.taken_up.is_over, lambda: job.known_device)
         self.state.random_restored = job.own_stream.restored
         self.taken_up.begin(self.state)

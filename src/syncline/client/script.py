@@ -38,6 +38,16 @@ class SavedState:
     tree: dict[str, Any]
     read: Callable[[int], Bytes]
     is_own: bool
+    behind: SavedState | None = None  # has what is not in this
+
+    def having(self, name: str) -> SavedState | None:
+        """Which of the two has the script's object or value of this name."""
+        return next((one for one in (self, self.behind) if one is not None and name in one.tree["state"]), None)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the script's objects and values, in both."""
+        return list({**self.tree["state"], **(self.behind.tree["state"] if self.behind is not None else {})})
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, dict) or any(type(self.tree.get(key)) is not dict for key in ("state", "parts")):
@@ -84,12 +94,13 @@ class ScriptState(MutableMapping[str, Any]):
         is_first = name not in self._claimed
         self._claimed.add(name)
         saved = self._saved()
-        if saved is not None and name in saved.tree["state"] and (is_first or not self._is_over()):
+        if saved is not None and saved.having(name) is not None and (is_first or not self._is_over()):
             self._load(saved, name)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._held and name in self._unclaimed():
             saved = self._saved()
+            saved = saved.having(name) if saved is not None else None
             assert saved is not None
             self._claimed.add(name)
             self._held[name] = self._value(saved, saved.tree["state"][name])
@@ -98,7 +109,9 @@ class ScriptState(MutableMapping[str, Any]):
     def _unclaimed(self) -> list[str]:
         """Plain data that was saved, and that this script has not assigned so far."""
         saved = self._saved()
-        found = saved.tree["state"] if saved is not None else {}
+        found = (
+            {name: one.tree["state"][name] for name in saved.names if (one := saved.having(name))} if saved else {}
+        )
         return [name for name, state in found.items() if "value" in state and name not in self._claimed]
 
     def __delitem__(self, name: str) -> None:
@@ -122,7 +135,7 @@ class ScriptState(MutableMapping[str, Any]):
 
     def wants(self, saved: SavedState) -> bool:
         """Whether there is anything in it that nobody has asked for so far."""
-        return not saved.tree["state"].keys() <= self._claimed or not saved.tree["parts"].keys() <= self._parts.keys()
+        return not self._claimed.issuperset(saved.names) or not saved.tree["parts"].keys() <= self._parts.keys()
 
     @property
     def has_any(self) -> bool:
@@ -163,7 +176,7 @@ class ScriptState(MutableMapping[str, Any]):
 
     def put_back(self, saved: SavedState, *, random: bool = True) -> None:
         """All that was saved of what is here; the random states last, since loading may draw."""
-        for name in self._held.keys() & saved.tree["state"].keys():
+        for name in self._held.keys() & set(saved.names):
             self._load(saved, name)
         for name in self._parts.keys() & saved.tree["parts"].keys():
             if saved.is_own or not self._parts[name].is_own:
@@ -178,6 +191,7 @@ class ScriptState(MutableMapping[str, Any]):
         return decode(next(iter(state.values())), saved.read, self._device())
 
     def _load(self, saved: SavedState, name: str) -> None:
+        saved = saved.having(name) or saved
         state, held = saved.tree["state"][name], self._held[name]
         found = self._value(saved, state)
         self.num_loaded += 1

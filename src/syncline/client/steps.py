@@ -24,8 +24,8 @@ def steps(job: Job, count: object) -> Iterator[int]:
 
 def _steps(job: Job, loop: Loop) -> Iterator[int]:
     with loop:
-        if job.in_rounds and job.life.number > 1 and not loop.reading.is_finished:
-            job.exchange.enter()  # before it asks which step is next: the others wait for it from here on
+        if job.in_rounds and not loop.reading.is_finished:
+            job.exchange.enter()  # one that came late: the others wait for it before it asks which step is next
         while (piece := loop.next()) is not None:
             if loop.is_over:
                 return

@@ -29,10 +29,11 @@ class TakenUp:
     """
 
     def __init__(
-        self, name: str, boundary: Boundary, ask: Callable[[Message], Message], *, may_be: bool
+        self, name: str, boundary: Boundary, ask: Callable[[Message], Message], *, may_be: bool, is_late: bool = False
     ) -> None:  # fmt: skip
         """`may_be`: there are checkpoints in this job at all, or others have gone on before this worker came."""
         self._name, self._boundary, self._ask = name, boundary, ask
+        self._is_late = is_late
         self._state: ScriptState | None = None
         self._saved: SavedState | None = None
         self._is_known = not may_be
@@ -53,15 +54,29 @@ class TakenUp:
             answer = self._ask(AskTakenUp())
             if not isinstance(answer, GivenTakenUp):
                 raise ProtocolError(f"{type(answer).__name__} is no answer about what was taken up")
-            if answer.note is not None:
-                self._saved = noted_script(answer.note, answer.noted_by, is_own=answer.noted_by == self._name)
-            elif answer.folder:
-                self._saved = read_script(self._name, answer.folder, answer.digest)
+            behind = read_script(self._name, answer.folder, answer.digest) if answer.folder else None
+            self._saved = self._noted(answer, behind) or behind
             if self._saved is None:
                 self._end()
             else:
                 self.own_step = self._saved.own_step
         return self._saved
+
+    def _noted(self, answer: GivenTakenUp, behind: SavedState | None = None) -> SavedState | None:
+        if answer.note is None:
+            return None
+        found = noted_script(answer.note, answer.noted_by, is_own=answer.noted_by == self._name)
+        found.behind = behind  # what was too large for a note
+        return found
+
+    def went_on(self) -> None:
+        """This script has left out epochs that the others have made, with all that scripts do in them, such as a
+        scheduler's step: their state comes here."""
+        if not self._is_late or self._state is None:
+            return
+        answer = self._ask(AskTakenUp(others_first=True))
+        if isinstance(answer, GivenTakenUp) and (saved := self._noted(answer)) is not None and not saved.is_own:
+            self._state.put_back(saved, random=False)
 
     @property
     def name(self) -> str:

@@ -112,7 +112,7 @@ class Desk(Generic[R]):
             return GivenLease(0, _NOTHING), []  # it hears of the stop before this
         answer = self.leasing.ask(
             owner, message.loader, message.epoch, self.taking_part(), message.held,
-            is_idle=not message.left, newest=message.newest, given=message.given,
+            is_idle=not message.left, newest=message.newest, given=message.given, is_late=self._came_late(owner),
         )  # fmt: skip
         recalls = [(other, Recall(message.loader, message.epoch)) for other in answer.recall]
         if answer.lease is not None:
@@ -126,6 +126,11 @@ class Desk(Generic[R]):
             is_shared = self.leasing.is_shared(message.loader)
             return GivenLease(0, _NOTHING, answer.is_finished, is_shared=is_shared), recalls
         return None, recalls
+
+    def _came_late(self, owner: Identity) -> bool:
+        """Whether the job had begun before this worker joined."""
+        member = self._membership.state.members.get(owner[0])
+        return member is not None and member.since > 1
 
     def not_kept(self, answers: Iterable[tuple[Asked[R], GivenLease]]) -> None:
         """Nobody has heard of these: they are given when they could be kept."""

@@ -155,10 +155,11 @@ class Leasing:
         is_idle: bool = True,
         newest: int | None = None,
         given: Iterable[tuple[int, int]] = (),
+        is_late: bool = False,
     ) -> Answer:
         """A worker wants more. `held`: what it has read and not committed, by lease and places. `is_idle`: it has
         nothing left to read. `newest`: the last lease it knows of; others that it was told of got lost on the way.
-        `given`: leases that it has given back, from which place on."""
+        `given`: leases that it has given back, from which place on. `is_late`: the job had begun before it joined."""
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
         self._opened.add((owner, name, number))  # a coordinator that has come back did not hear of that
@@ -170,7 +171,7 @@ class Leasing:
         if epoch is None or self._is_through(name, number, epoch):
             return Answer(is_finished=True)
         if epoch.common is not None:
-            return self._ask_common(owner, name, number, epoch.common, taking_part, newest)
+            return self._ask_common(owner, name, number, epoch.common, taking_part, newest, is_late)
         self._lost_on_the_way(epoch, owner, newest)
         if recall := self._recall_for(owner, name, number, epoch):
             return Answer(recall=recall, is_coming=True)
@@ -197,6 +198,7 @@ class Leasing:
         lease: Lease,
         taking_part: Sequence[Identity],
         newest: int | None,
+        is_late: bool,
     ) -> Answer:
         """Every worker makes every step that is left, beginning with the same one.
 
@@ -208,7 +210,8 @@ class Leasing:
         given = self.state.sharing.setdefault(lease.number, {})
         beside = [one for one in taking_part if given.get(one[0]) == one[1] and (one, name, number) not in self._gone]
         given[owner[0]] = owner[1]
-        begin = lease.first_left + (1 if lease.first_left and any(one != owner for one in beside) else 0)
+        may_be_under_way = (lease.first_left or is_late) and any(one != owner for one in beside)
+        begin = lease.first_left + (1 if may_be_under_way else 0)
         return Answer(lease, begin=min(begin, lease.end))
 
     def is_common(self, name: str, number: int) -> bool:

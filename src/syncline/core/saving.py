@@ -147,7 +147,10 @@ class TakeUp(Message, frozen=True):
 
 
 class AskTakenUp(Message, frozen=True):
-    """A worker asks which checkpoint the job took up."""
+    """A worker asks which checkpoint the job took up. `others_first`: it has left out what the others have done, and
+    wants their note rather than its own."""
+
+    others_first: bool = False
 
 
 class NoteScript(Message, frozen=True):
@@ -161,7 +164,7 @@ class NoteScript(Message, frozen=True):
 class GivenTakenUp(Message, frozen=True):
     """The folder of the checkpoint that the job took up, and the digest of its manifest; empty: none.
 
-    To a worker that joined a running job: what a worker has noted last, in its place.
+    To a worker that joined a running job: what a worker has noted last, and the newest checkpoint for all else.
     """
 
     folder: str = ""

@@ -34,7 +34,7 @@ from syncline.errors import ConfigError
 #: After so many readings of other metrics it is said which ones nobody has reported.
 MANY_READINGS = 100
 #: What a rule that has fired does to the scripts.
-NEXT = "loops over a DataLoader end now, and the next step outside of them ends its script (syncline.Stopped)"
+NEXT = "loops over a DataLoader or job.steps end now; a step outside of them ends its script (syncline.Stopped)"
 
 
 class Rules(msgspec.Struct, frozen=True):

@@ -211,6 +211,8 @@ class Launcher:
         if code == EVICTED and self._is_fresh and life.incarnation and not self._is_out(life):
             code = 1  # the script has a number of its own that means something else to us
         reason, left = life.describe_end(code), self._has_left(name)
+        if code == CANNOT_RESUME and not life.plan.starts_again:
+            code = 1  # a number of the script's own
         if role == "worker" and code == CANNOT_RESUME:
             self._go_on_without(name, "could not go on after it was started again", 1)  # it has said why
             return
@@ -301,13 +303,14 @@ class Launcher:
             others_have_finished=self._others_have_finished(life.plan.name),
         )
 
-    def _others_have_finished(self, name: str) -> bool:
-        """Whether there is nothing left to do for this worker, by what the others have said."""
+    def _others_have_finished(self, name: str, *, or_are_through: bool = False) -> bool:
+        """Whether there is nothing left to do for this worker. `or_are_through`: also by the others' word that they
+        have come to the end of the run; a script may begin another one."""
         others, standings = self._workers - self._given_up.keys() - {name}, self._standings
         if standings is not None and standings.stop:
             return bool(others)  # training is over by a rule
         reports = standings.reports if standings is not None else {}
-        through = {other for other in others if other in reports and reports[other].is_through}
+        through = {one for one in others if or_are_through and one in reports and reports[one].is_through}
         return bool(others) and others <= self._finished | through
 
     def _settled(self, name: str) -> int:
@@ -358,7 +361,7 @@ class Launcher:
             if time.monotonic() < when or not self._watching.is_told(name) or self._has_ended:
                 continue
             del self._due[name]
-            if plan.role == "worker" and self._others_have_finished(name):
+            if plan.role == "worker" and self._others_have_finished(name, or_are_through=True):
                 line = why_not_again(name, why, has_position=True, others_have_finished=True)
                 self._go_on_without(name, why, 1, line)
                 continue

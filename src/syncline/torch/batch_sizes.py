@@ -12,16 +12,16 @@ from syncline.client.job import Job
 
 
 class _Counter:
-    """A forward pre-hook that adds up the first dimension of what a model is given while it learns."""
+    """A forward pre-hook that notes the first dimension of what a model is given while it learns."""
 
     def __init__(self) -> None:
-        self.num_samples = 0
+        self.sizes: set[int] = set()  # since the last step
 
     def __call__(self, module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and module.training:
             tensor = _first_tensor((*given, *named.values()))
             if tensor is not None and tensor.dim():
-                self.num_samples += int(tensor.shape[0])
+                self.sizes.add(int(tensor.shape[0]))
 
     # A copy of the model, or one that is saved whole, has a hook that does nothing, and nothing of the job.
 
@@ -50,7 +50,7 @@ class BatchSizes:
     def __init__(self, job: Job, model: torch.nn.Module | None, *, in_rounds: bool) -> None:
         self._job = job
         self._counter = _Counter()
-        self._last = 0
+        self._last: set[int] = set()
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         if in_rounds and model is not None and not isinstance(model, torch.jit.ScriptModule):
             self._hook = model.register_forward_pre_hook(self._counter, with_kwargs=True)
@@ -59,14 +59,15 @@ class BatchSizes:
         """A step is made: with a weight of the script's own, or of so many samples of a loader of ours."""
         if self._hook is None:
             return
-        size, last = self._counter.num_samples, self._last
-        self._counter.num_samples, self._last = 0, size
+        sizes, last = self._counter.sizes, self._last
+        self._counter.sizes, self._last = set(), sizes
         if is_weighted or num_taken > 0:
             self._end()
-        elif size and last and size != last and self._job.world_size > 1:
+        elif sizes and last and sizes != last and self._job.world_size > 1:
+            one, other = (", ".join(str(size) for size in sorted(each)) for each in (last, sizes))
             self._end()
             self._job.notice(
-                f"the batches of {self._job.name} have unequal sizes ({last} samples in one step, {size} in the "
+                f"the batches of {self._job.name} have unequal sizes ({one} samples in one step, {other} in the "
                 "next), and each counts the same in the mean of the workers: give the number of samples by "
                 "opt.step(weight=n), or use syncline.torch.DataLoader, which does so by itself"
             )

@@ -240,10 +240,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._name_in(job)
         first = self._next_epoch
         job.samples.begin_run(self._name, first, num_epochs)
+        has_skipped = False
         for number in range(num_epochs):
             self._next_epoch = first + number
             loop = self._open(job)
             if not loop.has_batch():
+                has_skipped = True
                 with loop:
                     job.samples.num_skipped += 1
                     job.samples.note_place(self._name, first + number, 1.0)
@@ -251,6 +253,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                     return
                 continue
             self._begun, job.samples.is_in_epoch = loop, True
+            if has_skipped:
+                has_skipped = False
+                job.script_went_on()
             try:
                 yield number
             finally:

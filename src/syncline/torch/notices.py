@@ -20,6 +20,7 @@ class Notices:
         self._version = -1
         self._kept: list[torch.Tensor] = []
         self._versions: list[int] = []
+        self.has_told_change = False
 
     def at_start(self, model: torch.nn.Module | None) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -58,6 +59,7 @@ class Notices:
         return has_changed
 
     def tell_change(self) -> None:
+        self.has_told_change = True
         self._job.notice(
             "the script has written to parameters between two steps (load_state_dict, clamp_, …): the values of the "
             "servers count, and come back with this step. Load weights before the first step, in async and bounded "

@@ -37,6 +37,9 @@ from syncline.torch.state import load_state, read_average, read_state
 from syncline.torch.streams import Side, open_side
 from syncline.torch.validation import take_part_in
 
+#: Steps between two looks at what a script has written to parameters, beside other workers.
+_LOOK_STEPS = 32
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps a `torch.optim` optimizer: `step()` pushes this worker's gradients and lands new parameters.
@@ -65,8 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._opt, self._model, self._overlap, self._clip_norm = opt, model, overlap, clip_norm
         self._registered = self._has_pushed = False
         self._uses_data = False  # the script writes to parameters through `.data`, which is seen by samples only
-        #: Called at every step with the job and the groups: `schedule` sets it.
-        self.before_push: Callable[[Job, list[dict[str, Any]]], None] | None = None
+        self._schedule: Callable[[Job, list[dict[str, Any]]], None] | None = None
         super().__init__(opt.param_groups, opt.defaults)
         self._share_state()
         self._job = job or current_job()
@@ -240,15 +242,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `weight` is this worker's share in the round's mean: by default the samples that our DataLoader has handed
         out since the last step, else 1. With a loader of your own, give the number of samples in the step's batches.
         """
-        self._job.commits(self._prefix or self._rule)
+        self._job.commits(id(self))
         if not self._job.memory.taken_up.is_over:
             self._job.memory.taken_up.begins_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.before_push is not None:
-            self.before_push(self._job, self.param_groups)
+        if self._schedule is not None:
+            self._schedule(self._job, self.param_groups)
         self._landing.before_push()
         taken, self._taken = self._job.samples_taken - self._taken, self._job.samples_taken
         self._batch_sizes.at_step(is_weighted=weight is not None, num_taken=taken)
@@ -256,7 +258,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
         scale, overflow = self._scaling()
-        if self._job.life.number > 1 and self.before_push is None:  # else they follow the progress of the run
+        if self._job.life.number > 1 and self._schedule is None:  # else they follow the progress of the run
             self._job.uses_rates(self._rates())
         if self._local is not None:
             self._local.step(weight, scale, overflow, self._clip_norm)
@@ -268,6 +270,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._look_for_schedulers = None
         self._job.leave_if_asked()
         return loss
+
+    def follow(self, schedule: Callable[[Job, list[dict[str, Any]]], None]) -> None:
+        """From now on this sets the learning rates of the groups at every step: see `syncline.torch.schedule`."""
+        self._schedule = schedule
 
     def _rates(self) -> dict[str, Any]:
         return {f"{self._prefix}{n}": group["lr"] for n, group in enumerate(self.param_groups) if "lr" in group}
@@ -311,9 +317,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._landing.before_commit()
         self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
 
+    def _minds_changes(self) -> bool:
+        """Beside other workers what a script writes is only told, once: it is looked for now and then."""
+        if self._job.is_embedded or not self._has_pushed:
+            return True
+        return not self._notices.has_told_change and self._job.own_step % _LOOK_STEPS == 0
+
     def _have_changed(self) -> bool:
         """Whether the script has written to parameters since the last step, or gave them other memory."""
-        if self._local is not None:
+        if self._local is not None or not self._minds_changes():
             return False
         has_changed, is_written = self._notices.have_changed(), self._landing.is_written
         self._uses_data |= is_written and not has_changed

@@ -51,7 +51,7 @@ class Schedulers:
             return
         kind = torch.optim.lr_scheduler.LRScheduler
         # By type alone: others' objects are not asked for anything, some would warn or load modules.
-        made = [one for one in gc.get_objects() if issubclass(type(one), kind) and one.optimizer in self._faces]
+        made = [one for one in gc.get_objects() if issubclass(type(one), kind) and _of(one) in self._faces]
         inner = {id(one) for outer in made for one in getattr(outer, "_schedulers", ())}
         outermost = [one for one in made if id(one) not in inner]
         names = [f"{type(one).__module__}.{type(one).__qualname__}" for one in outermost]
@@ -83,6 +83,14 @@ class Schedulers:
                     return
                 super().step(epoch)
 
+            def __reduce_ex__(self, protocol: Any) -> Any:
+                return OneCycleLR.__new__, (OneCycleLR,), self.__dict__
+
         # It is saved and found again under the name of torch's own.
         Held.__module__, Held.__qualname__ = OneCycleLR.__module__, OneCycleLR.__qualname__
         return Held
+
+
+def _of(scheduler: Any) -> Any:
+    """Its optimizer; none where its constructor has failed."""
+    return getattr(scheduler, "optimizer", None)

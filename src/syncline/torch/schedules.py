@@ -82,5 +82,5 @@ def schedule(opt: DistributedOptimizer, fn: Factor | Sequence[Factor]) -> Schedu
     if not callable(fn) and not (isinstance(fn, Sequence) and fn and all(callable(one) for one in fn)):
         raise ConfigError(f"schedule: {fn!r} is no function of the progress, and no list of them, one for each group")
     made = Schedule(fn, opt.param_groups)
-    opt.before_push = made.apply
+    opt.follow(made.apply)
     return made

@@ -183,7 +183,8 @@ class Coordinator:
         state = self.membership.state
         self.stopping.count()
         state.ready = sorted(self.registry.ready)
-        state.num_steps = max(state.num_steps, self.reporting.step())
+        told = (report.job_step for report in self.reports.values())
+        state.num_steps = max([state.num_steps, self.reporting.step(), *told])
         self.journal.save(msgspec.msgpack.encode(state), self._unsaved, self._undropped)
         self._unsaved, self._undropped = {}, set()
 

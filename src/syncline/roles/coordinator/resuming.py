@@ -193,26 +193,24 @@ class Resuming:
             state = self._c.membership.state
             member = state.members.get(request.peer.name)
             is_late = member is not None and member.since > 1
-            noted_by = self._whose_note(request.peer.name) if is_late else ""
+            noted_by = self._whose_note(request.peer.name, message.others_first) if is_late else ""
             known = state.saves.newest if is_late else state.saves.taken_up
             note = self._notes.get(noted_by)
-        if note is not None:
-            request.reply(GivenTakenUp(note=note, noted_by=noted_by))
-        else:
-            request.reply(GivenTakenUp(known.folder, known.digest) if known is not None else GivenTakenUp())
+        folder, digest = (known.folder, known.digest) if known is not None else ("", "")
+        request.reply(GivenTakenUp(folder, digest, note, noted_by))
 
     def note(self, request: Request, message: NoteScript) -> None:
         """A worker's script is there now. Kept in memory only: a coordinator that comes back hears of it again."""
         with self._c.lock:
             self._notes[request.peer.name] = message
 
-    def _whose_note(self, name: str) -> str:
+    def _whose_note(self, name: str, others_first: bool) -> str:
         """Where workers step together, that of one that lives, the chief first: it has gone on meanwhile. Otherwise
         its own, of an earlier life, where there is one."""
         others = [other for other in self._c.membership.workers() if other != name and other in self._notes]
         own = [name] if name in self._notes else []
-        in_rounds = policy_of(self._c.config).in_rounds
-        return next(iter([*others, *own] if in_rounds else [*own, *others]), "")
+        others_first = others_first or policy_of(self._c.config).in_rounds
+        return next(iter([*others, *own] if others_first else [*own, *others]), "")
 
 
 def describe(manifest: Manifest, now: float) -> str:
