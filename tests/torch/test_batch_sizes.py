@@ -65,8 +65,8 @@ def test_the_last_batch_is_smaller(form: str, settings: dict[str, Any], capsys: 
 
 
 def test_each_batch_of_an_accumulation_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
-    """Batches of 2, the last of them of 1. What is evaluated is not trained with; a model that two optimizers use sees
-    other numbers of equal batches in each step, and nothing is said of these."""
+    """Batches of 2, the last of them of 1. What is evaluated is not trained with. A model that two optimizers use
+    sees other numbers of equal batches in each step, and nothing is said of these."""
 
     def train(model: torch.nn.Module, optimizer: DistributedOptimizer) -> None:
         for sizes in ((2, 2, 2, 2), (2, 2), (2, 2, 1)):
