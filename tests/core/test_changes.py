@@ -224,3 +224,17 @@ def test_who_enters_a_loop_that_all_others_have_left_is_not_at_its_end() -> None
     rounds: Rounds[str] = Rounds(parse_policy("sync"), [])
     rounds.begin_anew([gone, *one.standings()], {("worker-0", 2): 9})
     assert rounds.commit("worker-2", 9, 1, LOOP, "2@1").apply, "those who have left the loop are not waited for"
+
+
+@pytest.mark.parametrize(
+    ("clock", "boundary", "num_void"), [(7, (6, 2), 1), (8, (6, 2), 0), (7, (7, 5), 0), (9, (2, 5), 3)]
+)
+def test_who_enters_begins_its_batch_with_the_others(clock: int, boundary: tuple[int, int], num_void: int) -> None:
+    """Scripts with several optimizers make several commits of a batch: it takes part in the rest with nothing."""
+    standing = Standing("worker-0", 1, clock=clock)
+    one = answered(
+        change(entering={"worker-1": 9}, staying={"worker-0": 1}), Prepared([standing], 0), Prepared([], 0)
+    )
+    assert one.places()["worker-1"].num_void == 0, "nothing is known of the others' batches"
+    one.boundaries = {"worker-0": boundary}
+    assert one.places()["worker-1"].num_void == num_void

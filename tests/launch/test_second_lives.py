@@ -85,6 +85,37 @@ def test_steps_of_the_job_are_made_once_with_a_kill(commands: Any, options: tupl
     assert begun and int(begun[0].split()[-1]) >= 5, result.output
 
 
+TWO_COMMITS = (
+    STEPS.replace(
+        """        job.kv.push_pull({"w": np.ones(1)}).wait()
+        made += 1
+""",
+        """        job.kv.push_pull({"w": np.ones(1)}).wait()
+        if job.name != sys.argv[1] and made == 26:
+            wait_for("back")
+            time.sleep(1.0)  # the other one enters, and finds this one in the middle of a step
+        job.kv.push_pull({"v": np.ones(1)}).wait()
+        made += 1
+""",
+    )
+    .replace("keep_pace(job, made)\n        die", "die")
+    .replace(
+        "    made = 0\n", '    job.kv.register({"v": np.zeros(1)}, syncline.Rule("SGD", lr=1.0))\n    made = 0\n'
+    )
+)
+
+
+@pytest.mark.slow
+def test_a_second_life_begins_its_step_with_the_others(commands: Any) -> None:
+    """Two optimizers make two commits of a step. One that came back committed the first of them in the round of the
+    others' second, so that each round updated both models: 93 updates in place of 60."""
+    assert TWO_COMMITS.count("push_pull") == 2 and 'wait_for("back")' in TWO_COMMITS
+    result = commands.run("run", "-w", "2", commands.script(TWO_COMMITS), "worker-1")
+    assert result.code == 0, result.output
+    made = [line for line in result.output.splitlines() if "MADE" in line]
+    assert len(made) == 2 and all("w -60 step 60" in line for line in made), result.output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "total"), [("sync", 40), ("async", 70)])
 def test_a_script_without_positions_is_not_started_again(commands: Any, policy: str, total: int) -> None:

@@ -42,6 +42,11 @@ class Boundary:
         self._waits_at: Position | None = None
         self._turns: dict[tuple[str, str], int] = {}
 
+    @property
+    def last(self) -> int:
+        """The clock at the last boundary."""
+        return max(0, self._last)
+
     def watch(self, watcher: Watcher) -> None:
         with self._lock:
             if watcher not in self._watchers:

@@ -38,6 +38,8 @@ class Reporting:
             is_quarantined=exchange.finite.is_quarantined,
             samples=samples,
             work_seconds=seconds,
+            boundary=self._job.boundary.last,
+            stride=self._job.boundary.stride,
         )
 
     def stats(self) -> JobStats:

@@ -27,6 +27,7 @@ from syncline.client.values import pull, upload
 from syncline.client.waits import LOUD_SECONDS, Waits
 from syncline.config import JobConfig
 from syncline.core.control import AskWhy, GivenWhy, Passed
+from syncline.core.handing import Use
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.message import Message
@@ -199,11 +200,16 @@ class ServersExchange:
         if self._redo.roster is not self._rosters.newest or any(isinstance(t.flow.error, MENDED) for t in self._open):
             self._again(self._redo.take_over)
         if self._part.must_come_back:
-            with self.waits.of("the entry into the rounds"):
-                self._part.come_back()
+            self._come_back()
+        ticket = self._commit(push, sink, self.uses.take(is_void=push is not given))
+        self.times.lap("stage")
+        self.times.made_step(self.uses.samples)
+        return ticket
+
+    def _commit(self, push: Push, sink: Sink | None, uses: list[Use]) -> ServersTicket:
         before = self._open[-1] if self._open else None
         self._open.append(ticket := self._draft(push, sink))
-        ticket.uses = self.uses.take(is_void=push is not given)
+        ticket.uses = uses
         self.clock = ticket.clock
         self._part.committed(ticket.stretch)
         try:
@@ -215,8 +221,6 @@ class ServersExchange:
         except MENDED as error:
             ticket.generation = self._redo.generation
             self._mend(ticket, error, time.monotonic(), time.monotonic() + self._wait_seconds)
-        self.times.lap("stage")
-        self.times.made_step(self.uses.samples)
         return ticket
 
     def _stage_everywhere(self, ticket: ServersTicket, phase: str) -> None:
@@ -364,10 +368,16 @@ class ServersExchange:
     def enter(self) -> int:
         """Takes part in the rounds from now on, where it does not yet; the job's steps before its next commit."""
         if self._part.must_enter:
-            with self.waits.of("the entry into the rounds"):
-                self._part.come_back()
+            self._come_back()
             self.has_stepped_to(self._part.entered_at)
         return self.num_updates
+
+    def _come_back(self) -> None:
+        with self.waits.of("the entry into the rounds"):
+            self._part.come_back()
+        num_void, self._part.num_void = self._part.num_void, 0
+        for _ in range(num_void):
+            self._commit(Push(pushed=(), weight=0.0), None, []).wait()
 
     def has_stepped_to(self, step: int) -> None:
         """The job has made so many steps, by the coordinator's word."""

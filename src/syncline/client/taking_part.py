@@ -33,6 +33,7 @@ class TakingPart:
         self.is_late, self.is_leaving = is_late, False
         self._enters_again, self._num_entries = False, 0
         self.back_at: int | None = None  # where it stands from its next commit on
+        self.num_void = 0  # commits with nothing in them to make before the next one
         self.entered_at = 0  # the job's steps before its first commit since it last entered
         self.is_in_loop: Callable[[], bool] = lambda: False  # over a loader
 
@@ -68,6 +69,7 @@ class TakingPart:
             self.back_at = answer.back_at if is_bounded else None
             self.is_late = self._enters_again = False
             self.entered_at = answer.step
+            self.num_void = answer.num_void if self._policy.stands_still else 0
             self._num_entries += 1
         elif is_bounded:
             assert self.redo is not None

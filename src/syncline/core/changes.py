@@ -56,6 +56,8 @@ class Change:
         self.seats, self.moves = list(seats), moves
         self.staying, self.stretch, self._stretches = dict(staying or {}), stretch, dict(stretches or {})
         self._answers: dict[str, Prepared] = {}
+        #: By worker: its clock at some boundary of its script, and its commits between two of them.
+        self.boundaries: dict[str, tuple[int, int]] = {}
 
     def prepare(self) -> Prepare:
         return Prepare(self.generation, list(self.fenced.items()), self.seats, self.moves, list(self.servers.items()))
@@ -163,7 +165,23 @@ class Change:
     def places(self) -> dict[str, Entered]:
         """For those who enter: the stretch of their next commits, or where beside the slowest."""
         back_at, step = self.back_at(), self.step()
-        return {s.name: Entered(s.stretch, back_at, step) for s in self.standings() if s.name in self.entering}
+        return {
+            s.name: Entered(s.stretch, back_at, step, self._num_void(s))
+            for s in self.standings()
+            if s.name in self.entering
+        }
+
+    def _num_void(self, entering: Standing) -> int:
+        """Scripts with several optimizers make several commits of a batch. One that enters begins a batch: so many
+        rounds are left until the others do."""
+        stretch, number = entering.turn()
+        for s in self._standings():
+            boundary, stride = self.boundaries.get(s.name, (0, 0))
+            is_beside = s.turn()[0] == stretch and not (s.left or s.fenced or s.resting or s.name in self.entering)
+            if stride > 1 and is_beside:
+                made = s.clock + number - s.turn()[1]  # by that one, when the first round of this one begins
+                return (boundary - made) % stride
+        return 0
 
     def step(self) -> int:
         """The job's steps before the next round that is opened: those that are applied, and those that are open."""

@@ -97,6 +97,8 @@ class Beat(Message, frozen=True):
     samples: int = 0  # worker: handed to its script so far
     work_seconds: float = 0.0  # worker: spent on them, waits left out
     num_updates: int = 0  # server: of that slice of its own that has had the most
+    boundary: int = 0  # worker: its clock when its script last came for a batch, or a step
+    stride: int = 0  # worker: its commits between two of these; 0: not known
 
 
 class Enter(Message, frozen=True):
@@ -112,6 +114,7 @@ class Entered(Message, frozen=True):
     stretch: int
     back_at: int
     step: int = 0  # the job's steps before that commit
+    num_void: int = 0  # commits with nothing in them to make first: the others are in the middle of a batch
 
 
 class Retire(Message, frozen=True):

@@ -272,6 +272,7 @@ class Changing:
         """Every server has the generation: rounds, barriers and places are others' from now on."""
         with self._c.lock:
             self._deciding.settle(change)
+            change.boundaries = {name: (beat.boundary, beat.stride) for name, (beat, _) in self._c.beats.items()}
             try:
                 self._c.keep()
             except StoreError:
