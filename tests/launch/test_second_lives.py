@@ -171,6 +171,8 @@ SCHEDULE = (
         keep_pace(job, number)
         if job.name == sys.argv[1] and number < 20:
             time.sleep(0.05)
+        elif job.name != sys.argv[1] and number > 25:
+            time.sleep(0.2)
         if number == 20:
             time.sleep(1.0)  # what its schedule has come to is told by then
         die(job, 20, number)

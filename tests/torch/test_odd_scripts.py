@@ -173,8 +173,9 @@ def test_weights_that_are_loaded_before_the_first_step_count_in_rounds(policy: s
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_a_later_change_that_does_not_count_is_said(through_data: bool) -> None:
+def test_a_later_change_that_does_not_count_is_said(through_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of weights that were exchanged for an evaluation, and put back."""
+    monkeypatch.setattr("syncline.torch.optimizer._LOOK_STEPS", 1)
     with local_job(workers=2) as jobs:
 
         def train(job: Job) -> list[bool]:

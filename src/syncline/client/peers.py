@@ -20,6 +20,8 @@ from syncline.stats import WireStats
 _ROSTER_SECONDS = 3.0
 #: Who waits to be dialled asks for it again after this long.
 _KNOCK_SECONDS = 2.0
+#: For a worker that has just joined to hear that it has.
+_JOIN_SECONDS, _JOIN_LOOK_SECONDS = 10.0, 0.02
 
 
 class Connector(Protocol):
@@ -184,15 +186,24 @@ class Peers:
                 return
             self._dialling.add(member.incarnation)
         try:
-            connection = self._connector.connect(member)
-            if (connection.peer.name, connection.peer.incarnation) != (member.name, member.incarnation):
-                connection.close("another worker was expected")
-                raise ConnectionLost(f"{connection.peer.name} answers where {member.name} was")
-            self._begin(member, connection)
+            self._begin(member, self._reach(member))
         finally:
             with self.change:
                 self._dialling.discard(member.incarnation)
                 self.change.notify_all()
+
+    def _reach(self, member: Member) -> Connection:
+        """A connection to this life of it. One that has joined and not heard so yet is dialled again."""
+        until = time.monotonic() + _JOIN_SECONDS
+        while True:
+            connection = self._connector.connect(member)
+            peer = connection.peer
+            if (peer.name, peer.incarnation) == (member.name, member.incarnation):
+                return connection
+            connection.close("another worker was expected")
+            if peer.incarnation or time.monotonic() > until:
+                raise ConnectionLost(f"{peer.name} answers where {member.name} was")
+            time.sleep(_JOIN_LOOK_SECONDS)
 
     def _begin(self, member: Member, connection: Connection) -> None:
         way = Way(member, self.ears, self.change)
