@@ -61,6 +61,18 @@ class Hurt:
             self.until(rf"{member} has row")
         self.until(self._has_backups)
 
+    def until_stepped(self) -> None:
+        """Until workers have made some steps: before the first one is answered none has a copy of anything."""
+
+        def have_stepped() -> bool:
+            status = self._status()
+            steps = (
+                [member.step for member in status.members if member.role == "worker"] if status is not None else []
+            )
+            return bool(steps) and min(steps) > 2
+
+        self.until(have_stepped)
+
     def _has_backups(self) -> bool:
         status = self._status()
         if status is None:

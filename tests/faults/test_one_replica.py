@@ -33,6 +33,7 @@ def test_in_sync_the_freshest_copy_is_exact(hurt: Callable[..., Any], servers: s
     flags = ("-w", "2", "-s", servers, "--replicas", "1", "--policy", "sync", "--transport", transport)
     job = hurt(*flags, only_kills=True)
     job.until_at_work("worker-0", "worker-1")
+    job.until_stepped()
     job.hit("server-0")
     job.until_back("server-0")
     job.until(RESTORED)

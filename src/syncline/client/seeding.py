@@ -14,6 +14,7 @@ from syncline.errors import ConfigError
 #: What `seed_everything` was last given, until a worker's training takes it up; and ever.
 _given: int | None = None
 _last_given: int | None = None
+_torch_seed: int | None = None  # what torch was seeded with here, last
 
 
 def seed_everything(seed: int) -> None:
@@ -36,17 +37,19 @@ def seed_everything(seed: int) -> None:
     _seed(seed, seed % (1 << 32), seed)
 
 
-def last_given() -> int | None:
-    """The seed that the script has given to `seed_everything`; None: it has not called it."""
-    return _last_given
+def last_given(torch_seed: int) -> int | None:
+    """The seed that the script has given to `seed_everything`; None where torch was seeded by other means since."""
+    return _last_given if torch_seed == _torch_seed else None
 
 
 def _seed(for_python: int, for_numpy: int, for_torch: int) -> None:
     random.seed(for_python)
     np.random.seed(for_numpy)
+    global _torch_seed
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(for_torch)  # of all devices
+        _torch_seed = int(torch.initial_seed())
 
 
 class OwnStream:

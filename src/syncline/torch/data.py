@@ -431,9 +431,9 @@ def _seed_of_the_script() -> int:
 
     torch does not tell these apart. A seed that has changed since our import was given; so was a small one.
     """
-    if (given := seeding.last_given()) is not None:
-        return given
     found = torch.initial_seed()
+    if (given := seeding.last_given(found)) is not None:
+        return given
     return found if found != _AT_IMPORT or found < 1 << 32 else 0
 
 
