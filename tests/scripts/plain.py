@@ -91,8 +91,9 @@ class _InOrder(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self._seed is None:
-            given = seeding.last_given()
-            self._seed = torch.initial_seed() if given is None else given
+            found = torch.initial_seed()
+            given = seeding.last_given(found)
+            self._seed = found if given is None else given
         order = Order(self._num_samples, self._seed, self._epoch, self._shuffle)
         self._epoch += 1
         return iter(order.at(np.arange(self._num_samples)).tolist())
