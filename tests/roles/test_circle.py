@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,15 +17,18 @@ from tests.roles.rings import check_all_equal, check_ledger, copies, kill, push_
 from tests.roles.test_ring import STEPS, train
 
 from syncline import Rule
+from syncline.core.ring import partner_of
 from syncline.errors import ConfigError, ProtocolError, RuleError
 from syncline.roles.server import circle, introductions
 from syncline.roles.server.circle import Circle
 from syncline.roles.server.circling import Circling
 from syncline.roles.server.clipping import Clipping
 from syncline.roles.server.flow import Flow
+from syncline.roles.server.hosting import Hosting
 from syncline.roles.server.introductions import Heard, Introductions
 from syncline.roles.server.replication import Replica
 from syncline.roles.server.summing import Summing
+from syncline.roles.server.sums import Sums
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 
@@ -142,6 +146,58 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
         assert found["here"][1, :63].sum() >= acknowledged["worker-1"]
         eventually(lambda: "server-1" in jobs._process._servers["server-0"]._voting.votes.voters)
         check_all_equal(jobs)
+
+
+def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that is laid out meanwhile has another size than the peers' buckets: gloo would end their processes."""
+    moving, num_moves, bad = set[str](), [0], list[str]()
+    take_seats, reduce, buckets = Hosting.take_seats, Circle._reduce, Sums.buckets
+
+    def slow_buckets(self: Any, *given: Any) -> Any:
+        found = buckets(self, *given)
+        time.sleep(0.02)
+        return found
+
+    def slow_take_seats(self: Any, *given: Any) -> Any:
+        worker = partner_of(self.name)
+        moving.add(worker)
+        num_moves[0] += 1
+        time.sleep(0.02)
+        found = take_seats(self, *given)
+        moving.discard(worker)
+        return found
+
+    def watched_reduce(self: Any, tensor: torch.Tensor) -> Any:
+        is_moving = self._own_worker in moving
+        pending = reduce(self, tensor)
+        if is_moving:
+            bad.append(self._own_worker)
+        return pending
+
+    monkeypatch.setattr(Hosting, "take_seats", slow_take_seats)
+    monkeypatch.setattr(Circle, "_reduce", watched_reduce)
+    monkeypatch.setattr(Sums, "buckets", slow_buckets)
+    with local_job(workers=3, slice_bytes=256, **GLOO) as jobs:
+        gone: set[str] = set()
+        acknowledged: dict[str, int] = {}
+        threads = start(jobs, lambda job: (push_cells(job, 60, acknowledged), job.barrier("all")), gone)
+        eventually(lambda: acknowledged.get("worker-1", 0) >= 3)
+        kill(jobs, 1, gone)
+        eventually(lambda: acknowledged["worker-0"] >= 6)
+        back = jobs.add_worker("worker-1")
+
+        def again(job: Any) -> None:
+            zeros = np.zeros((4, 64), np.float32)
+            job.kv.register({"here": zeros, "there": zeros}, Rule("Add"), reduce="sum")
+            job.resume_at()
+            for _ in range(20):
+                job.kv.push({"here": zeros, "there": zeros}).wait()
+            job.barrier("all")
+
+        threads += start([back], again, set())
+        for thread in (threads[0], threads[2], threads[3]):
+            thread.join(PATIENCE)
+        assert num_moves[0] >= 6 and not bad
 
 
 def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from syncline.core.forecast import Forecasts
 from syncline.core.slices import Identity
+from syncline.errors import ConnectionLost
 from syncline.roles.server.circling import Circling
 from syncline.roles.server.early import Early, forecast_commits, settle_forecast
 from syncline.roles.server.homes import Home
@@ -196,6 +197,10 @@ class Circle:
         return found
 
     def _reduce(self, tensor: torch.Tensor) -> Pending:
+        """Not once it is closed. Slices move then, so that buckets may have other sizes than the peers' buckets, and
+        gloo ends a process that receives more bytes than it expects."""
+        if self._closed.is_set():
+            raise ConnectionLost("the generation of these sums is over")
         options = dist.AllreduceOptions()
         assert self._formed is not None
         options.reduceOp = dist.ReduceOp.SUM

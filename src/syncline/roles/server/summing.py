@@ -89,7 +89,7 @@ class Summing:
 
     def begin(self, generation: int, names: Collection[str]) -> None:
         """Under `order`: seats have changed."""
-        self._end()
+        self.end()
         self._unheld.clear()
         self._adder = self._adders.begin(generation, sorted(names, key=by_name), self._summed, self._failed)
 
@@ -108,8 +108,9 @@ class Summing:
         if adder is not None and work.is_summed:
             adder.is_through(work)
 
-    def _end(self) -> None:
-        """It is kept until it is out of what it does."""
+    def end(self) -> None:
+        """Under `order`, before slices move: nothing more is added up in this generation. The adder is kept until its
+        threads have ended."""
         adder, self._adder = self._adder, None
         if adder is not None:
             adder.close()
@@ -117,7 +118,7 @@ class Summing:
 
     def close(self) -> None:
         with self._order:
-            self._end()
+            self.end()
             ended, self._ended = self._ended, []
         self._adders.close()
         for adder in ended:

@@ -244,6 +244,8 @@ class Voting:
         self._works.clear()
         self._unsaid.clear()
         self._backups.drop_held()
+        if self.summing is not None:
+            self.summing.end()
         return dropped
 
 
