@@ -193,7 +193,7 @@ def test_a_job_that_does_not_run(
 ) -> None:
     words = ["-w", "2"] if command == "scale" else []
     error = refused(capsys, monkeypatch, tmp_path, command, "nothere", *words)
-    assert "no job nothere runs under runs/; none does (--runs DIR says another folder)" in error
+    assert "no job nothere runs under runs/; none runs now (--runs DIR says another folder)" in error
     if command == "scale":
         assert "say how many: -w WORKERS" in refused(capsys, monkeypatch, tmp_path, command, "nothere")
 

@@ -65,16 +65,21 @@ def test_a_folder_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
 
 def test_jobs_are_found_by_name_or_by_file(tmp_path: pathlib.Path) -> None:
     file = jobfile.new("127.0.0.1", 1234, {})
-    with pytest.raises(ConfigError, match=r"no job one runs under .*; none does \(--runs DIR says another folder\)"):
+    with pytest.raises(
+        ConfigError, match=r"no job one runs under .*; none runs now \(--runs DIR says another folder\)"
+    ):
         find_job("one", tmp_path / "nothere")
     with hold(config_of(tmp_path)) as folder, found_by_others(folder, file):
         assert (folder / "job.json").stat().st_mode & 0o777 == 0o600
         assert find_job("one", tmp_path) == find_job(str(folder / "job.json"), tmp_path) == file
-        with pytest.raises(ConfigError, match=r"no job three runs under .*; these do: one"):
+        with pytest.raises(ConfigError, match=r"no job three runs under .*; running now: one"):
             find_job("three", tmp_path)
     assert not (folder / "job.json").exists()
-    with pytest.raises(ConfigError, match=r"no job one runs under .*; none does; ended: one"):
+    (folder / "worker-0.log").touch()
+    with pytest.raises(
+        ConfigError, match=r"the job one has ended; its logs are in .*; none runs now; ended, .*: one"
+    ):
         find_job("one", tmp_path)
     jobfile.write(folder / "job.json", file)
-    with pytest.raises(ConfigError, match="the job one does not run any more: whoever ran it was killed"):
+    with pytest.raises(ConfigError, match="the job one does not run any more: its launcher was killed"):
         find_job("one", tmp_path)

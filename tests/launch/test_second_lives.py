@@ -198,6 +198,52 @@ def test_a_schedule_goes_on_in_a_second_life(commands: Any, kind: str) -> None:
     assert first and float(first[0]) < 0.1, result.output
 
 
+EPOCHS = (
+    KILL
+    + """
+    import torch, syncline
+    from syncline.torch import DataLoader, DistributedOptimizer
+
+    torch.manual_seed(0)
+    job = syncline.init()
+    model = torch.nn.Linear(4, 3)
+    opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+    sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.randn(80, 4)), batch_size=4)
+    is_second = job.life.number == 2
+    if is_second:
+        wait_for("third")  # until the other one is in the middle of it
+    for epoch in loader.epochs(5):
+        print(f"EPOCH {job.name} life {job.life.number} epoch {epoch} lr {opt.param_groups[0]['lr']:g}", flush=True)
+        if is_second:
+            pathlib.Path("back").touch()
+        for number, (x,) in enumerate(loader):
+            if job.name != sys.argv[1] and number == 2:
+                wait_for("died")
+            elif job.name != sys.argv[1] and (epoch, number) == (3, 5):
+                time.sleep(0.5)  # its state is told by then
+                opt.zero_grad(); model(x).sum().backward(); opt.step()
+                pathlib.Path("third").touch()
+                wait_for("back")
+                continue
+            die(job, 1, number)
+            opt.zero_grad(); model(x).sum().backward(); opt.step()
+        sched.step()
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_schedule_by_epochs_follows_the_epochs_that_a_second_life_leaves_out(commands: Any) -> None:
+    """Its own state is that of epoch 0, where it died: a scheduler that steps once in an epoch would be behind."""
+    result = commands.run("run", "-w", "2", "--policy", "async", commands.script(EPOCHS), "worker-1")
+    assert result.code == 0, result.output
+    lines = [line.split("EPOCH ")[1].split() for line in result.output.splitlines() if "EPOCH " in line]
+    rates = {(name, int(life), int(epoch)): float(rate) for name, _, life, _, epoch, _, rate in lines}
+    assert ("worker-1", 2, 3) in rates, result.output
+    assert all(rate == 0.5**epoch for (_, _, epoch), rate in rates.items()), result.output
+
+
 @pytest.mark.slow
 def test_a_schedule_by_hand_that_begins_again_leaves(commands: Any) -> None:
     hand = "opt.param_groups[0]['lr'] = 0.8 ** number"

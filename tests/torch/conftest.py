@@ -23,6 +23,14 @@ def circles_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.roles.server.circle.CONNECT_SECONDS", 45.0)
 
 
+@pytest.fixture(autouse=True)
+def no_seed_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another test gave to torch.manual_seed or seed_everything is not this test's."""
+    torch.manual_seed(1 << 60)
+    monkeypatch.setattr("syncline.torch.data._AT_IMPORT", 1 << 60)
+    monkeypatch.setattr("syncline.client.seeding._last_given", None)
+
+
 class SlowMark:
     """A place in the queue of a `SlowSide`."""
 

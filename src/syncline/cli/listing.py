@@ -92,7 +92,7 @@ def _ended(folder: pathlib.Path) -> ListedJob:
     except msgspec.MsgspecError:  # none, or of another version
         return ListedJob(name=folder.name, is_running=False, since=since, told="it is not known how it ended")
     outcome, stop = state.outcome, state.steering.stop
-    told = "it was killed" if outcome is None else ("failed: " if outcome.failed else "") + outcome.reason
+    told = "interrupted or killed" if outcome is None else ("failed: " if outcome.failed else "") + outcome.reason
     return ListedJob(
         name=folder.name,
         is_running=False,

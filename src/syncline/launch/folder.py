@@ -138,15 +138,21 @@ def find_job(job: str, runs: pathlib.Path) -> JobFile:
     if "/" not in job and (folder / JOB_FILE).is_file():
         if holder_of(folder):
             return jobfile.read(folder / JOB_FILE)
-        raise ConfigError(f"the job {job} does not run any more: whoever ran it was killed; {_others(runs)}")
+        raise ConfigError(f"the job {job} does not run any more: its launcher was killed; {_others(runs)}")
     if path.is_file():
         return jobfile.read(path)
+    if "/" not in job and folder in job_folders(runs):
+        if holder_of(folder):
+            raise ConfigError(f"the job {job} is starting or ending: try again")
+        raise ConfigError(f"the job {job} has ended; its logs are in {folder}/; {_others(runs)}")
     raise ConfigError(f"no job {job} runs under {runs}/; {_others(runs)}")
 
 
 def _others(runs: pathlib.Path) -> str:
     names = running_jobs(runs)
     if names:
-        return f"these do: {', '.join(names)}"
-    ended = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
-    return f"none does; ended: {', '.join(ended[-10:])}" if ended else "none does (--runs DIR says another folder)"
+        return f"running now: {', '.join(names)}"
+    ended = [path.name for path in sorted(job_folders(runs), key=lambda path: path.stat().st_mtime)]
+    if not ended:
+        return "none runs now (--runs DIR says another folder)"
+    return f"none runs now; ended, the last one last: {', '.join(ended[-10:])}"
