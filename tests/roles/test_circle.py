@@ -149,7 +149,7 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
 
 
 def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket that is laid out meanwhile has another size than the peers' buckets: gloo would end their processes."""
+    """A bucket laid out meanwhile has another size than the peers' buckets: gloo would end their processes."""
     moving, num_moves, bad = set[str](), [0], list[str]()
     take_seats, reduce, buckets = Hosting.take_seats, Circle._reduce, Sums.buckets
 
