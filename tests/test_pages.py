@@ -10,8 +10,6 @@ import sys
 import pytest
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
-import syncline
-
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -31,6 +29,7 @@ def run(folder: pathlib.Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.proof
 def test_the_script_that_came_from_ddp_trains_with_two_workers(tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(script_of("coming-from.md"))
     said = run(tmp_path, "syncline", "run", "-w", "2", "-s", "1", "script.py")
@@ -43,8 +42,7 @@ def test_the_tests_of_a_script_pass(tmp_path: pathlib.Path) -> None:
     assert "3 passed" in run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "test_script.py")
 
 
-@pytest.mark.skipif(not hasattr(syncline.Job, "steps"), reason="job.steps comes with another change")
-@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("policy", ["sync", pytest.param("async", marks=pytest.mark.proof)])
 def test_the_script_without_a_data_set_makes_its_steps(tmp_path: pathlib.Path, policy: str) -> None:
     (tmp_path / "script.py").write_text(script_of("without-a-data-set.md"))
     said = run(tmp_path, "syncline", "run", "-w", "2", "-s", "1", "--policy", policy, "script.py")

@@ -95,11 +95,11 @@ UNDECIDED = (
 @pytest.mark.parametrize(
     ("script", "options", "code", "told"),
     [
-        (WELL, (), 0, ""),
+        pytest.param(WELL, (), 0, "", marks=pytest.mark.proof),
         (KILLED_ONCE, (), 0, "worker-1 was killed by SIGKILL"),
         (RAISES, (), 0, "The job goes on without it"),
         (EARLY, (), 7, "the job has failed"),
-        (WELL, ("--max-steps", "3"), 0, "--max-steps 3"),
+        pytest.param(WELL, ("--max-steps", "3"), 0, "--max-steps 3", marks=pytest.mark.proof),
         (AFTERWARDS, (), 0, "the other workers have finished"),
         (UNDECIDED, (), 137, "the other workers have finished"),
     ],
@@ -128,6 +128,7 @@ def test_ctrl_c_is_130(commands: Any) -> None:
     assert result.code == 130, result.output
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_workers_that_do_not_come_in_time_are_1(commands: Any) -> None:
     (commands.folder / "syncline.toml").write_text("start_seconds = 3.0\n")

@@ -121,6 +121,7 @@ def test_who_means_it_says_embedded(commands: Any) -> None:
     assert (done.returncode, done.stdout) == (0, "trained alone\n"), done.stderr
 
 
+@pytest.mark.proof
 def test_a_worker_of_ours_joins_whatever_the_environment_says(commands: Any) -> None:
     """`syncline run` in a step of srun, say. With embedded=True a script still joins the job that started it."""
     script = commands.script("""

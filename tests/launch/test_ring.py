@@ -73,6 +73,7 @@ BESIDE = """
 """
 
 
+@pytest.mark.proof
 def test_gloo_adds_up_beside_the_scripts_own_use_of_it(commands: Any) -> None:
     result = commands.run("run", "-w", "2", "--exchange", "ring", "--sums", "gloo", commands.script(BESIDE))
     assert result.code == 0, result.output

@@ -68,9 +68,9 @@ PLAIN = (
 @pytest.mark.parametrize(
     ("options", "victim"),
     [
-        (("--policy", "sync"), "worker-1"),
+        pytest.param(("--policy", "sync"), "worker-1", marks=pytest.mark.proof),
         (("--policy", "sync"), "worker-0"),
-        (("--policy", "async"), "worker-1"),
+        pytest.param(("--policy", "async"), "worker-1", marks=pytest.mark.proof),
         (("--exchange", "ring"), "worker-1"),
     ],
 )
@@ -105,6 +105,7 @@ TWO_COMMITS = (
 )
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_second_life_begins_its_step_with_the_others(commands: Any) -> None:
     """Two optimizers make two commits of a step. One that came back committed the first of them in the round of the
@@ -117,7 +118,7 @@ def test_a_second_life_begins_its_step_with_the_others(commands: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "total"), [("sync", 40), ("async", 70)])
+@pytest.mark.parametrize(("policy", "total"), [pytest.param("sync", 40, marks=pytest.mark.proof), ("async", 70)])
 def test_a_script_without_positions_is_not_started_again(commands: Any, policy: str, total: int) -> None:
     """It would make its 30 steps a second time. The job goes on without it, and says what would help."""
     result = commands.run("run", "-w", "2", "--policy", policy, commands.script(PLAIN), "worker-0")
@@ -131,6 +132,7 @@ def test_a_script_without_positions_is_not_started_again(commands: Any, policy: 
     assert told and "not started again" in told[0] and "job.resume_at" in told[0], result.output
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_the_only_worker_of_a_script_without_positions_fails_with_its_exit_code(commands: Any) -> None:
     result = commands.run("run", "-w", "1", commands.script(PLAIN), "worker-0")
@@ -138,6 +140,7 @@ def test_the_only_worker_of_a_script_without_positions_fails_with_its_exit_code(
     assert "MADE" not in result.output
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_loop_of_ones_own_goes_on_where_the_job_is(commands: Any) -> None:
     """`range(job.resume_at(), n)`: in rounds the others have gone on, and no round is added at the end."""
@@ -186,7 +189,7 @@ SCHEDULE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["found", "in job.state"])
+@pytest.mark.parametrize("kind", ["found", pytest.param("in job.state", marks=pytest.mark.proof)])
 def test_a_schedule_goes_on_in_a_second_life(commands: Any, kind: str) -> None:
     """In `async` each worker pushes with its own learning rate: 0.8 ** 20 is 1 % of the first one."""
     made = "sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)"

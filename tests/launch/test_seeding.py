@@ -89,6 +89,7 @@ def test_each_worker_has_its_own_stream_and_equal_runs_are_equal(commands: Any) 
     assert noise_of(alone, "worker-0")[:4] == ours
 
 
+@pytest.mark.proof
 def test_without_a_loader_of_ours_streams_part_with_the_first_step(commands: Any) -> None:
     """What is drawn before it belongs to the set-up: it is equal in all workers."""
     output = run(commands, "run", "-w", "2", commands.script(GAN))
@@ -97,7 +98,9 @@ def test_without_a_loader_of_ours_streams_part_with_the_first_step(commands: Any
     assert all(one[k] != two[k] for one, two in zip(ours[1:], theirs[1:], strict=True) for k in range(3))
 
 
-@pytest.mark.parametrize("saves", [[], ["--checkpoint", "saves"]], ids=["", "saved"])
+@pytest.mark.parametrize(
+    "saves", [[], pytest.param(["--checkpoint", "saves"], marks=pytest.mark.proof)], ids=["", "saved"]
+)
 def test_a_worker_that_starts_again_does_not_repeat_its_stream(commands: Any, saves: list[str]) -> None:
     """Nor what it drew after the save that its new life begins with."""
     output = run(commands, "run", "-w", "2", *saves, commands.script(GAN), "loader", "dies")
@@ -108,6 +111,7 @@ def test_a_worker_that_starts_again_does_not_repeat_its_stream(commands: Any, sa
     assert len(set(flat)) == len(flat), drawn
 
 
+@pytest.mark.proof
 def test_a_job_that_is_taken_up_goes_on_with_its_streams(commands: Any) -> None:
     script = commands.script(GAN)
     parts = [noise_of(run(commands, script, "steps", steps), "worker-0") for steps in ("3", "6")]

@@ -57,7 +57,15 @@ NEVER_ASKS = """
 """
 
 
-@pytest.mark.parametrize("options", [[], ["--policy", "async"], ["--exchange", "ring"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        pytest.param(["--policy", "async"], marks=pytest.mark.proof),
+        pytest.param(["--exchange", "ring"], marks=pytest.mark.proof),
+    ],
+    ids=" ".join,
+)
 def test_a_script_that_never_asks_ends_well(commands: Any, options: list[str]) -> None:
     """It ran on without a word, and its model stood still. The last validation and the last save are made."""
     result = commands.run(

@@ -34,7 +34,8 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_no_torn_slice_beside_a_busy_writer(commands: Any, transport: str) -> None:
     """One slice, written as fast as can be, read all the while: every copy is of one version, the one it says."""
     options = ("-w", "2", "--policy", "async", "--window", "1", "--transport", transport, "--max-restarts", "0")

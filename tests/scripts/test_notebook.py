@@ -137,6 +137,7 @@ def test_cells_are_run_again(kernel: Kernel) -> None:
     assert WELL.search(kernel.run(TRAIN))
 
 
+@pytest.mark.proof
 def test_a_cell_that_is_interrupted_is_run_again(kernel: Kernel) -> None:
     kernel.run_all(INIT, DATA, MODEL, OPTIMIZER)
     slow = TRAIN.replace("opt.step()", "opt.step(); print('stepped', flush=True); time.sleep(0.2)")
@@ -145,6 +146,7 @@ def test_a_cell_that_is_interrupted_is_run_again(kernel: Kernel) -> None:
     assert WELL.search(kernel.run(TRAIN))
 
 
+@pytest.mark.proof
 def test_a_job_is_closed_and_another_one_begun(kernel: Kernel) -> None:
     """Embedded, a process may have one job after the other; what belongs to the old one says so."""
     kernel.run_all(INIT, DATA, MODEL, OPTIMIZER)

@@ -179,12 +179,15 @@ def trained(body: Body, overlap: bool, kind: str, device: str = "cpu") -> torch.
     return found[0]  # of the one that goes on longest
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "circle" else pytest.param(kind, marks=pytest.mark.proof) for kind in KINDS]
+)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_early_or_late_it_comes_to_the_same(body: Body, kind: str) -> None:
     assert torch.equal(trained(body, True, kind), trained(body, False, kind))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "body", [body for body in BODIES if body is not pushed_by_hand], ids=lambda body: body.__name__
@@ -275,7 +278,9 @@ class Ledger(torch.nn.Module):
         return [int((row > 0).sum()) for row in here]
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize(
+    "victim", [pytest.param(0, marks=pytest.mark.proof), 1, pytest.param(3, marks=pytest.mark.proof)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_death_while_sums_are_early(kind: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers have threads of their own. One worker changes its gradients now and then: some sums are made anew."""

@@ -141,6 +141,7 @@ def run_script(folder: pathlib.Path, *arguments: str) -> tuple[str, dict[int, li
     return (folder / "model").read_text(), read
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_processes_that_read_shards_are_bit_equal_and_a_dead_ones_shards_are_read_by_others(
     tmp_path: pathlib.Path,

@@ -144,6 +144,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.proof
 def test_a_script_that_seeds_by_rank_loses_and_repeats_nothing(tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "syncline.toml").write_text(PATIENT_TOML)
