@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from tests.patience import PATIENCE
 
-from syncline.client.leases import Uses
-from syncline.client.samples import Samples
-from syncline.client.times import StepClock
 from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Recall
 from syncline.core.leasing import SHARD_POSITIONS, LeaseState, Leasing
 from syncline.core.message import Done, Message
 from syncline.core.order import Order
 from syncline.core.spans import Span
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
+from syncline.worker.leases import Uses
+from syncline.worker.samples import Samples
+from syncline.worker.times import StepClock
 
 SECONDS = PATIENCE
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from syncline.client.job import Job
 from syncline.core.rule import Rule
+from syncline.worker.job import Job
 
 SIZE = 20_000
 SGD = Rule("SGD", lr=1.0)

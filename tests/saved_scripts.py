@@ -8,11 +8,11 @@ from typing import Any
 from tests.patience import PATIENCE
 from tests.store.made import make
 
-from syncline.client.job import Job
 from syncline.core.manifest import SavedScript
 from syncline.core.saving import EndSave, Expect, GivenTakenUp, WriteScript, WrittenScript
 from syncline.net.rpc import Call, Endpoint
 from syncline.store.folders import open_folder
+from syncline.worker.job import Job
 
 SECONDS = PATIENCE
 NAME = "000001-step-10"  # of a checkpoint's folder

@@ -9,8 +9,8 @@ import sys
 import syncline
 import syncline.testing
 import syncline.torch
-from syncline.client.job import Job
-from syncline.client.kv import KeyValue
+from syncline.worker.job import Job
+from syncline.worker.kv import KeyValue
 
 
 def test_public_names() -> None:

@@ -4,7 +4,7 @@ errors, config, stats      the ground: what is raised, what can be set, what is 
 core/                      pure: messages, layout, placement, policy, rounds, membership, liveness, order, splits
 net/                       frames, sockets, shared memory, the in-process twin, calls
 store/                     what outlives a process: the coordinator's journal, checkpoints
-client/  roles/            inside a worker / the coordinator and the servers
+worker/  server/  coordinator/      the three roles, each inside its process
 collectives                what workers do together
 torch/   data/             thin adapters, data sets
 launch/                    init(), local processes, other hosts
@@ -19,9 +19,6 @@ import os
 import typing
 from collections.abc import Collection
 
-from syncline.client.current import current_job
-from syncline.client.job import Job
-from syncline.client.seeding import seed_everything
 from syncline.core.codecs.codec import Codec
 from syncline.core.rule import Rule
 from syncline.errors import (
@@ -43,6 +40,9 @@ from syncline.errors import (
     WaitTimeout,
 )
 from syncline.launch.start import init
+from syncline.worker.current import current_job
+from syncline.worker.job import Job
+from syncline.worker.seeding import seed_everything
 
 __version__ = "0.1.0"
 __all__ = [

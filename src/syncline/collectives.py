@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from syncline.client.collectives.groups import Group
-from syncline.client.collectives.tickets import Ticket
-from syncline.client.collectives.verbs import Collectives
-from syncline.client.current import current_job
+from syncline.worker.collectives.groups import Group
+from syncline.worker.collectives.tickets import Ticket
+from syncline.worker.collectives.verbs import Collectives
+from syncline.worker.current import current_job
 
 __all__ = [
     "Group",

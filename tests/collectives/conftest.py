@@ -12,7 +12,6 @@ import pytest
 from tests.collectives.together import together
 
 from syncline import collectives
-from syncline.client.job import Job
 from syncline.core.members import Member
 from syncline.launch import embedded
 from syncline.net import shm
@@ -21,6 +20,7 @@ from syncline.net.streams import PlainStream
 from syncline.net.transport import Connection, Peer
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
+from syncline.worker.job import Job
 
 WAYS: dict[str, dict[str, Any]] = {
     "one": {"workers": 1},

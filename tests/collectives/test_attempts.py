@@ -15,10 +15,10 @@ from tests.collectives.together import messages, together
 from tests.patience import PATIENCE
 
 from syncline import collectives
-from syncline.client.job import Job
 from syncline.errors import CollectiveError
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
+from syncline.worker.job import Job
 
 F3, LARGE = np.ones(3, np.float32), np.ones(50_000, np.float32)
 REMEDY = (

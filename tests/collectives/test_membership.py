@@ -15,11 +15,11 @@ from tests.collectives.together import messages, together, waits
 from tests.patience import PATIENCE
 
 from syncline import collectives
-from syncline.client.collectives.meeting import Meeting
-from syncline.client.collectives.meetings import Meetings
 from syncline.errors import CollectiveError, SynclineError, WaitTimeout
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
+from syncline.worker.collectives.meeting import Meeting
+from syncline.worker.collectives.meetings import Meetings
 
 LARGE = np.ones(200_000, np.float32)
 

@@ -12,10 +12,6 @@ from tests.collectives.together import messages, together
 from tests.patience import PATIENCE
 
 from syncline import collectives
-from syncline.client import peers as peers_module
-from syncline.client.collectives.hearing import Heard
-from syncline.client.peers import Peers, Way
-from syncline.client.rosters import Rosters
 from syncline.core.collecting import Chunk, Describe, Offer, Piece, Share
 from syncline.core.control import Leave, Roster
 from syncline.core.members import Member
@@ -25,6 +21,10 @@ from syncline.net.rpc import Stamp
 from syncline.net.transport import Peer
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
+from syncline.worker import peers as peers_module
+from syncline.worker.collectives.hearing import Heard
+from syncline.worker.peers import Peers, Way
+from syncline.worker.rosters import Rosters
 
 
 @pytest.fixture

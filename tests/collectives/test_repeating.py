@@ -15,7 +15,6 @@ from tests.collectives.together import messages, together
 from tests.patience import PATIENCE
 
 from syncline import collectives
-from syncline.client.collectives import calls, repeating
 from syncline.core.collecting import Broken, Describe
 from syncline.errors import ConnectionLost
 from syncline.net import frame
@@ -23,6 +22,7 @@ from syncline.net.connection import SocketConnection
 from syncline.net.streams import PlainStream
 from syncline.net.transport import Peer
 from syncline.testing.local import LocalJob
+from syncline.worker.collectives import calls, repeating
 
 F3, F4 = np.ones(3, np.float32), np.ones(4, np.float32)
 

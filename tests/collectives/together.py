@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.patience import PATIENCE
 
-from syncline.client.current import current_in_thread
-from syncline.client.job import Job
 from syncline.testing.local import LocalJob
+from syncline.worker.current import current_in_thread
+from syncline.worker.job import Job
 
 SECONDS = PATIENCE
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from tests.core.test_leasing import A, B, C, Play, opened
 
-from syncline.client.portion import Piece, Portion
 from syncline.core.handing import GivenLease
 from syncline.core.leasing import LeaseState, Leasing
 from syncline.core.loader import Loader
 from syncline.core.shares import equal_parts
 from syncline.core.slices import Identity
+from syncline.worker.portion import Piece, Portion
 
 
 @pytest.mark.parametrize("in_rounds", [True, False])

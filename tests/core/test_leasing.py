@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from syncline.client.portion import Portion
 from syncline.core.cutting import taken_up
 from syncline.core.handing import GivenLease
 from syncline.core.leasing import SHARD_POSITIONS, LeaseState, Leasing
@@ -14,6 +13,7 @@ from syncline.core.ledger import Lease
 from syncline.core.loader import Loader
 from syncline.core.slices import Identity
 from syncline.errors import ConfigError
+from syncline.worker.portion import Portion
 
 
 class Worker:

@@ -1,6 +1,6 @@
 """`sync:spare=1` with two servers and two replicas, real processes, one worker slow, and whoever dies in between.
 
-In one process, with a server that dies: tests/roles/test_spare_servers.py."""
+In one process, with a server that dies: tests/server/test_spare_servers.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Several servers as real processes: what a commit does next follows from their answers, whoever reads them.
 
-In one process: tests/client/test_several_servers.py."""
+In one process: tests/worker/test_several_servers.py."""
 
 from __future__ import annotations
 

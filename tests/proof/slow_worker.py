@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import syncline.torch
-from syncline.client.current import current_job
+from syncline.worker.current import current_job
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples/fashion_mnist.py"
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from syncline.client import seeding
 from syncline.core.order import Order
+from syncline.worker import seeding
 
 
 class Job:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncline.client.leases import Uses
-from syncline.client.portion import Piece, Portion
 from syncline.core.handing import AskLease, GivenLease, LeaveEpoch
 from syncline.core.members import Member
 from syncline.core.rounds import LOOP
+from syncline.worker.leases import Uses
+from syncline.worker.portion import Piece, Portion
 
 from .handing import LOADER
 from .worker import Open, Worker

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from syncline import Rule
-from syncline.client.job import Job
 from syncline.core.control import Died, Scale, Standings, Watch
 from syncline.errors import ConfigError
 from syncline.net.memory import pair
@@ -17,6 +16,7 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Peer
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.job import Job
 
 SECONDS = 60.0
 

@@ -13,14 +13,14 @@ import torch
 
 from syncline.launch import embedded
 from syncline.net.hatch import Hatch
-from syncline.roles.server.pinning import bytes_at
+from syncline.server.pinning import bytes_at
 from syncline.torch import carriers, optimizer
 
 
 @pytest.fixture(autouse=True)
 def circles_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
-    monkeypatch.setattr("syncline.roles.server.circle.CONNECT_SECONDS", 45.0)
+    monkeypatch.setattr("syncline.server.circle.CONNECT_SECONDS", 45.0)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def no_seed_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another test gave to torch.manual_seed or seed_everything is not this test's."""
     torch.manual_seed(1 << 60)
     monkeypatch.setattr("syncline.torch.data._AT_IMPORT", 1 << 60)
-    monkeypatch.setattr("syncline.client.seeding._last_given", None)
+    monkeypatch.setattr("syncline.worker.seeding._last_given", None)
 
 
 class SlowMark:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.client.job import Job
 from syncline.net.memory import MemoryConnection
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer, carriers
+from syncline.worker.job import Job
 
 torch.manual_seed(0)
 MODEL = torch.nn.Sequential(torch.nn.Linear(4, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 SAID = "have unequal sizes ("
 Train = Callable[[torch.nn.Module, DistributedOptimizer], None]

@@ -12,13 +12,13 @@ import torch
 from tests.torch.test_validate import Counting, Numbers
 
 import syncline
-from syncline.client.job import Job
 from syncline.errors import ConfigError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 POLICIES = ["sync", "bounded:2", "async"]
 #: The score is best when the parameter is here.

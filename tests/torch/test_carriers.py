@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from syncline.client import digests
 from syncline.core.layout import Parameter, Segment, Slice, arrange, in_ranges
 from syncline.core.placement import place
 from syncline.core.rule import Rule
@@ -18,6 +17,7 @@ from syncline.torch.carriers import ArenaCarrier, MirrorCarrier
 from syncline.torch.comparing import Comparison
 from syncline.torch.gradients import Gradients
 from syncline.torch.parameters import Tracked
+from syncline.worker import digests
 
 SIZES = (40, 3, 70, 16, 1)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.job import Job
 
 torch.manual_seed(0)
 MODEL = torch.nn.Sequential(

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.job import Job
 
 STEPS = 5
 SMALL_SLICES = {"slice_bytes": 256}

@@ -21,11 +21,11 @@ import torch
 from tests.patience import JOB_PATIENCE, PATIENCE
 from torch import nn
 
-from syncline.client.job import Job
-from syncline.roles.server.rules import SliceRules
+from syncline.server.rules import SliceRules
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 from syncline.torch.streams import CudaSide
+from syncline.worker.job import Job
 
 SIZES = (5, 3000, 700, 64, 1)
 SIZES_ON_A_GPU = (5, 400_000, 1000, 90_000, 1)

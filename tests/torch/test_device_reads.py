@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.job import Job
 
 SMALL_SLICES = {"slice_bytes": 256}
 

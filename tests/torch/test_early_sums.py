@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from tests.patience import PATIENCE
-from tests.roles.conftest import eventually
-from tests.roles.rings import check_all_equal, kill, start
+from tests.server.conftest import eventually
+from tests.server.rings import check_all_equal, kill, start
 
-from syncline.client import digests, placement
 from syncline.core.forecast import Outcome
-from syncline.roles.server import circle, pool, sums
-from syncline.roles.server.circling import Circling
-from syncline.roles.server.turn import Turn
+from syncline.server import circle, pool, sums
+from syncline.server.circling import Circling
+from syncline.server.turn import Turn
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer, carriers, hatch_carrier
+from syncline.worker import digests, placement
 
 STEPS = 8
 #: Two hosts with two workers each, whose sums go by deputies; one host; and four workers whose sums gloo makes.

@@ -11,9 +11,9 @@ from tests.leased import Desk, FakeJob, alone, order
 from tests.patience import PATIENCE
 from tests.torch.test_data import Numbers, flat, train
 
-from syncline.client.samples import Samples
 from syncline.errors import ConfigError
 from syncline.torch.data import DataLoader
+from syncline.worker.samples import Samples
 
 
 def run(loader: DataLoader[Any], job: FakeJob, num_epochs: int) -> dict[int, list[int]]:

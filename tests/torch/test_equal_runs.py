@@ -16,9 +16,9 @@ import torch
 import torch.utils.data
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 WORKERS, EPOCHS = 3, 3
 Made = list[tuple[int, list[float]]]

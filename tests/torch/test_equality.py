@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.job import Job
 
 STEPS = 4
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -17,11 +17,11 @@ from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.torch.test_data import Numbers, flat, lists, seed_of_the_script, train
 from tests.torch.test_shards import ALL, LENGTHS, Files, numbers, source
 
-from syncline.client.job import Job
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 from syncline.torch.data import DataLoader
+from syncline.worker.job import Job
 
 __all__ = ["seed_of_the_script"]
 DISABLED = pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)

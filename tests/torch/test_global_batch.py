@@ -11,10 +11,10 @@ from tests.leased import Desk, alone
 from tests.torch.test_data import Numbers, flat, train
 
 import syncline
-from syncline.client.job import Job
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DataLoader
+from syncline.worker.job import Job
 
 
 def sizes_of_rounds(job: Job, num_samples: int, **options: Any) -> list[float]:

@@ -30,12 +30,12 @@ from tests.torch.test_device import (
 from torch import nn
 
 import syncline
-from syncline.client.arena import Arenas
-from syncline.client.job import Job
-from syncline.roles.server import circle
-from syncline.roles.server.hatched import HatchedHome
+from syncline.server import circle
+from syncline.server.hatched import HatchedHome
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.arena import Arenas
+from syncline.worker.job import Job
 
 NCCL: dict[str, Any] = {"exchange": "ring", "sums": "nccl", "slice_bytes": 256}
 
@@ -168,8 +168,8 @@ def test_nccl_adds_up_what_one_rank_has() -> None:
     stays open, so it has a process of its own."""
     script = """
 import torch
-from syncline.roles.server import circle
-from syncline.roles.server.introductions import Heard, Introductions
+from syncline.server import circle
+from syncline.server.introductions import Heard, Introductions
 store = Introductions(1, Heard(), lambda key, value: None, 60.0)
 group = circle.nccl_group(store, 0, 1, 60.0, "")
 numbers = torch.arange(5.0, device="cuda:0")

@@ -16,12 +16,12 @@ import torch.utils.data
 from tests.patience import PATIENCE
 
 import syncline
-from syncline.client.job import Job
+from syncline.coordinator import handing
 from syncline.core.ledger import Doubt
 from syncline.core.spans import Span
-from syncline.roles.coordinator import handing
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 
 class Numbers(torch.utils.data.Dataset[int]):

@@ -14,10 +14,10 @@ import torch.utils.data
 from tests.leased import Desk, FakeJob, order
 from tests.patience import PATIENCE
 
-from syncline.client import times
-from syncline.client.leases import Uses
 from syncline.core.handing import LeaveEpoch
 from syncline.torch.data import DataLoader
+from syncline.worker import times
+from syncline.worker.leases import Uses
 
 
 class Numbers(torch.utils.data.Dataset[int]):

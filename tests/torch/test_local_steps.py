@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from syncline.client.job import Job
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 torch.manual_seed(0)
 LINEAR = torch.nn.Linear(3, 2)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.job import Job
 
 torch.manual_seed(0)
 LINEAR = torch.nn.Linear(4, 3)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import syncline
-from syncline.client.job import Job
 from syncline.errors import LayoutError
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 torch.manual_seed(0)
 NET = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from syncline import Rule
-from syncline.client.job import Job
 from syncline.errors import ConfigError, LayoutError, RuleError
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.job import Job
 
 BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 torch.manual_seed(0)

@@ -13,10 +13,10 @@ from tests.torch.test_data import Numbers, train
 
 import syncline
 import syncline.data
-from syncline.client.job import Job
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DataLoader
+from syncline.worker.job import Job
 
 
 def places(job: FakeJob, loader: DataLoader[Any], num_epochs: int) -> list[float]:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests.patience import JOB_PATIENCE
 
-from syncline.client.job import Job
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer, Schedule, schedule
+from syncline.worker.job import Job
 
 torch.manual_seed(0)
 LINEAR = torch.nn.Linear(4, 3)

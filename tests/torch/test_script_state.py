@@ -12,13 +12,13 @@ import torch
 from tests.patience import PATIENCE
 from tests.saved_scripts import NAME, Asker, finish, takes_up
 
-from syncline.client.current import current_in_thread
-from syncline.client.job import Job
 from syncline.core.saving import Noted
 from syncline.errors import ConfigError, StoreError
 from syncline.testing.local import local_job
 from syncline.torch.data import DataLoader
 from syncline.torch.optimizer import DistributedOptimizer
+from syncline.worker.current import current_in_thread
+from syncline.worker.job import Job
 
 SECONDS = PATIENCE
 

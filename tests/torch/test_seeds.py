@@ -16,11 +16,11 @@ from tests.leased import Desk, FakeJob, alone, order
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.torch.test_data import Numbers, flat, lists, train
 
-from syncline.client import leases
 from syncline.core.cutting import ledger_at, taken_up
 from syncline.core.leasing import LeaseState, Leasing
 from syncline.torch import data
 from syncline.torch.data import DataLoader
+from syncline.worker import leases
 
 
 def shuffled(job: FakeJob | None = None, **options: Any) -> DataLoader[Any]:

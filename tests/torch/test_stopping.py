@@ -12,13 +12,13 @@ from tests.patience import PATIENCE
 from torch.utils.data import TensorDataset
 
 from syncline import Rule, Stopped
-from syncline.client.job import Job
 from syncline.config import resolve
 from syncline.core.stopping import NEXT, Rules, Stopping, from_checkpoint, rules_of
 from syncline.data import ArraySource, batches
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 POLICIES = ("sync", "bounded:2", "async")
 SAMPLES = 96

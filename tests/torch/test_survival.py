@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
+from syncline.worker.job import Job
 
 STEPS = 10
 

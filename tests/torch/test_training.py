@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 DATA = torch.utils.data.TensorDataset(torch.arange(1.0, 12.0).reshape(11, 1))
 

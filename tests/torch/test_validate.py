@@ -13,10 +13,10 @@ import torch
 import torch.utils.data
 from tests.patience import PATIENCE
 
-from syncline.client.job import Job
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker.job import Job
 
 POLICIES = ["sync", "bounded:2", "async"]
 

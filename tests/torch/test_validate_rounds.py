@@ -11,10 +11,10 @@ import pytest
 import torch
 from tests.torch.test_validate import Counting, Numbers
 
-from syncline.client import validating
-from syncline.client.job import Job
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.worker import validating
+from syncline.worker.job import Job
 
 
 def counting(job: Job) -> tuple[Counting, DistributedOptimizer]:

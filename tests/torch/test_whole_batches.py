@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 
+from syncline.coordinator import saving
 from syncline.core.saving import Save
-from syncline.roles.coordinator import saving
 from syncline.store.checkpoints import choose
 from syncline.store.folders import open_folder
 from syncline.testing.local import local_job

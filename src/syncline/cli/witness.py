@@ -16,7 +16,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from syncline.client.current import current_job, has_current_job
+from syncline.worker.current import current_job, has_current_job
 
 LOOK_SECONDS = 0.002
 _RECORD = struct.Struct("<dqq")

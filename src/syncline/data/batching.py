@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from syncline.client.current import current_job, has_current_job
-from syncline.client.passes import Passes
 from syncline.core.order import ChunkedOrder, Order
 from syncline.data.leased import leased_numbers, leased_shards
 from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked
 from syncline.errors import ConfigError, DataError
+from syncline.worker.current import current_job, has_current_job
+from syncline.worker.passes import Passes
 
 _STRETCH = 1 << 13  # positions whose order is worked out at once: by the batch, the calls alone would cost more
 _AT_ONCE_BYTES = 4 << 20  # for the same reason: as much as a processor's cache holds

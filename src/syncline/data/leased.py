@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from syncline.client.loop import Loop, TakesSamples
-from syncline.client.numbers import LeasedNumbers
-from syncline.client.shards import LeasedShards
 from syncline.core.loader import Loader
 from syncline.core.order import ChunkedOrder, Order
 from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked
+from syncline.worker.loop import Loop, TakesSamples
+from syncline.worker.numbers import LeasedNumbers
+from syncline.worker.shards import LeasedShards
 
 
 def leased_numbers(

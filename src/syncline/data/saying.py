@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from syncline.client.current import current_job, has_current_job
+from syncline.worker.current import current_job, has_current_job
 
 
 def say(text: str) -> None:

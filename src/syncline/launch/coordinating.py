@@ -9,6 +9,7 @@ import socket
 import threading
 
 from syncline import faults
+from syncline.coordinator.service import Coordinator
 from syncline.core.membership import Outcome
 from syncline.launch import lifeline
 from syncline.launch.jobfile import JobFile
@@ -16,7 +17,6 @@ from syncline.launch.membership import say
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.roles.coordinator.coordinator import Coordinator
 from syncline.store.journal import Journal
 
 #: After the end, this long for the others to hear of it and for the launcher to ask for the verdict.

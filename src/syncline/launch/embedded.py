@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from syncline import config as configuration
-from syncline.client.hearing import FromCoordinator
-from syncline.client.job import Job
-from syncline.client.peers import Peers
+from syncline.coordinator.service import Coordinator
 from syncline.core.control import Join, Joined, Over
 from syncline.core.members import Member
 from syncline.core.ring import partner_of
@@ -30,7 +28,9 @@ from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.roles.coordinator.coordinator import Coordinator
+from syncline.worker.hearing import FromCoordinator
+from syncline.worker.job import Job
+from syncline.worker.peers import Peers
 
 
 class InProcess:
@@ -92,9 +92,9 @@ class InProcess:
 
     def add_server(self, name: str, host: str = "local") -> Call:
         # Imported here: a worker without torch has its server in a child process.
-        from syncline.roles.server.homes import home_of
-        from syncline.roles.server.pool import InlinePool
-        from syncline.roles.server.server import Server
+        from syncline.server.homes import home_of
+        from syncline.server.pool import InlinePool
+        from syncline.server.service import Server
 
         home = self._hatched_home(name) or home_of(self.coordinator.config.server_device, say(name))
         stamp, self._hosts[name] = self.stamp(), host
@@ -136,7 +136,7 @@ class InProcess:
             return None
         import torch
 
-        from syncline.roles.server.hatched import HatchedHome
+        from syncline.server.hatched import HatchedHome
 
         hatch = self._hatches[partner_of(name)] = Hatch("cuda:0" if torch.cuda.is_available() else "cpu")
         return HatchedHome(hatch, say(name))

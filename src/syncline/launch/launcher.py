@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from syncline.client.life import CANNOT_RESUME
 from syncline.core.control import Died, Standings
 from syncline.core.saving import Saved
 from syncline.errors import SynclineError
@@ -33,6 +32,7 @@ from syncline.launch.standby import STANDBY_AFTER_SECONDS, Standby
 from syncline.launch.summary import finished, lines
 from syncline.launch.tally import Tally
 from syncline.launch.watching import Watching
+from syncline.worker.life import CANNOT_RESUME
 
 __all__ = ["Launcher", "Screen"]
 

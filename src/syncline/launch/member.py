@@ -13,7 +13,6 @@ import msgspec
 
 from syncline import config as configuration
 from syncline import faults
-from syncline.client.current import current_job, has_current_job
 from syncline.core.cores import own_cores, why_shared
 from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
 from syncline.extensions import see_beside
@@ -24,6 +23,7 @@ from syncline.launch.restarts import EVICTED
 from syncline.launch.ringing import OwnServer
 from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
+from syncline.worker.current import current_job, has_current_job
 
 
 def main() -> tuple[str, int]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from syncline import config as configuration
-from syncline.client.hearing import FromCoordinator
 from syncline.config import JobConfig
 from syncline.core.control import Join, Joined
 from syncline.core.cores import describe
@@ -29,6 +28,7 @@ from syncline.net.connection import SocketConnection
 from syncline.net.link import Link
 from syncline.net.rpc import Call, Endpoint, Service, Stamp
 from syncline.net.transport import Connection, Peer
+from syncline.worker.hearing import FromCoordinator
 
 #: A member may start before its coordinator listens. Where that listens already, and is silent, it is starting too:
 #: then a member waits as long as for the job to be whole.

@@ -28,10 +28,10 @@ from syncline.net.hatch import Hatch
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.roles.server.hatched import HatchedHome
-from syncline.roles.server.homes import home_of
-from syncline.roles.server.pool import ThreadPool
-from syncline.roles.server.server import Server
+from syncline.server.hatched import HatchedHome
+from syncline.server.homes import home_of
+from syncline.server.pool import ThreadPool
+from syncline.server.service import Server
 
 
 class End(NamedTuple):

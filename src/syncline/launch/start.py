@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from syncline import config as configuration
-from syncline.client.current import current_job, has_current_job, make_current
-from syncline.client.job import Job
 from syncline.errors import ConfigError, SynclineError, WrongLauncher
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.ringing import OwnServer
+from syncline.worker.current import current_job, has_current_job, make_current
+from syncline.worker.job import Job
 
 
 class Invitation(msgspec.Struct, frozen=True):

@@ -8,10 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from syncline import config as configuration
-from syncline.client.hearing import FromCoordinator
-from syncline.client.job import Job
-from syncline.client.peers import Peers
-from syncline.client.rosters import Rosters
 from syncline.core.control import Joined
 from syncline.core.members import Address, Member
 from syncline.core.ring import partner_of
@@ -32,6 +28,10 @@ from syncline.net import shm, tcp
 from syncline.net.connection import SocketConnection
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Memory, Peer
+from syncline.worker.hearing import FromCoordinator
+from syncline.worker.job import Job
+from syncline.worker.peers import Peers
+from syncline.worker.rosters import Rosters
 
 
 class Sockets:

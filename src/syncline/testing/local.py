@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from syncline import config as configuration
-from syncline.client.current import current_in_thread
-from syncline.client.job import Job
 from syncline.core.control import Joined
 from syncline.core.ring import check_said, partner_of, ring_settings
 from syncline.core.settings import check_settings
 from syncline.errors import JobFailed, Stopped, SynclineError
 from syncline.launch.embedded import InProcess
+from syncline.worker.current import current_in_thread
+from syncline.worker.job import Job
 
 T = TypeVar("T")
 #: A machine may stand still for a while: a test that goes well waits for none of it.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from syncline.client.job import Job
+from syncline.worker.job import Job
 
 
 class _Counter:

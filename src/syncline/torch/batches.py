@@ -10,10 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch.utils.data
 
-from syncline.client import numbers
-from syncline.client.loop import Loop
-from syncline.client.numbers import LeasedNumbers
-from syncline.client.shards import LeasedShards, OpenShard
 from syncline.core.loader import Loader
 from syncline.core.order import ChunkedOrder, Order
 from syncline.core.splits import ByRank
@@ -21,6 +17,10 @@ from syncline.data.batching import order_of
 from syncline.data.source import Batch, ShardSource, Source
 from syncline.errors import ConfigError, DataError
 from syncline.torch.naming import Read
+from syncline.worker import numbers
+from syncline.worker.loop import Loop
+from syncline.worker.numbers import LeasedNumbers
+from syncline.worker.shards import LeasedShards, OpenShard
 
 
 class Aim(torch.utils.data.Sampler[list[Any]]):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from syncline.client.arrays import Bytes
-from syncline.client.job import Job
 from syncline.core.layout import Ranges, to_ranges
 from syncline.core.rule import Rule
 from syncline.torch.parameters import FlatMemory, as_tensor, buffers_of, on_cpu
+from syncline.worker.arrays import Bytes
+from syncline.worker.job import Job
 
 
 class Buffers:

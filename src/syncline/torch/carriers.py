@@ -8,13 +8,13 @@ from typing import Protocol
 
 import torch
 
-from syncline.client.arrays import to_bytes
-from syncline.client.digests import copy_digested, is_same
-from syncline.client.exchange import Exchange
-from syncline.client.finite import LOOK_BYTES, SMALL_BYTES, copy_finite
 from syncline.core.layout import Segment, Slice
 from syncline.torch.comparing import Comparison, place_of
 from syncline.torch.streams import Mark, Side
+from syncline.worker.arrays import to_bytes
+from syncline.worker.digests import copy_digested, is_same
+from syncline.worker.exchange import Exchange
+from syncline.worker.finite import LOOK_BYTES, SMALL_BYTES, copy_finite
 
 #: Slices leave a device when they are this many bytes together: each copy takes a while to be queued.
 BUCKET_BYTES = 16 << 20

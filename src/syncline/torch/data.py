@@ -12,9 +12,6 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from syncline.client import seeding
-from syncline.client.current import current_job, has_current_job
-from syncline.client.loop import Loop, TakesSamples
 from syncline.core.loader import Loader
 from syncline.core.shares import equal_parts
 from syncline.core.splits import ByRank
@@ -22,6 +19,9 @@ from syncline.data.batching import SHARDS_END
 from syncline.errors import ConfigError, DataError
 from syncline.torch.batches import Aim, Rows, data_of, tensors
 from syncline.torch.naming import Beginning, Collating, Named
+from syncline.worker import seeding
+from syncline.worker.current import current_job, has_current_job
+from syncline.worker.loop import Loop, TakesSamples
 
 _T_co = TypeVar("_T_co", covariant=True)
 #: torch's own seed, of 64 random bits where the script has called no `manual_seed` before this import.

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from syncline.client.exchange import Exchange, Ticket
 from syncline.net.hatch import Hatch
 from syncline.torch.buffers import Buffers
 from syncline.torch.device_sink import DeviceSink
@@ -17,6 +16,7 @@ from syncline.torch.guard import Guard
 from syncline.torch.landing import pull_all
 from syncline.torch.parameters import Tracked, shaped
 from syncline.torch.streams import Mark, Side
+from syncline.worker.exchange import Exchange, Ticket
 
 
 class DeviceLanding:

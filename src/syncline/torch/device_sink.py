@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from syncline.client.arrays import Bytes, address_of
-from syncline.client.sinks import FlatSink, Landed, Wanted
 from syncline.core.layout import Slice
 from syncline.net.hatch import Hatch
 from syncline.torch.streams import Mark, Side
+from syncline.worker.arrays import Bytes, address_of
+from syncline.worker.sinks import FlatSink, Landed, Wanted
 
 
 class DeviceSink:

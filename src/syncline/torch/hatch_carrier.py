@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from syncline.client.exchange import Exchange
 from syncline.core.layout import FLOATS, Segment, Slice
 from syncline.net.hatch import Handed, Hatch
 from syncline.torch.carriers import BUCKET_BYTES
 from syncline.torch.comparing import Comparison, place_of
+from syncline.worker.exchange import Exchange
 
 
 class HatchCarrier:

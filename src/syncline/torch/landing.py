@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from syncline.client.exchange import Exchange, Ticket
-from syncline.client.sinks import FlatSink, Sink
 from syncline.torch.buffers import Buffers
 from syncline.torch.parameters import FlatMemory, Tracked
+from syncline.worker.exchange import Exchange, Ticket
+from syncline.worker.sinks import FlatSink, Sink
 
 
 class Landing(Protocol):

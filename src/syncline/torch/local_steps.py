@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from syncline.client.job import Job
 from syncline.core.layout import Ranges, to_ranges
 from syncline.core.outer import outer_of
 from syncline.core.rule import Rule
 from syncline.torch.parameters import FlatMemory, Tracked, as_tensor
+from syncline.worker.job import Job
 
 
 class LocalSteps:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from syncline.client.job import Job
 from syncline.torch.parameters import Tracked
+from syncline.worker.job import Job
 
 
 class Notices:

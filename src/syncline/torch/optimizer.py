@@ -10,11 +10,6 @@ from typing import Any
 
 import torch
 
-from syncline.client.current import current_job
-from syncline.client.exchange import Push
-from syncline.client.job import Job
-from syncline.client.script import Part
-from syncline.client.steering import with_factor
 from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
@@ -36,6 +31,11 @@ from syncline.torch.schedulers import Schedulers
 from syncline.torch.state import load_state, read_average, read_state
 from syncline.torch.streams import Side, open_side
 from syncline.torch.validation import take_part_in
+from syncline.worker.current import current_job
+from syncline.worker.exchange import Push
+from syncline.worker.job import Job
+from syncline.worker.script import Part
+from syncline.worker.steering import with_factor
 
 #: Steps between two looks at what a script has written to parameters, beside other workers.
 _LOOK_STEPS = 32

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from syncline.client.arrays import Bytes
 from syncline.core.layout import ITEM_BYTES, Layout
 from syncline.errors import LayoutError
 from syncline.net.memory import aligned_zeros
+from syncline.worker.arrays import Bytes
 
 #: Bytes of a segment that tell whether somebody has written to it.
 _SAMPLES = 1024

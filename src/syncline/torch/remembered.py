@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from syncline.client.encoding import Encoder
 from syncline.errors import ConfigError, StoreError
 from syncline.torch.schedulers import Schedulers
+from syncline.worker.encoding import Encoder
 
 
 class Remembered:

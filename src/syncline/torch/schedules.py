@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from syncline.client.job import Job
 from syncline.errors import ConfigError
 from syncline.torch.optimizer import DistributedOptimizer
+from syncline.worker.job import Job
 
 #: What a learning rate is multiplied by, given the progress of the run (0 to 1).
 Factor = Callable[[float], float]

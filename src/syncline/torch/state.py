@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from syncline.client.arrays import Bytes
-from syncline.client.exchange import Exchange
 from syncline.core.layout import Layout, Slice
 from syncline.core.traffic import StateEntry
 from syncline.store.weights import AVERAGE_KEY
 from syncline.torch.parameters import Tracked
+from syncline.worker.arrays import Bytes
+from syncline.worker.exchange import Exchange
 
 #: One number per parameter, however the parameter is shaped.
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from syncline.client.arrays import Bytes
-from syncline.roles.server.pinning import Registered
+from syncline.server.pinning import Registered
+from syncline.worker.arrays import Bytes
 
 
 class Mark(Protocol):

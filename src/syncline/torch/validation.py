@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 import torch.utils.data
 
-from syncline.client.validating import Validating
 from syncline.core.measuring import AVERAGE, OWN, WEIGHTS
 from syncline.data.source import Source
 from syncline.torch.batches import tensors
 from syncline.torch.weights import load_state_dict
+from syncline.worker.validating import Validating
 
 
 class Pulls(Protocol):

@@ -1,1 +1,0 @@
-"""Inside a worker: the job, its keys and values, and the exchange. Needs NumPy only; never imports roles/."""

@@ -1,0 +1,313 @@
+"""What a coordinator tells: numbers, how the job stands, who waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from syncline.core.control import (
+    AskServerStats,
+    AskStats,
+    AskStatus,
+    AskWhy,
+    GivenServerStats,
+    GivenStats,
+    GivenStatus,
+    GivenWhy,
+    Report,
+    Standings,
+    Watch,
+)
+from syncline.core.message import Done, Message
+from syncline.core.progress import progress, shares
+from syncline.core.ring import protection_of
+from syncline.core.standings import by_name
+from syncline.core.why import FRESH_SECONDS, Known, causes, why
+from syncline.core.words import pushed_told
+from syncline.errors import ConnectionLost
+from syncline.net.rpc import Call, Request
+from syncline.stats import JobStatus, MemberStatus, PushBytes, SaveCounts, Wait
+
+if TYPE_CHECKING:
+    from syncline.coordinator.service import Coordinator
+
+
+class Reporting:
+    """Reads what the coordinator knows."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+
+    # -- asking the servers -------------------------------------------------------------------------------
+
+    def ask_servers(self, message: Message, then: Callable[[list[Call]], None]) -> None:
+        """Asks every server; `then` runs when all have answered, in the thread of the last answer."""
+        with self._c.lock:
+            endpoints = [self._c.endpoints.get(name) for name in self._c.membership.servers()]
+        calls = []
+        for endpoint in endpoints:
+            if endpoint is not None:
+                with contextlib.suppress(ConnectionLost):
+                    calls.append(endpoint.call(message))
+        self.when_all(calls, then)
+
+    @staticmethod
+    def when_all(calls: list[Call], then: Callable[[list[Call]], None]) -> None:
+        if not calls:
+            then(calls)
+            return
+        lock, left = threading.Lock(), [len(calls)]
+
+        def one_done() -> None:
+            with lock:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                then(calls)
+
+        for call in calls:
+            call.when_done(one_done)
+
+    # -- numbers ------------------------------------------------------------------------------------------
+
+    def report(self, request: Request, message: Report) -> None:
+        with self._c.lock:
+            self._c.reports[request.peer.name] = message
+            if message.rates:
+                self._c.rates[request.peer.name] = message.rates
+            self._c.saving.beat()
+        if request.number:
+            request.reply(Done())
+
+    def stats(self, request: Request, message: AskStats) -> None:
+        def gathered(calls: list[Call]) -> None:
+            servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
+            with self._c.lock:
+                samples = sum(report.samples for report in self._c.reports.values())
+                busy = max((report.seconds for report in self._c.reports.values()), default=0.0)
+                revoked = self._c.membership.state.num_revoked
+                by_worker, epochs = self._shares(), progress(self._c.membership.state.leases)
+                pushed = self.pushed()
+            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked, by_worker, epochs, pushed))
+
+        self.ask_servers(AskServerStats(), gathered)
+
+    def _shares(self) -> dict[str, float]:
+        """Of those who are there, or have finished; not of those who were asked to leave."""
+        state = self._c.membership.state
+        there = state.members.keys() | state.finished.keys()
+        return shares({name: report.samples for name, report in self._c.reports.items() if name in there})
+
+    def seconds(self) -> float:
+        if self._c.formed_at is None:
+            return 0.0
+        return (self._c.ending.ended_at or time.monotonic()) - self._c.formed_at
+
+    def watch(self, request: Request, message: Watch) -> None:
+        with self._c.lock:
+            self._c.launchers.add(request.endpoint)
+            membership, outcome = self._c.membership, self._c.membership.outcome
+            state = membership.state
+            seated = {name for seat in state.seats.values() for name in seat.names}
+            stepped = {name for name, (beat, _) in self._c.beats.items() if beat.step}
+            standings = Standings(
+                formed=membership.formed,
+                missing=membership.missing(),
+                seconds=self.seconds(),
+                reports=dict(self._c.reports),
+                left=sorted(state.left, key=by_name),
+                verdict=outcome.reason if outcome else "",
+                culprit=outcome.culprit if outcome else "",
+                incarnations={name: member.incarnation for name, member in state.members.items()},
+                pushed=sorted((stepped | seated) & set(state.members), key=by_name),
+                wanted={r: n for r, n in state.wanted.items() if r == "worker" or not self._c.config.is_ring},
+                num_scalings=state.num_scalings,
+                retiring=sorted(self._c.retiring, key=by_name),
+                epochs=progress(state.leases),
+                step=self.step(),
+                readings=self._c.readings.values(),
+                stop=state.steering.steer.stop,
+                saves=self.saves(),
+                settled={name: commits for name, (_, commits) in state.settled.items()},
+                unsettled=sorted(state.fencing),
+                is_chief_done=bool(state.chief_done),
+                policy=self._c.config.policy,
+                num_revoked=state.num_revoked,
+                best=state.validations.best.told if state.validations.best is not None else "",
+                pushed_told=self.pushed_told(),
+            )
+        request.reply(standings)
+
+    def pushed(self) -> PushBytes:
+        """Under the lock: by all workers, as they have said."""
+        return sum((report.pushed for report in self._c.reports.values()), PushBytes())
+
+    def pushed_told(self) -> str:
+        """Under the lock: per step, where they are few or travel. At the end the last beats may be older than last
+        reports."""
+        pushed, config = self.pushed(), self._c.config
+        if not (pushed.socket or config.sync_every > 1 or config.codec):
+            return ""
+        return pushed_told(pushed, max([self.step(), *(r.job_step for r in self._c.reports.values())]))
+
+    def step(self) -> int:
+        """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""
+        updates = max((beat.num_updates for beat, _ in self._c.beats.values()), default=0)
+        if updates and self._c.config.sync_every == 1:
+            return updates
+        # In one process nobody beats: what workers know of it.
+        return max((report.job_step or report.step for report in self._c.reports.values()), default=0)
+
+    def saves(self) -> SaveCounts:
+        """Under the lock."""
+        saves = self._c.membership.state.saves
+        return SaveCounts(
+            folder=self._c.config.checkpoint,
+            taken_up=saves.taken_up.name if saves.taken_up is not None else "",
+            last=saves.last.name if saves.last is not None else "",
+            step=saves.last.step if saves.last is not None else 0,
+            num_saved=saves.num_saved,
+            num_failed=saves.num_failed,
+            failure=saves.failure,
+        )
+
+    # -- who waits for whom -------------------------------------------------------------------------------
+
+    def waits(self) -> list[Wait]:
+        """Under the lock: all waits that are known, by the beats and at the coordinator itself."""
+        now = time.monotonic()
+        told = {
+            name: [Wait(w.who, w.step, w.for_whom, w.seconds + (now - at), w.what) for w in beat.waits]
+            for name, (beat, at) in self._c.beats.items()
+        }
+        found = causes(told)
+        found += self._c.meeting.waits(now)
+        found += self._c.validating.waits(now)
+        found += self._c.handing.waits(now)
+        found += self._c.saving.waits(now)
+        for who, since in self._c.registering.waiting():
+            chief = self._c.membership.chief
+            found.append(Wait(who, 0, [chief], now - since, f"the registration of {who}"))
+        return found
+
+    def known(self) -> dict[str, Known]:
+        """Under the lock: what there is to say of those who are waited for."""
+        now = time.monotonic()
+        found = {}
+        state = self._c.membership.state
+        for name, member in state.members.items():
+            heard = self._c.liveness.last_heard(name)
+            step = self._c.beats[name][0].step if name in self._c.beats else 0
+            found[name] = Known(
+                host=member.host,
+                heard_seconds=now - heard if heard is not None else 0.0,
+                left_seconds=self._c.liveness.deadline(name) - now if heard is not None else 0.0,
+                step=step,
+                state=self._c.pacing.told(name) if now - (heard or now) < FRESH_SECONDS else "",
+            )
+        for name, (_, reason) in state.fencing.items():
+            found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; is being fenced")
+        for name in self._c.membership.awaited:
+            reason = self._c.evicted.get(name, "is gone")
+            found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; starts again")
+        return found
+
+    def why(self, request: Request, message: AskWhy) -> None:
+        with self._c.lock:
+            waits = self.waits()
+            known = self.known()
+            gone = [name for name in message.servers if name not in self._c.membership.state.members]
+            if gone:
+                waits = [Wait(request.peer.name, message.step, gone, 0.0, "server")]
+            text = why(
+                waits,
+                known,
+                who=request.peer.name if request.peer.role == "worker" else "",
+                step=message.step,
+                stuck_seconds=self._c.config.stuck_seconds,
+            )
+            text = self._c.pacing.add_to(text)
+        request.reply(GivenWhy(text))
+
+    # -- how the job stands -------------------------------------------------------------------------------
+
+    def status(self, request: Request, message: AskStatus) -> None:
+        with self._c.lock:
+            request.reply(GivenStatus(self._status()))
+
+    def _status(self) -> JobStatus:
+        membership, config = self._c.membership, self._c.config
+        waits = self.waits()
+        outcome = membership.outcome
+        return JobStatus(
+            job=self._c.job,
+            name=config.name,
+            term=self._c.term,
+            generation=membership.generation,
+            policy=config.policy,
+            exchange=config.exchange,
+            replicas=max(1, config.replicas),
+            ack=config.ack or ("replicated" if config.replicas > 1 else "memory"),
+            protection=self._protection(),
+            seconds=self.seconds(),
+            members=[self._member_status(name) for name in [*membership.servers(), *membership.workers()]],
+            waits=waits,
+            why=self._c.pacing.add_to(why(waits, self.known(), stuck_seconds=config.stuck_seconds)),
+            events=list(self._c.events),
+            num_revoked=membership.state.num_revoked,
+            epochs=progress(membership.state.leases),
+            saves=self.saves(),
+            verdict=outcome.reason if outcome else "",
+            readings=self._c.readings.values(),
+            stop=membership.state.steering.steer.stop,
+            lr_factor=membership.state.steering.factor,
+            step=self.step(),
+        )
+
+    def _protection(self) -> str:
+        """What a server's death would cost now."""
+        state = self._c.membership.state
+        hosts = [state.members[name].host for name in self._c.membership.servers()]
+        return protection_of(self._c.config, hosts, state.seats.values())
+
+    def _member_status(self, name: str) -> MemberStatus:
+        state, now = self._c.membership.state, time.monotonic()
+        member, beat = state.members[name], self._c.beats.get(name)
+        heard = self._c.liveness.last_heard(name)
+        steps = [known.step for other, (known, _) in self._c.beats.items() if other in state.entered]
+        step = beat[0].step if beat else 0
+        report = self._c.reports.get(name)
+        return MemberStatus(
+            name=name,
+            role=member.role,
+            incarnation=member.incarnation,
+            host=member.host,
+            since=member.since,
+            heard_seconds=now - heard if heard is not None else 0.0,
+            deadline_seconds=self._c.liveness.deadline(name) - heard if heard is not None else 0.0,
+            rtt_seconds=beat[0].rtt_seconds if beat else 0.0,
+            state=self._state_of(name),
+            step=step,
+            lag=max(steps, default=0) - step if member.role == "worker" and name in state.entered else 0,
+            num_primary=sum(seat.primary == name for seat in state.seats.values()),
+            num_backup=sum(name in seat.backups for seat in state.seats.values()),
+            cores=member.cores,
+            pid=member.pid,
+            samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,
+            share=self._shares().get(name, 0.0),
+        )
+
+    def _state_of(self, name: str) -> str:
+        state, beat = self._c.membership.state, self._c.beats.get(name)
+        if name in self._c.retiring:
+            return "retiring"
+        if name not in self._c.endpoints:
+            return "suspected"
+        if beat is not None and beat[0].is_quarantined:
+            return "quarantined"
+        if state.members[name].role == "worker" and name not in state.entered:
+            return "joining"
+        return self._c.pacing.state_of(name) or "working"

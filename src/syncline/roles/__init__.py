@@ -1,1 +1,0 @@
-"""The coordinator and the servers. Never imports client/."""

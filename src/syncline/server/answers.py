@@ -1,0 +1,198 @@
+"""Answers to commits that go out slice by slice: as slices are applied, while others are not yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from syncline.core.codecs.pieces import SliceCoder
+from syncline.core.layout import Slice
+from syncline.core.rolls import Roll
+from syncline.core.traffic import Committed
+from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, buffer_of
+from syncline.server.hosted import HostedSlice, Snapshot
+from syncline.server.work import Contribution
+
+MakeBuffer = Callable[[Slice], Buffer]
+Submit = Callable[[Callable[[], None]], None]
+#: About as much goes out in one frame; less is sent by the thread that has it, and not handed over.
+FRAME_BYTES, SMALL_BYTES = 16 << 20, 1 << 16
+
+
+class _Part(NamedTuple):
+    """A slice that is ready to go out."""
+
+    slice: int
+    num_bytes: int
+    version: int
+    buffers: list[Buffer] | None  # None: shared memory, it is only named
+    snapshot: Snapshot | None  # that the buffer belongs to, if others send it too
+    sizes: list[int]  # where it is encoded
+
+
+class PartialAnswer:
+    """One worker's answer on its way. Parts leave one after the other; the end leaves when all have left.
+
+    `pull`: slices whose bytes are sent; without, the slices are only named (shared memory). `make` gives the buffer
+    that a slice is copied into before it is sent; None: it goes out from where it lies, nobody may write it yet.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        clock: int,
+        pull: list[int],
+        make: MakeBuffer | None,
+        *,
+        submit: Submit,
+        copied: Callable[[int], None],
+        hold: Callable[[int], None],
+        coder: SliceCoder | None = None,
+    ) -> None:
+        self._request, self._clock, self._make = request, clock, make
+        self._coder = coder if pull else None
+        self._submit, self._copied, self._hold = submit, copied, hold
+        self._wanted = set(pull) if pull else None
+        self._given: set[int] = set()
+        self._ready: list[_Part] = []
+        self._waiting_bytes = 0
+        self._end: Callable[[], None] | None = None
+        self._refused = False  # nothing leaves after that
+        self._sending = False
+        self._lock = threading.Lock()
+        self._word: tuple[Contribution, Roll | None] | None = None  # what the end says
+
+    def hear(self, item: Contribution, roll: Roll | None) -> None:
+        self._word = (item, roll)
+
+    @property
+    def copies(self) -> bool:
+        return self._wanted is not None and self._make is not None and self._coder is None
+
+    def count(self, num_bytes: int) -> None:
+        self._copied(num_bytes)
+
+    def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
+        """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
+        number = slot.part.id
+        if number in self._given or (self._wanted is not None and number not in self._wanted):
+            if snapshot is not None:
+                snapshot.sent()
+            return
+        self._given.add(number)  # by one thread: the one that applies, or after all is applied
+        part = self._part_of(slot, snapshot, locked)
+        if part.buffers is not None:
+            self._hold(part.num_bytes)
+        with self._lock:
+            refused = self._refused
+            if not refused:
+                self._ready.append(part)
+                self._waiting_bytes += part.num_bytes
+                if self._sending or self._waiting_bytes <= SMALL_BYTES:  # the end is near, or goes in another frame
+                    return
+                self._sending = True
+        if refused:
+            self._let_go([part])
+        else:
+            self._submit(self._send)
+
+    def _part_of(self, slot: HostedSlice, snapshot: Snapshot | None, locked: bool) -> _Part:
+        """The slice as it goes out: a copy is made here and now, whoever sends it later needs no lock."""
+        version, buffer = slot.state.version, None
+        if self._coder is not None and self._coder.encodes(slot.segment, slot.part):
+            version, encoded = slot.encoded(self._coder, locked=locked)
+            slot.state.seen[self._request.peer.name] = version
+            num_bytes = sum(data.size for data in encoded.buffers)
+            return _Part(slot.part.id, num_bytes, version, [*map(buffer_of, encoded.buffers)], None, encoded.sizes)
+        if snapshot is not None:
+            version, buffer = snapshot.version, snapshot.buffer
+        elif self._wanted is not None:
+            buffer = buffer_of(slot.memory)
+            if self._make is not None:
+                buffer = self._make(slot.part)
+                version = slot.copy_locked(buffer) if locked else slot.copy_into(buffer)
+                self._copied(len(buffer))
+        slot.state.seen[self._request.peer.name] = version
+        buffers = [buffer] if buffer is not None else None
+        return _Part(slot.part.id, slot.part.num_bytes, version, buffers, snapshot, [])
+
+    def finish(self, end: Callable[[], None] | None = None) -> None:
+        """Everything is applied; or something else, a refusal, is the end of this answer."""
+        with self._lock:
+            dropped = self._ready if end is not None else []
+            if end is not None:
+                self._ready, self._refused = [], True
+            self._end = end or self._send_end
+            small = self._waiting_bytes <= SMALL_BYTES
+            sending, self._sending = self._sending, True
+        self._let_go(dropped)
+        if sending:
+            return
+        if small:
+            self._send()
+        else:
+            self._submit(self._send)
+
+    def _send(self) -> None:
+        while True:
+            with self._lock:
+                end = self._end
+                parts = self._take() if end is None or self._more_than_a_frame() else []
+                if end is None and not parts:
+                    self._sending = False
+                    return
+            if parts:
+                try:
+                    self._request.reply_part(*self._message(parts))
+                finally:
+                    self._let_go(parts)
+            else:
+                assert end is not None
+                end()
+                return
+
+    def _more_than_a_frame(self) -> bool:
+        return sum(part.num_bytes for part in self._ready) > FRAME_BYTES
+
+    def _take(self) -> list[_Part]:
+        """What goes into the next frame; under the lock."""
+        taken: list[_Part] = []
+        num_bytes = 0
+        while self._ready and (not taken or num_bytes + self._ready[0].num_bytes <= FRAME_BYTES):
+            taken.append(self._ready.pop(0))
+            num_bytes += taken[-1].num_bytes
+        self._waiting_bytes -= num_bytes
+        return taken
+
+    def _message(self, parts: list[_Part]) -> tuple[Committed, list[Buffer], int]:
+        buffers = [buffer for part in parts if part.buffers is not None for buffer in part.buffers]
+        answer = Committed(self._clock, [part.version for part in parts], [part.slice for part in parts])
+        if self._coder is not None and any(part.sizes for part in parts):
+            sizes = [part.sizes for part in parts]
+            answer = msgspec.structs.replace(answer, codec=self._coder.codec.name, sizes=sizes)
+        return answer, buffers, sum(map(len, buffers))
+
+    def _send_end(self) -> None:
+        answer, buffers, num_bytes = self._message(self._ready)
+        if self._word is not None:
+            item, roll = self._word
+            answer = msgspec.structs.replace(
+                answer, clocks=item.clocks, late=item.is_late, roll=roll, skipped=item.is_skipped
+            )
+        try:
+            self._request.reply(answer, buffers, num_bytes)
+        finally:
+            self._let_go(self._ready)
+
+    def _let_go(self, parts: Sequence[_Part]) -> None:
+        """They are sent, or will not be."""
+        num_bytes = sum(part.num_bytes for part in parts if part.buffers is not None)
+        if num_bytes:
+            self._hold(-num_bytes)
+        for part in parts:
+            if part.snapshot is not None:
+                part.snapshot.sent()

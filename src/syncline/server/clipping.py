@@ -1,0 +1,123 @@
+"""Clipping a round's mean by its norm over all servers: each has a share, the workers bring back the sum."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from syncline.core.traffic import AskClip
+from syncline.core.verdicts import Commit
+from syncline.server.hosted import HostedSlice
+from syncline.server.work import Contribution, Key, RoundWork, Work, key_of
+
+if TYPE_CHECKING:
+    from syncline.server.flow import Flow
+
+Held = Commit[Contribution]
+
+
+class Clipping:
+    """Rounds that wait for the norm over all servers."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._works: dict[Key, RoundWork] = {}
+
+    def is_for(self, work: Work) -> bool:
+        return work.clip_norm is not None and not work.skip and bool(work.slots or self._flow.num_servers > 1)
+
+    def works(self) -> set[RoundWork]:
+        return set(self._works.values())
+
+    def forget(self, commit: Held) -> None:
+        self._works.pop(key_of(commit), None)
+
+    def clear(self) -> None:
+        self._works.clear()
+
+    def measure(self, work: RoundWork) -> None:
+        if not work.slots:
+            self._norms_known(work)
+        for slot in work.slots:
+            self._flow.pool.submit(functools.partial(self._measure_norm, work, slot))
+
+    def _measure_norm(self, work: RoundWork, slot: HostedSlice) -> None:
+        try:
+            share = slot.norm(work)
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            with self._flow.order:
+                is_dropped = self._flow.was_dropped(work)  # and what its workers staged is gone
+            if not is_dropped:
+                self._flow.fail(work, error)
+            return
+        if work.norm_done(slot.part.id, share):
+            self._norms_known(work)
+
+    def _norms_known(self, work: RoundWork) -> None:
+        work.share = math.fsum(work.squared_norms[number] for number in sorted(work.squared_norms))
+        if self._flow.num_servers == 1:
+            self._apply_clipped(work, work.share)
+            return
+        with self._flow.order:
+            if self._flow.was_dropped(work):
+                return  # whoever is in it makes it anew
+            requests = [(c.clock, item.request) for c in work.commits for item in c.item.sayings()]
+            for commit in work.commits:
+                self._flow.take_requests([commit])  # GiveClip asks anew
+                self._works[key_of(commit)] = work
+            self._flow.waits(work)
+            for line in self.forget_orphans():  # all may have died since it was whole
+                self._flow.say(line)
+        for clock, request in requests:
+            if request is not None:
+                request.reply(AskClip(clock, work.share, work.roll))
+
+    def asked_for(self, key: Key) -> RoundWork | None:
+        """The round of this commit, if it waits for the norm over all servers."""
+        return self._works.get(key)
+
+    def give(self, work: RoundWork, commit: Held, squared_norm: float) -> Callable[[], None]:
+        """Under `order`: the first worker to bring the norm has the round applied; what to do, outside of it."""
+        scaled, work.scaled = work.scaled, True
+        if work.applied:
+            del self._works[key_of(commit)]
+            commit.item.clocks = work.clocks
+            return functools.partial(self._flow.reply, commit)
+        if scaled:
+            return lambda: None
+        self._flow.resumes(work)
+        return functools.partial(self._apply_clipped, work, squared_norm)
+
+    def _apply_clipped(self, work: RoundWork, squared_norm: float) -> None:
+        assert work.clip_norm is not None
+        # As torch.nn.utils.clip_grad_norm_ has it.
+        work.scale = min(1.0, work.clip_norm / (math.sqrt(squared_norm) + 1e-6))
+        if math.isnan(squared_norm):
+            work.scale = math.nan
+        with self._flow.order:
+            if self._flow.was_dropped(work):
+                return
+            for slot in work.slots if not work.is_summed else ():
+                slot.queue.append(work)
+        self._flow.go_through(work)
+
+    def num_orphans(self) -> int:
+        """Under `order`: commits of workers that are out, in rounds that wait for their norm."""
+        return sum(commit.item.is_fenced for work in self.works() for commit in work.commits)
+
+    def forget_orphans(self) -> list[str]:
+        """Under `order`: who is out brings no norm; rounds that nobody is left to bring it for are given up."""
+        lost = []
+        for work in self.works():
+            if all(commit.item.is_fenced for commit in work.commits) and not work.scaled:
+                names = ", ".join(f"step {c.clock} of {c.worker}" for c in work.commits)
+                lost.append(f"{names} was committed and not clipped when its workers were lost: it is dropped")
+                for commit in work.commits:
+                    self._works.pop(key_of(commit), None)
+                self._flow.through(work)
+            for commit in work.commits:
+                if commit.item.is_fenced:
+                    self._works.pop(key_of(commit), None)
+        return lost

@@ -1,0 +1,379 @@
+"""Commits at a server: staged, held while a generation changes, decided upon by the core."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from syncline import faults
+from syncline.core.layout import Segment, Slice
+from syncline.core.message import Done, Message
+from syncline.core.rolls import Roll
+from syncline.core.rounds import Rounds
+from syncline.core.slices import Identity
+from syncline.core.standings import Standing
+from syncline.core.traffic import (
+    AskClip,
+    AskPlace,
+    CommitStaged,
+    GiveClip,
+    GivenPlace,
+    LoadState,
+    Prefer,
+    Rest,
+    Stage,
+)
+from syncline.core.verdicts import Commit
+from syncline.errors import ProtocolError, Refresh
+from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, Memory, Peer
+from syncline.server.decoding import Decoding, check_stage
+from syncline.server.departures import Departures, Staged
+from syncline.server.flow import Flow
+from syncline.server.holding import Holding
+from syncline.server.hosted import HostedSlice
+from syncline.server.pulls import Pulls
+from syncline.server.ranks import Ranks
+from syncline.server.staging import Staging
+from syncline.server.work import Contribution, Key, RoundWork, StagedEarly, key_of
+
+
+class Commits:
+    """All workers' commits: what is staged, what is held, and what follows from a decision."""
+
+    def __init__(
+        self,
+        rounds: Rounds[Contribution],
+        slices: dict[int, HostedSlice],
+        flow: Flow,
+        pulls: Pulls,
+        staging: Staging,
+        *,
+        segments: Mapping[int, Segment],
+        find: Callable[[int], tuple[Segment, Slice]],
+    ) -> None:
+        self.rounds, self._slices, self.flow, self._pulls, self.staging = rounds, slices, flow, pulls, staging
+        self._segments, self._find = segments, find
+        #: What a worker has staged before its commit, in a ring that adds up early; not under `order`.
+        self.staged_early: StagedEarly = lambda worker, clock, contribution, slices: None
+        self.decoding = Decoding(slices, staging, find, self._is_taken)
+        self._stands_still = rounds.policy.stands_still
+        self.order = pulls.order = flow.order
+        pulls.check = self.check_generation
+        self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
+        self.entered: dict[str, int] = {}  # workers: the generation in which they entered last
+        self.ranks = Ranks(rounds, flow)
+        self._staged: dict[Key, Staged] = {}
+        self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self.ranks.choose_chief)
+        self.holding = Holding(rounds, slices, flow.idle)
+        self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
+        self.num_commits = self.num_late = 0
+
+    def learn(self, roll: Roll) -> None:
+        """With spare workers: a round was closed, by the word of the server of slice 0."""
+        with self.order:
+            self.rounds.learn(roll)
+
+    def _hear_roll(self, peer: Peer, message: Stage | CommitStaged) -> None:
+        """Under `order`: a worker says what was decided of its commit."""
+        roll = message.roll if isinstance(message, CommitStaged) else None
+        if roll is None:
+            return
+        if self.rounds.decides:
+            raise ProtocolError(f"{peer} says who is in a round, to the server that decides that")
+        if (peer.name, peer.incarnation, message.clock) not in (*roll.members, *roll.late):
+            raise ProtocolError(f"{peer} says who is in a round that it was neither in nor late by")
+        self.rounds.learn(roll)
+
+    def learn_held(self) -> None:
+        """Under `order`: what was decided of held commits is told with the rest; of what comes later it is not."""
+        for request in self.holding.waiting():
+            if isinstance(request.message, CommitStaged) and request.generation >= self.moved:
+                with contextlib.suppress(ProtocolError):  # refused when its turn comes
+                    self._hear_roll(request.peer, request.message)
+
+    # -- staging ------------------------------------------------------------------------------------------
+
+    def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
+        """Where staged bytes go."""
+        check_stage(peer, message, self._segments)
+        return self.decoding.landing(peer, message)
+
+    def _is_taken(self, peer: Peer) -> bool:
+        standing = self.rounds.standings.get(peer.name)
+        return standing is not None and standing.incarnation == peer.incarnation and not standing.fenced
+
+    def check_generation(self, request: Request) -> None:
+        """Whoever speaks of seats that have changed looks at the new ones first."""
+        if request.generation < self.moved:
+            raise Refresh(f"primaries have changed: {request.peer} is to look at generation {self.moved}")
+
+    def stage(self, request: Request, message: Stage) -> None:
+        """Bytes are here. They wait for the commit, or bring it along."""
+        peer = request.peer
+        check_stage(peer, message, self._segments)
+        worker = (peer.name, peer.incarnation)
+        if message.codec and not self.decoding.decode(request, message):
+            return
+        for number in message.ready:
+            if not self.staging.is_shared(worker, message.slot, self._find(number)[1]):
+                raise ProtocolError(f"{peer} is ready with slice {number}, which does not lie in shared memory")
+        with self.order:
+            if request.generation < self.moved:
+                self.check_generation(request)
+            standing = self.rounds.standing(*worker)
+            standing.num_segments = message.num_segments or standing.num_segments
+            key = (*worker, message.clock)
+            staged = self._staged.get(key)
+            if staged is None:
+                staged = (Contribution(peer.incarnation, message.stretch, message.slot), set())
+                self._staged[key] = staged
+            contribution, have = staged
+            have.update(message.slices)
+            contribution.stretch = message.stretch  # a rest may lie between bytes sent early and the commit
+            contribution.pushed, contribution.weight = message.pushed, message.weight
+            contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
+            contribution.overrides, contribution.back_at = message.overrides, message.back_at
+            contribution.uses = message.uses
+            contribution.is_early, contribution.changed = message.early, frozenset(message.changed)
+            contribution.is_told = bool(message.pushed) or not (message.slices or message.ready)
+            contribution.arrays = functools.partial(self.staging.tensor, worker, message.slot)
+        if faults.armed is not None:
+            faults.reach("commit.staged")
+        if message.commit:
+            self._commit(request, message)
+        else:
+            self.staged_early(worker, message.clock, contribution, {*message.slices, *message.ready})
+            request.reply(Done())
+
+    # -- committing ---------------------------------------------------------------------------------------
+
+    def commit(self, request: Request, message: CommitStaged) -> None:
+        """What is staged counts from now on."""
+        self._commit(request, message)
+
+    def _commit(self, request: Request, message: Stage | CommitStaged) -> None:
+        peer, clock = request.peer, message.clock
+        with self.order:
+            if self.holding.is_on:
+                later = functools.partial(self._commit, request, message)
+                if self.holding.keeps(request, "commit", clock, later):
+                    return
+            if request.generation < self.moved:
+                self.check_generation(request)
+            standing = self.rounds.standing(peer.name, peer.incarnation)
+            key = (peer.name, peer.incarnation, clock)
+            self._hear_roll(peer, message)
+            contribution = self._contribution(peer, standing, clock, self._staged.pop(key, None))
+            self._ask_for(contribution, request, message)
+            if clock > standing.clock + 1:
+                self._catch_up(standing, clock)
+            verdict = self.rounds.commit(
+                peer.name, peer.incarnation, clock, contribution.stretch, contribution, contribution.back_at
+            )
+            contribution.since = time.monotonic()
+            self.num_commits += verdict.kind == "new"
+            self.num_late += verdict.kind == "late" and bool(verdict.apply) and self.rounds.decides
+            again = verdict.kind in ("already applied", "late") and not verdict.apply
+            if again:
+                contribution.is_late = verdict.kind == "late"
+                contribution.clocks = self.flow.clocks_now()
+            if verdict.kind != "late":
+                self._note_uses(key, contribution)
+            if again and (self._is_asked_again(key, request) or self.flow.answer_later(key, contribution)):
+                return
+            works = self.flow.enqueue(verdict)
+        if faults.armed is not None:
+            faults.reach("commit.decided")
+        if again:
+            self.flow.reply(Commit(peer.name, peer.incarnation, clock, contribution))
+        self.flow.run(works)
+
+    def _note_uses(self, key: Key, contribution: Contribution) -> None:
+        """A slice 0 that came from a worker's copy has lost what was used: of a commit that is in it, and is made
+        anew, it is known again. Also when it is new here: other slices may lack it."""
+        slot = self._slices.get(0)
+        if slot is not None and slot.copied is not None:
+            with slot.lock:
+                if slot.state.clocks.get(key[:2], 0) >= key[2]:
+                    slot.state.used(contribution.uses)
+
+    def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> Contribution:
+        """What this commit brings: what is staged; said again, what it brought before."""
+        known = self.rounds.open_commit(peer.name, clock) if clock == standing.clock else None
+        if staged is not None:
+            missing = self.departures.not_staged((peer.name, peer.incarnation), *staged)
+            if missing is not None and clock >= standing.clock:
+                raise ProtocolError(f"{peer} commits slice {missing}, whose bytes it has not staged")
+            contribution = staged[0]
+            if known is not None:
+                contribution.say_again(known)
+            return contribution
+        if clock > standing.clock:
+            raise ProtocolError(f"{peer} commits clock {clock}, for which nothing is staged")
+        if known is None:
+            return Contribution(peer.incarnation, standing.stretch, 0)
+        first = Contribution(peer.incarnation, known.stretch, known.slot)
+        first.request, first.answer = known.request, known.answer
+        known.again.append(first)
+        return known
+
+    def _is_asked_again(self, key: Key, request: Request) -> bool:
+        """Under `order`: the answer to this was a question, which was lost; it is asked again."""
+        work = self.flow.clipping.asked_for(key)
+        if work is None or work.applied:
+            return False
+        request.reply(AskClip(key[2], work.share, work.roll))
+        return True
+
+    def _catch_up(self, standing: Standing, clock: int) -> None:
+        """Slices that came from a worker's copy, or that were never used, take a worker as it comes: what it had
+        acknowledged before is revoked, or was never for here. Anything else that is missing is refused."""
+        worker = (standing.name, standing.incarnation)
+        behind = [slot for slot in self._slices.values() if slot.state.clocks.get(worker, 0) < clock - 1]
+        if all(slot.copied is not None or worker not in slot.state.clocks for slot in behind):
+            if standing.stretch and all(worker not in slot.state.clocks for slot in self._slices.values()):
+                # Its stretch began here before its first commit came here: with the commits that were not for here.
+                standing.stretch_began += clock - 1 - standing.clock
+            for slot in behind:
+                with slot.lock:
+                    slot.state.clocks[worker] = clock - 1
+            standing.position += min(clock - 1 - standing.clock, self._set_back.pop(worker, 0))
+            standing.clock = clock - 1
+
+    def _ask_for(
+        self, contribution: Contribution, request: Request, message: Stage | CommitStaged | GiveClip
+    ) -> None:
+        """Whom to answer, and how: in parts, where bytes are wanted or the worker wants to hear of slices early."""
+        contribution.request, contribution.answer = request, None
+        if not (message.pull or message.parts):
+            return
+        # Where nobody may write before this worker's next commit it goes out as it lies; otherwise it is a copy.
+        worker = (request.peer.name, request.peer.incarnation)
+        make = None if self._stands_still else functools.partial(self.staging.buffer, worker, contribution.slot)
+        contribution.answer = self._pulls.answer_in_parts(request, message.clock, message.pull, make)
+
+    def give_clip(self, request: Request, message: GiveClip) -> None:
+        """The norm over all servers; the first worker to bring it has the round applied."""
+        key = (request.peer.name, request.peer.incarnation, message.clock)
+        with self.order:
+            later = functools.partial(self.give_clip, request, message)
+            if self.holding.keeps(request, "clip", message.clock, later):
+                return
+            self.check_generation(request)
+            work = self.flow.clipping.asked_for(key)
+            if work is None:
+                raise ProtocolError(f"{request.peer} gives a norm for clock {message.clock}, which asks for none")
+            if work.failed is not None:
+                raise work.failed
+            commit = next(c for c in work.commits if key_of(c) == key)
+            self._ask_for(commit.item, request, message)
+            action = self.flow.clipping.give(work, commit, message.squared_norm)
+        action()
+
+    # -- comings and goings -------------------------------------------------------------------------------
+
+    def attach(self, peer: Peer, segment: int, slot: int, arena: Memory) -> None:
+        self.staging.attach((peer.name, peer.incarnation), segment, slot, arena)
+
+    def rest(self, request: Request, message: Rest) -> None:
+        peer = request.peer
+        with self.order:
+            if self.holding.keeps(request, "rest", 0, functools.partial(self.rest, request, message)):
+                return
+            self.check_generation(request)
+            if request.generation < self.entered.get(peer.name, 0):
+                raise Refresh(f"{peer} has entered since it said that it rests")
+            verdict = self.rounds.rest(peer.name, peer.incarnation, message.stretch, message.away)
+            works = self.flow.enqueue(verdict)
+        self.flow.run(works)
+        request.reply(Done())
+
+    def prefer(self, request: Request, message: Prefer) -> None:
+        self.flow.prefer(message.slices)
+        request.reply(Done())
+
+    def about_to_load(self, request: Request, message: LoadState) -> None:
+        """No cut lies between the servers' loads."""
+        with self.order:
+            later = functools.partial(self.about_to_load, request, message)
+            if message.about == 1 and self.holding.keeps(request, "rest", 0, later):
+                return
+            self.check_generation(request)
+            worker = (request.peer.name, request.peer.incarnation)
+            self.holding.loading.discard(worker)
+            if message.about == 1 and request.endpoint.is_open:
+                self.holding.loading.add(worker)
+        request.reply(Done())
+
+    def lost(self, worker: Identity) -> None:
+        """Its last connection is gone."""
+        with self.order:
+            self.holding.loading.discard(worker)
+        self.departures.lost(worker)
+
+    def leave(self, request: Request) -> None:
+        peer = request.peer
+        with self.order:
+            if self.holding.keeps(request, "leave", 0, functools.partial(self.leave, request)):
+                return
+            works: list[RoundWork] = []
+            if peer.name in self.rounds.standings:
+                works = self.flow.enqueue(self.rounds.leave(peer.name, peer.incarnation))
+                self.departures.let_go((peer.name, peer.incarnation))
+        self.flow.run(works)
+        request.reply(Done())
+
+    @property
+    def hosts_any(self) -> bool:
+        return bool(self._slices)
+
+    def hosted(self) -> list[HostedSlice]:
+        """Under `order`: the slices of which this server is the primary, in the order in which updates come."""
+        return list(dict.fromkeys([*self.flow.slots_in_order(), *self._slices.values()]))
+
+    def slowest(self) -> int:
+        with self.order:
+            return self.rounds.slowest()
+
+    def clocks(self) -> dict[Identity, int]:
+        """Where every worker stands; under `order`, what a slice that is hosted from now on begins with."""
+        with self.order:
+            return {(name, inc): clock for name, (inc, clock) in self.rounds.clocks().items()}
+
+    def why(self, worker: str) -> tuple[str, bool]:
+        """For whom this worker waits, in words, and whether a round waits for it."""
+        with self.order:
+            parked = [c for c in self.flow.parked() if c.worker == worker]
+            if parked:
+                return self.rounds.may_answer(worker, parked[0].clock)[1], False
+            return self.rounds.waiting_reason(), worker in self.rounds.missing()
+
+    # -- a generation changes -----------------------------------------------------------------------------
+
+    def begin_anew(
+        self, generation: int, standings: Sequence[Standing], clocks: Mapping[Identity, int]
+    ) -> tuple[list[Contribution], list[Request]]:
+        """Under `order`: primaries have changed; whom to refuse with a Refresh, open commits and held ones."""
+        self.moved = generation
+        self._set_back = {(s.name, s.incarnation): s.clock for s in standings}
+        dropped = self.rounds.begin_anew(standings, clocks)
+        self._set_back = {w: clock - clocks.get(w, 0) for w, clock in self._set_back.items()}
+        asked = self.flow.begin_anew(dropped)
+        self._staged.clear()
+        if not self.decoding.takes_all:
+            self.staging.keep_only(self._slices)
+        self.ranks.choose_chief()
+        return asked, self.holding.take_all()
+
+
+def commit_handlers(commits: Callable[[], Commits]) -> dict[type[Message], Callable[[Request, Any], None]]:
+    """What workers seldom ask of them."""
+    return {
+        Rest: lambda request, message: commits().rest(request, message),
+        Prefer: lambda request, message: commits().prefer(request, message),
+        AskPlace: lambda request, message: request.reply(GivenPlace(commits().slowest())),
+    }

@@ -1,0 +1,23 @@
+"""In a ring: the copies here of spread slices whose primary is elsewhere. All pushes of them come here too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from syncline.server.backups import Backups
+    from syncline.server.hosted import HostedSlice
+
+
+class Copies:
+    """With servers of their own there are none."""
+
+    def __init__(self) -> None:
+        self.numbers: frozenset[int] = frozenset()  #: all spread slices
+        self.backups: Backups | None = None
+
+    def get(self, number: int) -> HostedSlice | None:
+        return self.backups.slot_of(number) if self.backups is not None and number in self.numbers else None
+
+    def slots(self) -> list[HostedSlice]:
+        return [slot for number in sorted(self.numbers) if (slot := self.get(number)) is not None]

@@ -1,0 +1,372 @@
+"""What a server hosts: segments it knows, slices of which it is the primary, backups; and how seats change that."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from syncline.config import JobConfig
+from syncline.core.control import Host
+from syncline.core.deputies import Deputies, deputies_of
+from syncline.core.layout import Segment, Slice, aligned
+from syncline.core.members import Member
+from syncline.core.seats import Seat
+from syncline.core.slices import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
+from syncline.core.spread import Spread
+from syncline.core.standings import Standing
+from syncline.errors import FencedError, ProtocolError, SynclineError
+from syncline.net.rpc import Endpoint
+from syncline.net.transport import Memory, Peer, buffer_of
+from syncline.server.backups import Backups
+from syncline.server.blocks import Blocks
+from syncline.server.homes import Home
+from syncline.server.hosted import HostedSlice
+from syncline.server.pool import Pool
+from syncline.server.replication import Partner
+from syncline.server.seeding import alone_replica, supply
+
+Dial = Callable[[Member], Endpoint]
+
+
+class Hosting:
+    """The slices of a server, by what they are here."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        home: Home,
+        *,
+        create_memory: Callable[[int], Memory],
+        dial: Dial,
+        drain: Callable[[HostedSlice], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._pool, self.home, self._dial, self._drain, self._log = pool, home, dial, drain, log
+        self.create_memory = create_memory
+        self.name = ""
+        self.segments: dict[int, Segment] = {}
+        self._parts: dict[int, tuple[Segment, Slice]] = {}
+        self.slices: dict[int, HostedSlice] = {}  # of which this server is the primary
+        self._arriving: dict[int, HostedSlice] = {}  # it is to be, from the next generation on
+        self.blocks = Blocks(create_memory, home, log)
+        self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self._check_sender)
+        self._seats: dict[int, Seat] = {}
+        self._primaries: dict[int, str] = {}  # by slice: the life of its primary
+        self._members: dict[str, Member] = {}
+        self._partners: dict[Identity, Partner] = {}
+        self._partners_lock = threading.Lock()
+        self._out: set[Identity] = set()  # servers of which nothing is taken any more
+
+    def find(self, number: int) -> tuple[Segment, Slice]:
+        """A slice of the layout, wherever it is."""
+        found = self._parts.get(number)
+        if found is None:
+            raise ProtocolError(f"{self.name} knows of no slice {number}")
+        return found
+
+    @property
+    def num_slices(self) -> int:
+        return len(self._parts)
+
+    def knows(self, number: int) -> bool:
+        return number in self._parts
+
+    def primary(self, number: int) -> HostedSlice:
+        slot = self.slices.get(number) or self._arriving.get(number)
+        if slot is None:
+            raise ProtocolError(f"{self.name} does not host slice {number}")
+        return slot
+
+    # -- hosting ------------------------------------------------------------------------------------------
+
+    def make_room(self, message: Host) -> dict[int, HostedSlice]:
+        """New slices in a block of their own; what is there already is there."""
+        segment = message.segment
+        known = self.segments.get(segment.index) == segment
+        wanted = [
+            part
+            for part in segment.slices
+            if part.id in message.slices and not (known and (part.id in self.slices or part.id in self._arriving))
+        ]
+        made: dict[int, HostedSlice] = {}
+        if wanted:
+            block, offset = self.blocks.make(sum(aligned(part.num_bytes) for part in wanted)), 0
+            try:
+                for part in wanted:
+                    view = self.blocks.take(block, part, offset)
+                    made[part.id] = HostedSlice(segment, part, view, self.home)
+                    offset += aligned(part.num_bytes)
+            except SynclineError:
+                self.blocks.drop(part.id for part in wanted)
+                raise
+            finally:
+                self.blocks.let_go(block)
+        return made
+
+    def host(self, segment: Segment, made: dict[int, HostedSlice]) -> bool:
+        """Between two commits. Whether the slices are in use from now on: those of a new segment are; others wait
+        for the generation in which this server is their primary."""
+        known = self.segments.get(segment.index)
+        if known == segment:
+            self._arriving.update(made)
+            return False
+        if known is not None:  # it was taken back: it could not be hosted everywhere
+            for part in known.slices:
+                self._parts.pop(part.id, None)
+                self.slices.pop(part.id, None)
+        self.segments[segment.index] = segment
+        self._parts.update((part.id, (segment, part)) for part in segment.slices)
+        self.slices.update(made)
+        return True
+
+    def restore(self, copy: Copy, values: memoryview, standings: Iterable[Standing]) -> None:
+        """A worker's copy stands in for what was lost; said again, it changes nothing."""
+        slot = self.primary(copy.slice)
+        with slot.lock:
+            if slot.uploaded:
+                return
+            buffer_of(slot.memory)[:] = values
+            slot.rules.uploaded()
+            slot.state.version = max(copy.known, copy.version)
+            lives = {life_of(s.name, s.incarnation): (s.name, s.incarnation) for s in standings}
+            slot.state.clocks = {lives[life]: clock for life, clock in copy.clocks.items() if life in lives}
+            slot.uploaded, slot.copied = True, dict(copy.clocks)
+
+    # -- seats --------------------------------------------------------------------------------------------
+
+    def hear(self, members: Sequence[Member], seats: Iterable[Seat]) -> None:
+        """Who there is, and where slices are, as the coordinator says."""
+        self._members = {member.name: member for member in members}
+        for seat in seats:
+            if seat.slice not in self._seats:  # those of a generation count when it is installed
+                self._sit(seat)
+
+    def _sit(self, seat: Seat) -> None:
+        self._seats[seat.slice], self._primaries[seat.slice] = seat, self._life_of(seat.primary)
+
+    def _life_of(self, server: str) -> str:
+        member = self._members.get(server)
+        return life_of(server, member.incarnation) if member is not None else ""
+
+    def _check_sender(self, peer: Peer, number: int) -> None:
+        """Only a slice's primary may say what happens to it; also one that has not heard yet that it is ours now."""
+        if (peer.name, peer.incarnation) in self._out:
+            raise FencedError(f"{peer}, incarnation {peer.incarnation}, is out")
+        if number in self._arriving:
+            raise FencedError(f"slice {number} is hosted anew by {self.name}")
+        if self.backups.was_of(number, peer.name):
+            return
+        seat, member = self._seats.get(number), self._members.get(peer.name)
+        if seat is not None and seat.primary != peer.name:
+            raise FencedError(f"{peer} is not the primary of slice {number}; {seat.primary or 'nobody'} is")
+        if number in self.slices:
+            raise FencedError(f"{self.name} itself is the primary of slice {number}")
+        if member is not None and member.incarnation > peer.incarnation > 0:
+            raise FencedError(f"{peer}, incarnation {peer.incarnation}, has been replaced")
+
+    def partner(self, member: Member) -> Partner:
+        """The way to another server: one, whichever thread asks first."""
+        key = (member.name, member.incarnation)
+        with self._partners_lock:
+            found = self._partners.get(key)
+            if found is None:
+                mine = self._members.get(self.name)
+                found = self._partners[key] = Partner(
+                    member,
+                    self._dial,
+                    is_of_our_kind=mine is not None and mine.kind == member.kind,
+                    drain=lambda slot: self._pool.submit(functools.partial(self._drain, slot)),
+                    submit=self._pool.submit,
+                    log=self._log,
+                )
+        return found
+
+    def servers(self) -> list[Member]:
+        return [member for member in self._members.values() if member.role == "server"]
+
+    def members_named(self, names: Collection[str]) -> list[Member]:
+        return [self._members[name] for name in names if name in self._members]
+
+    def copies(self) -> list[HostedSlice]:
+        """All that are here, of whatever primaries."""
+        return [*self.slices.values(), *self.backups.slots()]
+
+    def deputies_by(self, config: JobConfig) -> Deputies | None:
+        """In a ring: through whom sums go, by the seats as they are."""
+        return deputies_of(config, dict(self._seats), list(self._members.values()))
+
+    def spread_by(self, spread: Spread) -> frozenset[int]:
+        """In a ring: the slices that are spread by the seats as they are."""
+        hosts = {member.name: member.host for member in self._members.values()}
+        return spread.of(self._parts.values(), self._seats, hosts)
+
+    def partners_named(self, names: Collection[str]) -> list[Partner]:
+        """The ways to these servers, but for this one."""
+        others = [self._members[name] for name in sorted(names) if name in self._members and name != self.name]
+        return [self.partner(member) for member in others]
+
+    def supply(self, goes_on: Callable[[], bool]) -> None:
+        """In a ring, within a change: backups that have just been named get what they lack. Nothing is applied
+        meanwhile."""
+        for partner in list(self._partners.values()):
+            supply(partner, list(self.slices.values()), goes_on)
+
+    def fence_servers(self, there: Collection[Identity], generation: int) -> None:
+        """These are all that there were; what others have sent so far is taken in, and nothing more. Who has come
+        since is none of those."""
+        known = {(m.name, m.incarnation) for m in self.servers() if m.since <= generation}
+        self._out |= known.difference(there) if there else set()
+
+    def fence(self, workers: Collection[Identity]) -> None:
+        """On every copy here."""
+        for slot in self.copies() if workers else ():
+            with slot.lock:
+                for worker in workers:
+                    slot.state.fence(worker)
+
+    def release_backups(self, seats: Iterable[Seat]) -> None:
+        """Seats are on disk: whose backup is gone there acknowledges alone from now on."""
+        alone = []
+        for seat in seats:
+            slot = self.slices.get(seat.slice)
+            if slot is None or seat.primary != self.name:
+                continue
+            for replica in slot.replicas:
+                if replica.partner.name in seat.backups:
+                    replica.is_named = True
+                elif replica.is_seeding:
+                    continue  # that is between this server and its copy, which no seat counts on yet
+                else:  # whatever else was given a copy: no seat counts on it
+                    slot.stand_alone(replica.partner)
+                    alone.append(slot)
+        for slot in alone:
+            self._pool.submit(functools.partial(self._drain, slot))
+
+    def has_all(self) -> bool:
+        """Whether every slice is here that the seats say is."""
+        mine = [number for number, seat in dict(self._seats).items() if self.name in seat.names]
+        return all(number in self.slices or self.backups.slot_of(number) is not None for number in mine)
+
+    def leaving(self, seats: Iterable[Seat]) -> list[int]:
+        """The slices of which this server is the primary, and will not be."""
+        return [seat.slice for seat in seats if seat.slice in self.slices and seat.primary != self.name]
+
+    def take_seats(self, seats: Sequence[Seat], members: Sequence[Member]) -> list[Partner]:
+        """A generation begins. Nothing is on its way through slices that change. Ways that lead nowhere any more."""
+        self.hear(members, ())
+        for seat in seats:
+            before = self._seats.get(seat.slice)
+            self._sit(seat)
+            if seat.primary == self.name:
+                self._become_primary(seat, before)
+            else:
+                self._become_other(seat)
+        there = {(member.name, member.incarnation) for member in members}
+        self.backups.lenders.forget_but(set(self._members))
+        with self._partners_lock:
+            return [self._partners.pop(key) for key in list(self._partners) if key not in there]
+
+    def _become_primary(self, seat: Seat, before: Seat | None) -> None:
+        slot = self.slices.get(seat.slice)
+        if slot is None:
+            slot = self._arriving.pop(seat.slice, None)
+            if slot is not None:
+                self.backups.take_out(seat.slice)  # it is hosted anew: a copy that no seat counted on is nothing
+            else:
+                slot = self.backups.promote(seat.slice)
+            if slot is None:
+                self._log(f"slice {seat.slice} is said to be here, and is not")
+                return
+            slot.state.pins = 0
+            self.slices[seat.slice] = slot
+        for name in seat.backups:
+            backup = self._members.get(name)
+            if backup is not None and slot.replica_on(name) is None:
+                replica = alone_replica(self.partner(backup), slot)
+                replica.is_named = True
+                replica.is_new = name not in before.names if before is not None else True
+                with slot.lock:
+                    slot.replicas = [*slot.replicas, replica]
+
+    def _become_other(self, seat: Seat) -> None:
+        slot = self.slices.pop(seat.slice, None)
+        if slot is not None:
+            slot.stand_alone()
+            self._drain(slot)
+            with slot.lock:
+                slot.rules.about_to_change(waits=False)  # its memory may be gone
+        self._arriving.pop(seat.slice, None)
+        if self.name in seat.backups:
+            if slot is not None:
+                self.backups.put_in(slot, seat.primary)
+            elif seat.slice in self.backups.backups:
+                self.backups.backups[seat.slice].is_named = True
+            return
+        backup = self.backups.backups.get(seat.slice)
+        if backup is not None and not (backup.is_named or backup.primary != seat.primary):
+            return  # its primary is giving it to us just now
+        self.backups.take_out(seat.slice)
+        self.blocks.drop([seat.slice])
+
+    def most_updates(self) -> int:
+        """Of the copy here that has had the most."""
+        return max((_state_of(slot).version for slot in self.copies()), default=0)
+
+    def highest_clocks(self) -> dict[Identity, int]:
+        """Of every worker, its latest commit that is on any copy here."""
+        return highest_clocks(_state_of(slot).clocks for slot in self.copies())
+
+    def reach(
+        self, seats: Iterable[Seat], fenced: Iterable[Identity], staged: Callable[[Identity], int]
+    ) -> list[tuple[str, int, int, str]]:
+        """How far slices here can come with the steps of those who are out, before these seats count."""
+        own = self._life_of(self.name)
+        states = {own: [_state_of(slot) for slot in self.slices.values() if slot.uploaded]}
+        for seat in seats:
+            if seat.primary == self.name and seat.slice not in self.slices:
+                slot = self._arriving.get(seat.slice) or self.backups.slot_of(seat.slice)
+                if slot is not None and slot.uploaded:
+                    states.setdefault(self._primaries.get(seat.slice, ""), []).append(_state_of(slot))
+        return reach_of(states, own, fenced, staged)
+
+    def clocks(
+        self, standings: Iterable[Standing], staying: Iterable[Identity], in_rounds: bool
+    ) -> dict[Identity, int]:
+        """What every slice here has of every worker. Slices without any values yet begin where the others are.
+
+        `staying`: workers that took part when the slices that came from copies were lost.
+        """
+        given = {(s.name, s.incarnation): s.clock for s in standings}
+        restored = [slot for slot in self.slices.values() if slot.copied is not None]
+        for slot in restored:
+            for name, incarnation in staying:
+                clock = slot.copied.get(life_of(name, incarnation)) if slot.copied is not None else None
+                if clock is not None:
+                    slot.state.clocks.setdefault((name, incarnation), clock)
+        slots = list(self.slices.values()) or self.backups.slots()
+        used = [s.state for s in slots if s.uploaded and (s.copied is None or s.state.clocks)]
+        found = least_clocks(used) if used else given
+        if in_rounds:
+            # Who has made steps and is unknown to all slices here came to them late; its last one may be open.
+            heard = {worker for state in used for worker in state.clocks}
+            found.update((worker, clock - 1) for worker, clock in given.items() if worker not in heard and clock > 1)
+        for slot in self.slices.values():
+            if not slot.uploaded:
+                slot.state.clocks.update(found)
+        return found
+
+    def close_ways(self) -> None:
+        with self._partners_lock:
+            partners = list(self._partners.values())
+        for partner in partners:
+            partner.close()
+
+    def close(self) -> None:
+        self.blocks.close()
+
+
+def _state_of(slot: HostedSlice) -> SliceState:
+    """As it is now: a backup's goes on."""
+    with slot.lock:
+        return SliceState(slot.state.version, dict(slot.state.clocks), dict(slot.state.fences))

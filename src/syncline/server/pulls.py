@@ -1,0 +1,276 @@
+"""Pulls at a server: answers with parameters, read pins, and pulls that wait for a version."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from syncline.core.codecs.pieces import SliceCoder
+from syncline.core.message import Done
+from syncline.core.rolls import Roll
+from syncline.core.traffic import Committed, Pin, Pull, Pulled, Unpin, Verified, Verify
+from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
+from syncline.net.rpc import Endpoint, Request
+from syncline.net.transport import Buffer, buffer_of
+from syncline.server.answers import MakeBuffer, PartialAnswer
+from syncline.server.backups import Backups
+from syncline.server.hosted import HostedSlice
+from syncline.server.outgoing import Outgoing
+from syncline.server.pool import Pool
+from syncline.server.work import Contribution
+
+
+class Pulls:
+    """Everything that reads parameters. Bytes are sent by threads of their own: a slow reader holds up nobody."""
+
+    def __init__(
+        self,
+        slices: dict[int, HostedSlice],
+        pool: Pool,
+        senders: ThreadPoolExecutor,
+        most_bytes: int | None = None,
+    ) -> None:
+        self._slices, self._pool, self._senders = slices, pool, senders
+        self._by_id: tuple[HostedSlice, ...] = ()
+        self._hosted = (0, 0)  # slices and bytes, when they were last added up
+        self.outgoing = Outgoing(self._hosted_bytes, most_bytes)
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Request, Pull]] = []
+        self.order: AbstractContextManager[object] = threading.RLock()  # pins do not come between two generations
+        self.check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest seats
+        self._pinned: dict[Endpoint, list[int]] = {}
+        self.moved: Callable[[int], SynclineError | None] = lambda number: None  # where a slice is that is not here
+        self.backups: Backups | None = None  # in a ring: of others' slices, which its own worker reads
+        #: What may be in what was read before this is asked.
+        self.clocks: Callable[[], dict[str, int]] = dict
+        self.bytes_copied = 0
+        self.num_pins = 0
+        self.coder: SliceCoder | None = None  # with --pull-codec: of what answers a commit; pulls are exact
+        self._began_anew = False  # primaries have changed, and every pin has ended with that
+
+    def _slot(self, number: int) -> HostedSlice:
+        slot = self._slices.get(number)
+        if slot is None and self.backups is not None:
+            slot = self.backups.slot_of(number)
+        if slot is None:
+            raise self._not_here(number)
+        return slot
+
+    def readable(self) -> list[HostedSlice]:
+        """All slices that may be read here."""
+        return [*list(self._slices.values()), *(self.backups.slots() if self.backups is not None else ())]
+
+    def numbers(self) -> list[int]:
+        return sorted(slot.part.id for slot in self.readable())
+
+    def _hosted_bytes(self) -> int:
+        number = len(self._slices) + (len(self.backups.backups) if self.backups is not None else 0)
+        if self._hosted[0] != number:
+            self._hosted = (number, sum(slot.part.num_bytes for slot in self.readable()))
+        return self._hosted[1]
+
+    def _not_here(self, number: int) -> SynclineError:
+        """A worker that looked before primaries changed looks again; one that names nonsense hears so."""
+        return self.moved(number) or ProtocolError(f"slice {number} is not hosted here")
+
+    def hosts_others(self) -> None:
+        """There are other slices now."""
+        self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
+
+    def committed(self, request: Request, clock: int, item: Contribution, roll: Roll | None) -> None:
+        """Answers a commit of a worker that reads shared memory: with versions."""
+        versions = []
+        worker = request.peer.name
+        for slot in self._by_id:
+            version = slot.state.seen[worker] = slot.state.version
+            versions.append(version)
+        request.reply(Committed(clock, versions, [], item.clocks, item.is_late, roll, item.is_skipped))
+
+    def answer_in_parts(
+        self, request: Request, clock: int, pull: list[int], make: MakeBuffer | None
+    ) -> PartialAnswer:
+        """An answer to a commit that goes out slice by slice."""
+        for number in pull:
+            self._slot(number)
+        submit = functools.partial(self._send, request)
+        hold = functools.partial(self.outgoing.hold, request.endpoint)
+        return PartialAnswer(
+            request, clock, pull, make, submit=submit, copied=self._copied, hold=hold, coder=self.coder
+        )
+
+    def _copied(self, num_bytes: int) -> None:
+        with self._lock:
+            self.bytes_copied += num_bytes
+
+    def _send(self, request: Request, send: Callable[[], None]) -> None:
+        """Sends bytes from another thread; whatever goes wrong there, the asker hears of it."""
+
+        def attempt() -> None:
+            try:
+                send()
+            except Exception as error:
+                request.refuse(error)
+
+        try:
+            self._senders.submit(attempt)
+        except RuntimeError:  # the server is closing
+            request.refuse(ConnectionLost("the server is closing"))
+
+    def verify(self, request: Request, message: Verify) -> None:
+        """Which of the slices that were just copied from shared memory have been written meanwhile."""
+        stale, versions = [], []
+        for number, version in zip(message.slices, message.versions, strict=True):
+            slot = self._slot(number)
+            state = slot.state
+            if not state.is_still(version):
+                stale.append(number)
+                versions.append(slot.shown())
+            state.seen[request.peer.name] = state.version
+        request.reply(Verified(stale, versions, self.clocks()))
+
+    # -- pulls by themselves ------------------------------------------------------------------------------
+
+    def pull(self, request: Request, message: Pull) -> None:
+        """Parameters now, or once they are new enough."""
+        if message.rows is not None:
+            raise ProtocolError(f"{request.peer} pulls rows; that is not supported yet")
+        for number in message.slices:
+            self._slot(number)
+        with self._lock:
+            if not self._is_new_enough(message):
+                self._waiting.append((request, message))
+                return
+        self._answer(request, message)
+
+    def _is_new_enough(self, message: Pull) -> bool:
+        least = message.min_version
+        return least is None or all(self._slot(n).state.version >= least for n in message.slices)
+
+    def _may_go(self, message: Pull) -> bool:
+        """Also one whose slices have moved since it came: it is refused when it is answered."""
+        try:
+            return self._is_new_enough(message)
+        except SynclineError:
+            return True
+
+    def advanced(self) -> None:
+        """A round is in: pulls that waited for it may go."""
+        if not self._waiting:
+            return
+        with self._lock:
+            ready = [item for item in self._waiting if self._may_go(item[1])]
+            self._waiting = [item for item in self._waiting if item not in ready]
+        for request, message in ready:
+            try:
+                self._answer(request, message)
+            except SynclineError as error:
+                request.refuse(error)
+
+    def begin_anew(self) -> list[Request]:
+        """Under `order`: primaries have changed, and pins end. What waits here may have to wait elsewhere."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        self._pinned.clear()
+        self._began_anew = True
+        for slot in self._slices.values():
+            with slot.lock:
+                slot.state.pins = 0
+        return [request for request, _ in waiting]
+
+    def refuse(self, waiting: Iterable[Request], error: Refresh) -> None:
+        """After that: whoever waited looks again, and what was pinned goes on."""
+        for request in waiting:
+            request.refuse(error)
+        self._drain_all(list(self._slices))
+
+    def _answer(self, request: Request, message: Pull) -> None:
+        if message.bytes_wanted:
+            num_bytes = sum(self._slot(number).part.num_bytes for number in message.slices)
+            send = functools.partial(self._send_pulled, request, message, num_bytes)
+            self.outgoing.pull(request.endpoint, num_bytes, functools.partial(self._send, request, send))
+            return
+        versions = [self._slot(number).shown() for number in message.slices]
+        request.reply(Pulled(versions, self.clocks()))
+
+    def _send_pulled(self, request: Request, message: Pull, num_bytes: int) -> None:
+        try:
+            self._copy_and_reply(request, message)
+        finally:
+            self.outgoing.pulled(request.endpoint, num_bytes)
+
+    def _copy_and_reply(self, request: Request, message: Pull) -> None:
+        """Copies of the slices, each whole, with the versions that they have."""
+        buffers, versions = list[Buffer](), list[int]()
+        for number in message.slices:
+            slot = self._slot(number)
+            buffers.append(buffer_of(np.empty(slot.part.num_bytes, np.uint8)))
+            version = slot.copy_into(buffers[-1])
+            self._copied(slot.part.num_bytes)
+            slot.state.seen[request.peer.name] = version
+            versions.append(version)
+        request.reply(Pulled(versions, self.clocks()), buffers, sum(map(len, buffers)))
+
+    # -- read pins ----------------------------------------------------------------------------------------
+
+    def pin(self, request: Request, message: Pin) -> None:
+        """No update until unpinned: for a reader whose optimistic copies were overtaken twice."""
+        versions = []
+        with self.order:
+            self.check(request)
+            for number in message.slices:
+                slot = self._slices.get(number)
+                if slot is None:
+                    raise self._not_here(number)
+                versions.append(slot.pin())
+                slot.state.seen[request.peer.name] = versions[-1]
+                self._pinned.setdefault(request.endpoint, []).append(number)
+                self.num_pins += 1
+        if not request.endpoint.is_open:  # whatever it had pinned was let go before this
+            self.forget(request.endpoint)
+            return
+        request.reply(Pulled(versions, self.clocks()))
+
+    def unpin(self, request: Request, message: Unpin) -> None:
+        with self.order:
+            held = self._pinned.get(request.endpoint, [])
+            for number in message.slices:
+                if number not in held:
+                    if self._began_anew:
+                        raise Refresh(f"slice {number} is not pinned any more: primaries have changed")
+                    raise ProtocolError(f"{request.peer} lets go of slice {number}, which it has not pinned")
+                held.remove(number)
+                self._let_go(number)
+        self._drain_all(message.slices)
+        request.reply(Done())
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """A connection ended: its pins end with it, and nothing waits for it."""
+        with self.order:
+            numbers = self._pinned.pop(endpoint, [])
+            for number in numbers:
+                self._let_go(number)
+        with self._lock:
+            self._waiting = [item for item in self._waiting if item[0].endpoint is not endpoint]
+        self.outgoing.forget(endpoint)
+        self._drain_all(numbers)
+
+    def _let_go(self, number: int) -> None:
+        slot = self._slices.get(number)
+        if slot is not None:
+            slot.unpin()
+
+    def _drain_all(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            slot = self._slices.get(number)
+            if slot is not None:  # else its primary is elsewhere by now
+                self._pool.submit(functools.partial(_drain, slot))
+
+
+def _drain(slot: HostedSlice) -> None:
+    for work in slot.drain():
+        work.slice_done()

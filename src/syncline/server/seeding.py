@@ -1,0 +1,233 @@
+"""Seeding: a slice gets its copy on another server while it is in use; one after the other, with pauses."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from syncline import faults
+from syncline.core.control import SeedTo
+from syncline.core.layout import aligned
+from syncline.core.members import Member
+from syncline.core.message import Done
+from syncline.core.traffic import Lend
+from syncline.errors import ConnectionLost, FencedError, SynclineError
+from syncline.net.rpc import Call, Endpoint, Request
+from syncline.net.transport import Memory
+from syncline.server.hosted import HostedSlice
+from syncline.server.replication import Partner, Region, Replica, Update, seed_of
+from syncline.server.work import FenceWork
+
+#: Between two looks at what has gathered for a backup that is still taking its seed in.
+_LOOK_SECONDS = 0.001
+#: For a backup to take in what has gathered since its seed; and how often it is looked whether it is still there.
+_TAIL_SECONDS, _LOST_SECONDS = 60.0, 0.05
+#: Until a backup that has not heard yet that it is one is asked again.
+_AGAIN_SECONDS = 0.01
+Drain = Callable[[HostedSlice], None]
+
+
+class Seeding:
+    """Copies for other servers, made by one thread at a time."""
+
+    def __init__(self, slices: Mapping[int, HostedSlice], drain: Drain) -> None:
+        self._slices, self._drain = slices, drain
+        self._one_at_a_time = threading.Lock()
+
+    def begin(self, request: Request, message: SeedTo, partner: Partner) -> None:
+        threading.Thread(target=self._seed_all, args=(request, message, partner), name="seed", daemon=True).start()
+
+    def _seed_all(self, request: Request, message: SeedTo, partner: Partner) -> None:
+        begun: list[HostedSlice] = []
+        try:
+            partner.connect()  # a host that does not answer takes ten seconds: those for others need not wait
+            with self._one_at_a_time:
+                endpoint = partner.current()
+                if endpoint is None:
+                    raise ConnectionLost(f"{partner.name} is gone again")
+                slots = [slot for slot in self._slots(message.slices) if not _has(slot, message.target)]
+                replicas = self._replicas(endpoint, partner, slots)
+                for slot, replica in zip(slots, replicas, strict=True):
+                    begun.append(slot)
+                    took = self._seed(endpoint, slot, replica)
+                    if slot is not slots[-1]:
+                        time.sleep(took)
+                if not all(_has(slot, message.target) for slot in self._slots(message.slices)):
+                    raise ConnectionLost(f"{partner.name} is not counted on any more for some of these slices")
+        except (SynclineError, OSError) as error:
+            for slot in begun:
+                self._take_back(slot, partner)
+            request.refuse(error)
+        except Exception as error:  # a bug of ours must end in an answer, not in silence
+            for slot in begun:
+                self._take_back(slot, partner)
+            request.refuse(error)
+            raise
+        else:
+            request.reply(Done())
+
+    def _slots(self, numbers: Sequence[int]) -> list[HostedSlice]:
+        found = [self._slices.get(number) for number in numbers]
+        if any(slot is None for slot in found):
+            missing = [number for number, slot in zip(numbers, found, strict=True) if slot is None]
+            raise SynclineError(f"slice {missing[0]} has no primary here that could seed it")
+        return [slot for slot in found if slot is not None]
+
+    def _replicas(self, endpoint: Endpoint, partner: Partner, slots: Sequence[HostedSlice]) -> list[Replica]:
+        """Where the updates of these slices will lie: in one memory that is lent, where the other side can map it."""
+        total = sum(aligned(slot.part.num_bytes) for slot in slots)
+        memory = lend(endpoint, partner, total) if slots else None
+        found, offset = [], 0
+        for slot in slots:
+            size = slot.part.num_bytes
+            if memory is not None:
+                region = Region(memory.array[offset : offset + size], slot.part.dtype, memory)
+                found.append(Replica(partner, region, (partner.num_lent, offset)))
+            else:
+                found.append(alone_replica(partner, slot))
+            offset += aligned(size)
+        return found
+
+    def _seed(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> float:
+        """The whole slice, then what has happened to it meanwhile; returns the seconds that it stood still."""
+        with self._between_updates(slot):
+            began = time.perf_counter()
+            letter = seed_of(slot, replica.lent)
+            replica.outbox = collections.deque()
+            slot.replicas = [*slot.replicas, replica]
+        took = time.perf_counter() - began
+        seed = letter.send(endpoint)
+        if faults.armed is not None:
+            faults.reach("seed.sent")
+        while not seed.is_done:
+            self._send_gathered(endpoint, slot, replica)
+            seed.arrives(_LOOK_SECONDS)
+        seed.wait(0)
+        self._count_on_it(endpoint, slot, replica)
+        return took
+
+    @contextlib.contextmanager
+    def _between_updates(self, slot: HostedSlice) -> Iterator[None]:
+        """Holds the slice's lock while no update of it is in flight."""
+        until = time.monotonic() + _TAIL_SECONDS
+        while True:
+            with slot.lock:
+                if slot.in_flight is None:
+                    yield
+                    return
+            if time.monotonic() > until:
+                raise SynclineError(f"slice {slot.part.id} has an update in flight that is not through yet")
+            time.sleep(_LOOK_SECONDS)
+
+    def _send_gathered(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
+        """What was applied here since the seed follows it."""
+        with slot.lock:
+            _check_wanted(slot, replica)
+            assert replica.outbox is not None
+            gathered = list(replica.outbox)
+            replica.outbox.clear()
+        for each in gathered:
+            each.send(endpoint)
+
+    def _count_on_it(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
+        """From here on an update needs both. The slice stands still until the copy has all that was before it."""
+        there = threading.Event()
+        with self._between_updates(slot):
+            _check_wanted(slot, replica)
+            gathered, replica.outbox = replica.outbox or (), None
+            last = Update(FenceWork((), (slot,), lambda work: there.set()), (), replica.region, [], 1.0)
+            last.parcels = [replica.parcel(slot, last)]
+            slot.in_flight = last
+        for each in gathered:
+            each.send(endpoint)
+        last.parcels[0].send()
+        until = time.monotonic() + _TAIL_SECONDS
+        while not there.wait(_LOST_SECONDS):
+            if not endpoint.is_open or time.monotonic() > until:
+                raise ConnectionLost(f"{replica.partner.name} did not take slice {slot.part.id} in")
+        _check_wanted(slot, replica)
+
+    def _take_back(self, slot: HostedSlice, partner: Partner) -> None:
+        """It did not come to that: whoever the seats do not name is no backup."""
+        replica = slot.replica_on(partner.name)
+        if replica is not None and replica.partner is partner and not replica.is_named:
+            slot.stand_alone(partner)
+            self._drain(slot)
+
+
+def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[], bool]) -> None:
+    """In a ring, while nothing is applied: all that this backup lacks goes over, and memory for what follows. Who has
+    not heard of the change yet refuses it, and is asked again."""
+    found = [(slot, replica) for slot in slots if (replica := slot.replica_on(partner.name)) and replica.is_named]
+    if not any(replica.is_new or replica.lent is None for _, replica in found):
+        return
+    endpoint = partner.connect()
+    lacking = [(s, r) for s, r in found if r.is_new or (r.lent is None and endpoint.shares_memory)]
+    memory = lend(endpoint, partner, sum(aligned(s.part.num_bytes) for s, _ in lacking)) if lacking else None
+    offset = 0
+    for slot, replica in lacking:
+        if memory is not None:
+            view = memory.array[offset : offset + slot.part.num_bytes]
+            with slot.lock:
+                replica.region, replica.lent = Region(view, slot.part.dtype, memory), (partner.num_lent, offset)
+            offset += aligned(slot.part.num_bytes)
+    try:
+        while lacking:
+            calls = [(slot, replica, _seed_now(slot, replica, endpoint)) for slot, replica in lacking]
+            for _, replica, call in calls:
+                with contextlib.suppress(FencedError):
+                    call.wait(_TAIL_SECONDS)
+                    replica.is_new = False
+                    lacking = [(s, r) for s, r in lacking if r is not replica]
+            if lacking and goes_on():
+                time.sleep(_AGAIN_SECONDS)
+            if lacking and not goes_on():
+                raise ConnectionLost(f"{partner.name} could not be supplied before the next change")
+    except BaseException:
+        for slot, replica in lacking:
+            with slot.lock:
+                replica.lent = None  # it knows nothing of that memory: the next change begins anew with it
+        raise
+
+
+def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
+    with slot.lock:
+        letter = seed_of(slot, replica.lent)
+    return letter.send(endpoint)
+
+
+def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
+    """Memory for updates, where the other side can map it."""
+    if not endpoint.shares_memory:
+        return None
+    try:
+        memory = endpoint.create_memory(num_bytes)
+    except OSError:
+        return None  # too little to share: updates go over the socket
+    partner.num_lent += 1
+    endpoint.call(Lend(partner.num_lent, num_bytes), attachment=memory).wait(_TAIL_SECONDS)
+    return memory
+
+
+def alone_replica(partner: Partner, slot: HostedSlice) -> Replica:
+    """For a backup that is there already, or reads no memory of ours: updates go over the connection."""
+    return Replica(partner, Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype))
+
+
+def _check_wanted(slot: HostedSlice, replica: Replica) -> None:
+    if replica not in slot.replicas:
+        raise ConnectionLost(f"slice {slot.part.id} was given up")
+
+
+def _has(slot: HostedSlice, target: Member) -> bool:
+    """Whether this slice's backup is there, and listens."""
+    replica = slot.replica_on(target.name)
+    if replica is None or replica.is_seeding:
+        return False
+    member = replica.partner.member
+    return (member.name, member.incarnation) == (target.name, target.incarnation) and bool(replica.partner.current())

@@ -1,0 +1,400 @@
+"""A server: hosts slices and answers the workers. Decisions are the core's; arithmetic is the rules'."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from syncline.core.codecs.named import codecs_of
+from syncline.core.codecs.pieces import coder_of
+from syncline.core.conditions import parse_average
+from syncline.core.control import (
+    AskServerStats,
+    AskWhy,
+    Beat,
+    GivenServerStats,
+    GivenWhy,
+    Host,
+    Install,
+    Joined,
+    Leave,
+    LetGo,
+    Over,
+    Prepare,
+    Retire,
+    Roster,
+    SeedTo,
+)
+from syncline.core.members import Member
+from syncline.core.message import Done, Message
+from syncline.core.policy import policy_of
+from syncline.core.rounds import Rounds
+from syncline.core.saving import TakeUp
+from syncline.core.spread import Spread
+from syncline.core.traffic import (
+    AskHosted,
+    AskState,
+    Attach,
+    CommitStaged,
+    GiveClip,
+    HostSum,
+    Lend,
+    LoadState,
+    Map,
+    Pin,
+    Pull,
+    Replicate,
+    Restore,
+    Seed,
+    Stage,
+    Unpin,
+    Upload,
+    Verify,
+    WholeSum,
+)
+from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
+from syncline.extensions import load
+from syncline.net.rpc import Endpoint, Request
+from syncline.net.stalls import BROKEN_OFF
+from syncline.net.transport import Buffer, Memory, Peer
+from syncline.server.commits import Commits, commit_handlers
+from syncline.server.counts import stats_of
+from syncline.server.flow import Flow
+from syncline.server.gate import CommitGate
+from syncline.server.generations import HOLD_SECONDS, Generations
+from syncline.server.homes import Home
+from syncline.server.hosted import HostedSlice
+from syncline.server.hosting import Dial, Hosting
+from syncline.server.loading import Loading
+from syncline.server.pool import Pool
+from syncline.server.pulls import Pulls
+from syncline.server.saving import Saving, saving_handlers
+from syncline.server.seeding import Seeding
+from syncline.server.staging import Staging
+from syncline.server.states import StateTransfer
+from syncline.server.uses import uses_handlers
+from syncline.server.values import Values
+from syncline.server.voting import Voting, landing_of_sum, ring_handlers, voting_of
+from syncline.server.waits import beat_of
+from syncline.server.work import Contribution
+from syncline.stats import ServerStats, WireStats
+
+#: What a worker may say whatever it knows of the seats.
+_ALWAYS = (Leave, AskWhy)
+
+
+def _no_way(member: Member) -> Endpoint:
+    raise ConnectionLost(f"there is no way to {member.name}")
+
+
+class Server:
+    """The service that workers, other servers and the coordinator speak to."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: Pool,
+        *,
+        create_memory: Callable[[int], Memory],
+        log: Callable[[str], None],
+        over: Callable[[Over], None],
+        home: Home | None = None,
+        dial: Dial = _no_way,
+        retire: Callable[[], None] = lambda: None,
+        hold_seconds: float = HOLD_SECONDS,
+    ) -> None:
+        self._pool, self._log, self._over, self._retire = pool, log, over, retire
+        self._hold_seconds = hold_seconds
+        self._home = home or Home()
+        self._lock, self._host_lock = threading.Lock(), threading.Lock()
+        self._commits: Commits | None = None
+        self._generations: Generations | None = None
+        self._heard = 0  # the generation of the newest roster
+        self._voting: Voting | None = None  # in a ring
+        self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
+        self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
+        self.name = name
+        self._slices = self._hosting.slices
+        self._pulls = Pulls(self._slices, pool, self._senders)
+        self._pulls.moved = self._moved
+        self._staging = Staging(self._home.release, self._home.hatch)
+        self._states = StateTransfer(
+            self._slices, find=lambda number: self._hosting.find(number)[1], drain=self._drain
+        )
+        self._seeding = Seeding(self._slices, self._drain)
+        self._values = Values(self._hosting, self._drain)
+        self._endpoints: set[Endpoint] = set()
+        self._leaving: set[Endpoint] = set()  # of workers that have said so
+        self._wire = WireStats()
+        self._saving, self._loading = Saving(log), Loading(self._hosting, self._drain)
+        self._gate: CommitGate | None = None
+        self._rare = self._rare_handlers()
+
+    @property
+    def name(self) -> str:
+        return self._hosting.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._hosting.name = name
+
+    def form(self, joined: Joined) -> None:
+        """The job is whole: from now on commits can be taken."""
+        config = joined.config
+        # Who comes late is told with its first slices how things stand.
+        workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
+        num_servers = sum(m.role == "server" for m in joined.members)
+        rounds: Rounds[Contribution] = Rounds(policy_of(config), workers)
+        flow = Flow(rounds, self._slices, self._pool, self._pulls, num_servers)
+        commits = Commits(
+            rounds, self._slices, flow, self._pulls, self._staging,
+            segments=self._hosting.segments, find=self._hosting.find,
+        )  # fmt: skip
+        self._hosting.hear(joined.members, ())
+        commits.ranks.hear(joined.members)
+        codecs = codecs_of(config, load)
+        if config.is_ring:
+            self._voting = voting_of(config, commits, self._hosting, self._pool, Spread(config, codecs))
+        flow.count_workers(config.replicas)
+        self._generations = Generations(
+            self.name,
+            commits,
+            self._hosting,
+            self._pulls,
+            generation=joined.generation,
+            is_late=joined.late,
+            replicas=config.replicas,
+            log=self._log,
+            hold_seconds=self._hold_seconds,
+            cut_off=self._cut_off,
+            voting=self._voting,
+        )
+        self._saving.most_bytes = config.save_memory
+        self._home.decay = parse_average(config.average).decay if config.average else 0.0
+        self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
+        commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
+        self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
+        self._pulls.backups = self._hosting.backups if config.is_ring else None
+        self._commits, flow.say = commits, self._log
+        self._hosting.backups.learn = commits.learn
+        self._pulls.outgoing.window = config.window
+
+    def hear(self, roster: Roster) -> None:
+        """The coordinator tells who there is; told twice at a time, the older one may come last."""
+        with self._pulls.order:  # none comes in the middle of a change
+            if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
+                return
+            self._heard = roster.generation
+            self._hosting.hear(roster.members, roster.seats)
+        if self._commits is not None and roster.generation >= self._commits.moved:
+            self._hosting.backups.are_all_told()
+        if self._commits is not None and self._generations is not None:
+            self._generations.hear(roster)
+            self._commits.ranks.hear(roster.members)
+
+    def _cut_off(self, name: str, incarnation: int) -> None:
+        with self._lock:
+            known = [e for e in self._endpoints if (e.peer.name, e.peer.incarnation) == (name, incarnation)]
+            evicted = [endpoint for endpoint in known if endpoint not in self._leaving]
+        for endpoint in known:
+            endpoint.close("this worker was evicted" if endpoint in evicted else "closed")
+
+    def greet(self, endpoint: Endpoint) -> None:
+        """A connection was made."""
+        with self._lock:
+            self._endpoints.add(endpoint)
+
+    @property
+    def commits(self) -> Commits:
+        if self._commits is None:
+            raise ProtocolError(f"{self.name} is not part of a whole job yet")
+        return self._commits
+
+    def _drain(self, slot: HostedSlice) -> None:
+        for work in slot.drain():
+            work.slice_done()
+
+    def _moved(self, number: int) -> SynclineError | None:
+        """Why a slice that there is, is not here."""
+        moved = self._commits.moved if self._commits is not None else 0
+        if not moved or not self._hosting.knows(number):
+            return None
+        return Refresh(f"slice {number} is elsewhere since generation {moved}")
+
+    # -- what the endpoint calls --------------------------------------------------------------------------
+
+    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+        if isinstance(message, Stage):
+            return self.commits.landing(peer, message)
+        if isinstance(message, Replicate | Seed):
+            return self._hosting.backups.landing(peer, message)
+        if isinstance(message, HostSum | WholeSum):
+            return landing_of_sum(self._voting, peer, message)
+        if isinstance(message, Upload | Restore):
+            return self._values.landing(peer, message, self.commits)
+        if isinstance(message, LoadState):
+            return self._states.landing(message)
+        raise FrameError(f"{type(message).__name__} has no payload")
+
+    def handle(self, request: Request) -> None:
+        message = request.message
+        if isinstance(message, Stage):
+            self.commits.stage(request, message)
+        elif isinstance(message, CommitStaged):
+            self.commits.commit(request, message)
+        elif isinstance(message, GiveClip):
+            self.commits.give_clip(request, message)
+        elif isinstance(message, Replicate | Seed):
+            self._hosting.backups.handle(request, message)
+        else:
+            if request.peer.role == "worker" and not isinstance(message, _ALWAYS):
+                self.commits.check_generation(request)
+            if isinstance(message, Pull):
+                self._pulls.pull(request, message)
+            elif isinstance(message, Verify):
+                self._pulls.verify(request, message)
+            elif isinstance(message, Pin):
+                self._pulls.pin(request, message)
+            elif isinstance(message, Unpin):
+                self._pulls.unpin(request, message)
+            else:
+                handler = self._rare.get(type(message))
+                if handler is None:
+                    raise ProtocolError(f"a server does not answer {type(message).__name__}")
+                handler(request, message)
+
+    def _rare_handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
+        return {
+            Leave: self._leave,
+            **commit_handlers(lambda: self.commits),
+            AskWhy: self._why,
+            **uses_handlers(lambda: self.commits, self._slices, self._hosting.backups),
+            Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
+            Restore: lambda request, message: self._values.restore(request, message, self.commits),
+            Attach: self._attach,
+            AskHosted: lambda request, message: self._hosting.blocks.tell(request, message, self._pulls.numbers()),
+            Map: lambda request, message: self._hosting.blocks.give(request, message, self.name),
+            AskState: self._states.give,
+            LoadState: self._load_state,
+            Lend: self._hosting.backups.lenders.lend,
+            **ring_handlers(lambda: self._voting),
+            Host: self._host,
+            Prepare: lambda request, message: self._changes().prepare(request, message),
+            Install: lambda request, message: self._changes().install(request, message),
+            LetGo: lambda request, message: self._changes().let_go(message),
+            SeedTo: self._seed_to,
+            Roster: lambda request, message: self.hear(message),
+            AskServerStats: lambda request, message: request.reply(GivenServerStats(self.stats())),
+            Over: lambda request, message: self._over(message),
+            Retire: self._asked_to_retire,
+            **saving_handlers(self._cut, self._saving),
+            TakeUp: lambda request, message: self._loading.take_up(request, message, self.commits),
+        }
+
+    def _leave(self, request: Request, message: Leave) -> None:
+        with self._lock:
+            self._leaving.add(request.endpoint)
+        self.commits.leave(request)
+
+    def _cut(self) -> CommitGate:
+        if self._gate is None:
+            raise ProtocolError(f"{self.name} is not part of a whole job yet")
+        return self._gate
+
+    def _changes(self) -> Generations:
+        if self._generations is None:
+            raise ProtocolError(f"{self.name} is not part of a whole job yet")
+        return self._generations
+
+    def lost(self, endpoint: Endpoint, reason: str) -> None:
+        self._pulls.forget(endpoint)
+        with self._lock:
+            if endpoint in self._endpoints:
+                self._endpoints.discard(endpoint)
+                self._wire += endpoint.stats()
+            self._leaving.discard(endpoint)
+            left = {other.peer for other in self._endpoints}
+        if endpoint.peer.role == "worker" and endpoint.peer not in left and self._commits is not None:
+            self._commits.lost((endpoint.peer.name, endpoint.peer.incarnation))
+        if reason == BROKEN_OFF:
+            if endpoint.peer not in left:
+                self._log(f"{endpoint.peer} is gone: {reason}")  # once, for all its connections
+        elif reason not in ("closed", "the other side closed the connection"):
+            self._log(f"{endpoint.peer}: {reason}")
+
+    # -- hosting ------------------------------------------------------------------------------------------
+
+    def _host(self, request: Request, message: Host) -> None:
+        with self._host_lock:  # asked again over another connection, it finds what was made for the first time
+            made = self._hosting.make_room(message)
+            with self.commits.order:
+                # Between two commits: the new slices begin where every worker stands now. Who has never committed
+                # here, or not since there was nothing to commit to, is taken as it comes.
+                known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
+                if self._hosting.host(message.segment, made):
+                    for slot in made.values():
+                        slot.state.clocks.update(known)
+                    self.commits.flow.hosts_others()
+        request.reply(Done())
+
+    def _attach(self, request: Request, message: Attach) -> None:
+        segment = self._hosting.segments.get(message.segment)
+        if segment is None or request.attachment is None or not 0 <= message.slot < 1 << 10:
+            raise ProtocolError(f"an arena for segment {message.segment}, slot {message.slot}, which is not here")
+        if request.attachment.array.nbytes < segment.num_bytes:
+            raise ProtocolError(f"an arena of {request.attachment.array.nbytes} bytes; {segment.num_bytes} needed")
+        self._home.adopt(request.attachment.array)
+        self.commits.attach(request.peer, message.segment, message.slot, request.attachment)
+        request.reply(Done())
+
+    def _seed_to(self, request: Request, message: SeedTo) -> None:
+        self._seeding.begin(request, message, self._hosting.partner(message.target))
+
+    def _load_state(self, request: Request, message: LoadState) -> None:
+        self.commits.ranks.check_chief(request.peer, "loads state")
+        if message.about:
+            self.commits.about_to_load(request, message)
+        else:
+            self._states.load(request, message)
+
+    def _why(self, request: Request, message: AskWhy) -> None:
+        reason, is_awaited = self.commits.why(request.peer.name)
+        request.reply(GivenWhy(f"{self.name}: {reason}", is_awaited))
+
+    def _asked_to_retire(self, request: Request, message: Retire) -> None:
+        request.reply(Done())
+        self._retire()
+
+    # -- numbers ------------------------------------------------------------------------------------------
+
+    def beat(self) -> Beat:
+        """A sign of life, with who waits here for whom."""
+        if self._commits is None:
+            return Beat()
+        return beat_of(self._commits, list(self._slices.values()))
+
+    def stats(self) -> ServerStats:
+        with self._lock:
+            wire = self._wire
+            for endpoint in self._endpoints:
+                wire += endpoint.stats()
+        return stats_of(self.name, list(self._slices.values()), self._commits, self._pulls, wire)
+
+    def close(self) -> None:
+        with self._lock:
+            endpoints = list(self._endpoints)
+        for endpoint in endpoints:
+            endpoint.close()
+        if self._generations is not None:
+            self._generations.close()
+        if self._gate is not None:
+            self._gate.end()
+        self._saving.close()
+        self._pool.close()
+        self._senders.shutdown(wait=True, cancel_futures=True)
+        self._hosting.close_ways()
+        self._home.close()
+        self._staging.close()
+        self._hosting.close()

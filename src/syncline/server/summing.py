@@ -1,0 +1,216 @@
+"""A server's part in the sums of its ring, where every server comes to all of them itself: by a circle or a relay.
+
+A round that is whole here waits for its sums; then it is held, voted on and applied as every round of a ring.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from syncline.core.slices import Identity
+from syncline.core.standings import by_name
+from syncline.core.traffic import Replicate
+from syncline.errors import SynclineError
+from syncline.server.backups import Backups
+from syncline.server.flow import Flow
+from syncline.server.sums import RoundSums
+from syncline.server.voting import Voting
+from syncline.server.work import Contribution, RoundWork, late_of, uses_of
+
+#: For what made sums in a generation that is over to be out of it, at the end of a server.
+CLOSE_SECONDS = 5.0
+Summed = Callable[[RoundWork, RoundSums], None]
+Failed = Callable[[RoundWork, Exception], None]
+
+
+class Adder(Protocol):
+    """What makes the sums of one generation: a circle, or a relay."""
+
+    names: Sequence[str]
+
+    def submit(self, work: RoundWork) -> None:
+        """A round is whole here."""
+
+    def stage_early(self, worker: Identity, clock: int, contribution: Contribution, slices: set[int]) -> None:
+        """What a worker has staged before its commit: it may be added up already."""
+
+    def supplied(self) -> None:
+        """The others have had from here what they lacked: from now on slices may change."""
+
+    def is_through(self, work: RoundWork) -> None:
+        """A round is applied here, or never will be."""
+
+    def awaited(self) -> tuple[RoundWork, list[str]] | None:
+        """The round that is added up, and the servers of whom something is missing here, where that is known."""
+
+    def close(self) -> None:
+        """Its generation is over, under `order`: whatever is on its way goes nowhere. Nobody waits for that."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any of its threads may still be at it."""
+
+    def join(self, seconds: float) -> None:
+        """Waits for them."""
+
+
+class Adders(Protocol):
+    """Makes an adder for each generation."""
+
+    @property
+    def what(self) -> str:
+        """In words."""
+
+    def begin(self, generation: int, names: Sequence[str], summed: Summed, failed: Failed) -> Adder | None:
+        """Under `order`: seats have changed. None where sums are made by primaries, in this generation."""
+
+    def close(self) -> None:
+        """The server ends."""
+
+
+class Summing:
+    """What adds up in the current generation, and what has come of it while a change is on its way."""
+
+    def __init__(self, adders: Adders, flow: Flow, voting: Voting, backups: Backups) -> None:
+        self._adders, self._flow, self._voting, self._backups = adders, flow, voting, backups
+        self._order: threading.RLock = flow.order
+        self._adder: Adder | None = None
+        self._ended: list[Adder] = []
+        # Summed while a change was on its way, and what was to come next.
+        self._unheld: list[tuple[RoundWork, Callable[[RoundWork], None]]] = []
+        flow.is_through = self._is_through
+
+    @property
+    def is_on(self) -> bool:
+        """Under `order`: whether rounds of this generation are added up this way."""
+        return self._adder is not None
+
+    def begin(self, generation: int, names: Collection[str]) -> None:
+        """Under `order`: seats have changed."""
+        self.end()
+        self._unheld.clear()
+        self._adder = self._adders.begin(generation, sorted(names, key=by_name), self._summed, self._failed)
+
+    def supplied(self) -> None:
+        adder = self._adder
+        if adder is not None:
+            adder.supplied()
+
+    def awaited(self) -> list[tuple[RoundWork, list[str]]]:
+        """Under `order`: for whom a round waits to be added up."""
+        found = self._adder.awaited() if self._adder is not None else None
+        return [found] if found is not None and found[1] else []
+
+    def _is_through(self, work: RoundWork) -> None:
+        adder = self._adder
+        if adder is not None and work.is_summed:
+            adder.is_through(work)
+
+    def end(self) -> None:
+        """Under `order`, before slices move: nothing more is added up in this generation. The adder is kept until its
+        threads have ended."""
+        adder, self._adder = self._adder, None
+        if adder is not None:
+            adder.close()
+            self._ended = [*(old for old in self._ended if old.is_alive), adder]
+
+    def close(self) -> None:
+        with self._order:
+            self.end()
+            ended, self._ended = self._ended, []
+        self._adders.close()
+        for adder in ended:
+            adder.join(CLOSE_SECONDS)
+
+    # -- rounds -------------------------------------------------------------------------------------------
+
+    def stage_early(self, worker: Identity, clock: int, contribution: Contribution, slices: set[int]) -> None:
+        """Not under `order`."""
+        adder = self._adder
+        if adder is not None:
+            adder.stage_early(worker, clock, contribution, slices)
+
+    def submit(self, work: RoundWork) -> None:
+        """A round is whole here. Until it has its sums it is on no way: others may not even have heard of it."""
+        with self._order:
+            if not self._voting.expects(work):
+                return
+            self._flow.waits(work)
+            adder = self._adder
+        assert adder is not None
+        adder.submit(work)
+
+    def _summed(self, work: RoundWork, sums: RoundSums) -> None:
+        with self._order:
+            if not self._voting.expects(work):
+                return  # dropped
+            work.sums = sums
+            if self._voting.is_frozen:
+                self._unheld.append((work, self._flow.summed))
+                return
+            self._flow.resumes(work)
+        self._flow.summed(work)
+
+    def _failed(self, work: RoundWork, error: Exception) -> None:
+        with self._order:
+            if not self._voting.expects(work):
+                return
+        names = ", ".join(self._adder.names) if self._adder is not None else "servers"
+        text = f"{self._adders.what} could not add up gradients among {names}: {type(error).__name__}: {error}"
+        self._flow.fail(work, SynclineError(text))
+
+    def thaw(self) -> None:
+        """The change is not to be."""
+        with self._order:
+            unheld, self._unheld = self._unheld, []
+            unheld = [(work, go_on) for work, go_on in unheld if self._voting.expects(work)]
+            for work, _ in unheld:
+                self._flow.resumes(work)
+        for work, go_on in unheld:
+            go_on(work)
+
+    def hold(self, work: RoundWork) -> bool:
+        """All sums of other servers' slices are here too: they are held, and then the slices here get theirs, never
+        before: this server's vote says that it holds all. False while a change is on its way: it waits for that."""
+        with self._order:
+            if not self._voting.expects(work):
+                return False
+            if self._voting.is_frozen:
+                self._flow.waits(work)
+                self._unheld.append((work, self._flow.go_through))
+                return False
+            hold_sums(self._backups, work)
+            for slot in work.slots:
+                slot.queue.append(work)
+            return True
+
+
+def hold_sums(backups: Backups, work: RoundWork) -> None:
+    """As if every primary had said: the same round, with the same numbers."""
+    sums = work.sums
+    assert sums is not None and work.ballot is not None
+    for number, backup in list(backups.backups.items()):
+        slot = backup.slot
+        if slot is None:
+            continue
+        with slot.lock:
+            commits, scale = slot.admitted(work)
+            has = sums.has(slot) if commits and not work.is_beyond(slot.state.version) else []
+            is_first = number == 0
+            message = Replicate(
+                number,
+                slot.state.version,
+                [(c.worker, c.item.incarnation, c.clock) for c in commits],
+                list(work.fences),
+                has,
+                list(work.overrides_for(slot.part.segment).items()),
+                scale,
+                False,
+                uses_of(commits) if is_first else [],
+                late_of(commits) if is_first else [],
+                work.roll,
+                work.ballot,
+            )
+        backup.held = (message, sums.region(slot) if has else None)

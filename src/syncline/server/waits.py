@@ -1,0 +1,63 @@
+"""For whom a server waits: what its beat says, and `why` shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+
+from syncline.core.control import Beat
+from syncline.server.commits import Commits
+from syncline.server.hosted import HostedSlice
+from syncline.server.uses import late_here, uses_here
+from syncline.stats import Wait
+
+#: A backup has so long before anybody is said to wait for it.
+MOMENT_SECONDS = 0.1
+
+
+def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Beat:
+    """A server lives: the workers' clocks, and who waits here for whom."""
+    now = time.monotonic()
+    with commits.order:
+        clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
+        waits = [*_rounds(commits, now), *_lags(commits, now)]
+    uses, late = uses_here(slots), late_here(slots)
+    updates = max((slot.state.version for slot in slots), default=0)
+    return Beat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late, num_updates=updates)
+
+
+def _rounds(commits: Commits, now: float) -> list[Wait]:
+    found = []
+    missing = commits.rounds.missing()
+    oldest = list(commits.rounds.open_commits())
+    if missing and oldest:
+        there = [commit for commit in oldest if commit.worker not in missing]
+        since = min(commit.item.since for commit in there or oldest)
+        found.append(Wait("", (there or oldest)[0].clock, missing, max(0.0, now - since), "round"))
+    for work in commits.flow.clipping.works():
+        asked = [commit for commit in work.commits if not commit.item.is_fenced]
+        if asked and not work.applied and not work.scaled:
+            since = min(commit.item.since for commit in asked)
+            found.append(Wait("", asked[0].clock, [commit.worker for commit in asked], now - since, "round"))
+    votes = commits.flow.voting.missing(now) if commits.flow.voting is not None else []
+    found += [Wait("", clock, names, s, "server") for clock, names, s in votes if s >= MOMENT_SECONDS]
+    return found
+
+
+def _lags(commits: Commits, now: float) -> list[Wait]:
+    return [
+        Wait(commit.worker, commit.clock, behind, max(0.0, now - commit.item.since), "lag")
+        for commit in commits.flow.parked()
+        if (behind := commits.rounds.behind(commit.worker, commit.clock))
+    ]
+
+
+def _backups(slots: Iterable[HostedSlice], now: float) -> list[Wait]:
+    longest: dict[str, float] = {}
+    for slot in slots:
+        update = slot.in_flight
+        for parcel in update.parcels if update is not None else ():
+            if not parcel.is_acknowledged:
+                name = parcel.replica.partner.name
+                longest[name] = max(longest.get(name, 0.0), now - parcel.update.since)
+    return [Wait("", 0, [name], seconds, "server") for name, seconds in longest.items() if seconds >= MOMENT_SECONDS]

@@ -1,0 +1,52 @@
+"""The current job: of this process, or of a thread where several workers are in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from syncline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from syncline.worker.job import Job
+
+_current: Job | None = None
+_of_thread = threading.local()  # several workers in one process: each thread has its own
+
+
+def current_job() -> Job:
+    """The job that `syncline.init()` joined or started in this process."""
+    job: Job | None = getattr(_of_thread, "job", None) or _current
+    if job is None:
+        raise ConfigError("there is no job yet; call syncline.init() first")
+    return job
+
+
+def has_current_job() -> bool:
+    return getattr(_of_thread, "job", None) is not None or _current is not None
+
+
+def make_current(job: Job) -> Job:
+    """From now on, this is the process's job."""
+    global _current
+    _current = job
+    return job
+
+
+def forget(job: Job) -> None:
+    """It is the process's job no more."""
+    global _current
+    if _current is job:
+        _current = None
+
+
+@contextlib.contextmanager
+def current_in_thread(job: Job) -> Iterator[None]:
+    """This is the job of the calling thread, while it lasts."""
+    _of_thread.job = job
+    try:
+        yield
+    finally:
+        _of_thread.job = None

@@ -1,0 +1,537 @@
+"""The job, as the script of a worker sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from syncline.config import JobConfig
+from syncline.core.control import AskLife, Barrier, GivenLife, Joined, Leave, Passed, Roster
+from syncline.core.members import Member
+from syncline.core.message import Message
+from syncline.core.pacing import Pace
+from syncline.core.policy import policy_of
+from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, SynclineError
+from syncline.net.link import Link
+from syncline.net.rpc import Endpoint, Stamp
+from syncline.stats import JobStats
+from syncline.worker.asking import Asking
+from syncline.worker.boundary import STEP
+from syncline.worker.calling import ValidationCalled
+from syncline.worker.collectives.verbs import Collectives
+from syncline.worker.current import forget
+from syncline.worker.device import choose_device
+from syncline.worker.exchange import left
+from syncline.worker.finite import FiniteCheck
+from syncline.worker.hearing import FromCoordinator
+from syncline.worker.kv import KeyValue
+from syncline.worker.life import CannotResume, Life, checked_step
+from syncline.worker.loop import tell_unused
+from syncline.worker.measures import Measures
+from syncline.worker.memory import Memory
+from syncline.worker.peers import Peers
+from syncline.worker.progress import Progress
+from syncline.worker.reporting import Reporting
+from syncline.worker.residuals import keep_residuals
+from syncline.worker.rosters import place_of
+from syncline.worker.samples import CoordinatorAsks, Samples
+from syncline.worker.seeding import OwnStream
+from syncline.worker.servers import ServersExchange
+from syncline.worker.steps import steps
+from syncline.worker.validating import Measure, Validated, Validating
+
+
+class Job:
+    """One worker's place in a job. Made by `syncline.init()`; also a context manager."""
+
+    def __init__(
+        self,
+        joined: Joined,
+        me: Member,
+        link: Link,
+        hearing: FromCoordinator,
+        dial: Callable[[Member], Endpoint],
+        stamp: Stamp,
+        *,
+        folder: pathlib.Path,
+        say: Callable[[str], None],
+        embedded: bool,
+        beats: bool = True,
+        peers: Peers | None = None,  # ways to the other workers
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens."""
+        self.config: JobConfig = joined.config
+        self.is_embedded = embedded  #: whether this is the only worker, and server and coordinator are its own
+        self.name, self.folder = me.name, folder  #: its own; where the job's files go
+        self._me, self._link, self._hearing, self._say = me, link, hearing, say
+        self._on_close = on_close
+        self._asking = Asking(self, link, hearing)
+        self._place = (0, 1, 0)  # rank, world size, local rank
+        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
+        hearing.rosters.listen(self._take_place)
+        hearing.begin(link, joined, me.name, beats=beats and not embedded)
+        self._take_place(hearing.rosters.newest)
+        finite = FiniteCheck(self.config, me.name, say)
+        self.exchange = ServersExchange(
+            self.config, hearing, link, dial, stamp, name=me.name, is_late=joined.late, say=say, finite=finite
+        )
+        hearing.on_failure = self.exchange.break_off
+        self.reporting = Reporting(self, link)
+        self.measures = Measures(self, link, hearing.steering, say)
+        hearing.copies, hearing.beat = self.exchange, self.reporting.beat
+        self.kv = KeyValue(
+            self.exchange, self.ask, self.name, self.commits, self.stepped, self.leave_if_asked,
+            lambda: self.lr_factor,
+        )  # fmt: skip
+        self.own_step = 0  #: steps that this worker has made, in all its lives
+        self._turns: dict[str, int] = {}
+        asks = CoordinatorAsks(self.ask, link)
+        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
+        self.own_stream = OwnStream(me.name, me.incarnation if joined.late else 0)  #: with `seed_everything`
+        self.samples.begins_training = self.own_stream.begin
+        self._progress = Progress(self, joined.seconds)
+        self._memory = Memory(self, link, hearing, say, is_late=joined.late)
+        self.boundary = self._memory.boundary
+        self.state = self._memory.state  #: what the script wants to have again when the job is taken up
+        keep_residuals(self.exchange.encoder, self.state, lambda: self.world_size, say)
+        self.validating = Validating(self, hearing)
+        self.collectives = Collectives(self, me, hearing, peers)  #: `syncline.collectives` of this worker
+        self._before_rest: list[Callable[[], None]] = []
+        self._after_wait: list[Callable[[], None]] = []
+        self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
+        self._closed = threading.Event()
+        self._device: str | None = None
+        self._noticed: set[str] = set()
+        self._last_committer: Hashable = None
+        self._have_finished: set[Hashable] = set()  # committers, of the last step before a rule stops the script
+        self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
+        self._rates: list[Callable[[], Mapping[str, Any]]] = []  # of optimizers
+        self.life = Life(self._ask_life(joined), in_rounds=self.in_rounds)
+        self.own_step = self.life.own_step * self.config.sync_every
+        self.exchange.has_stepped_to(self.life.step)
+        if not embedded:
+            self.reporting.begin(self._closed)
+            self._memory.notes.begin(self._closed)
+
+    def _ask_life(self, joined: Joined) -> GivenLife:
+        """Of a worker that was there when the job began, nothing is to ask."""
+        if not joined.late:
+            return GivenLife(step=joined.step)
+        answer = self.ask(AskLife())
+        assert isinstance(answer, GivenLife)
+        return answer
+
+    # -- who I am -----------------------------------------------------------------------------------------
+
+    def _take_place(self, roster: Roster) -> None:
+        self._place = place_of(self._me, roster) or self._place
+
+    @property
+    def generation(self) -> int:
+        """Number of the membership that this worker knows of."""
+        return self._hearing.rosters.newest.generation
+
+    @property
+    def rank(self) -> int:
+        """Position among the workers of this generation."""
+        return self._place[0]
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._place[1]
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the workers on this host."""
+        return self._place[2]
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the worker of rank 0, whose registration and buffers are the job's."""
+        return self._place[0] == 0
+
+    @property
+    def device(self) -> Any:
+        """`cuda:LOCAL_RANK` when there are at least as many GPUs as workers on this host, else `cpu`."""
+        if self._device is None:
+            members = self._hearing.rosters.newest.members
+            self._device = choose_device(self.config.device, members, self._me.host, self.local_rank)
+            self.notice(f"computes on {self._device}")
+        torch = sys.modules.get("torch")
+        return torch.device(self._device) if torch is not None else self._device
+
+    @property
+    def known_device(self) -> str:
+        """The same, if anybody has asked for it so far; else `cpu`."""
+        return self._device or "cpu"
+
+    @property
+    def memory(self) -> Memory:
+        """What is saved of the script, for adapters that add to it."""
+        return self._memory
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the policy has all workers step together."""
+        return policy_of(self.config).in_rounds
+
+    def notice(self, text: str, *, is_own: bool = False) -> None:
+        """Tells the user something, once; in a job of several workers the chief speaks for all, unless it is about
+        this worker (`is_own`)."""
+        if (self.is_chief or is_own) and text not in self._noticed:
+            self._noticed.add(text)
+            self._say(text)
+
+    # -- steps, samples, rest -----------------------------------------------------------------------------
+
+    def commits(self, committer: Hashable) -> None:
+        """A step is about to be committed, or made locally. Ends the script when a rule has stopped training, and
+        that of a worker that was started again, where this step may have been made before."""
+        if self.is_closed:
+            raise left(self.name)
+        self.own_stream.begin()
+        self._end_if_stopped(committer)
+        if self.life.number == 1:  # nothing to ask for, at no cost
+            self.life.has_position = self.exchange.uses.has_position or self.life.has_resumed
+            return
+        with self._leaving_if_it_cannot_resume():
+            self.life.commits(in_leases=self.exchange.uses.has_position)
+
+    def uses_rates(self, rates: Mapping[str, Any]) -> None:
+        """The learning rates of the step that is about to be committed. Ends a script that was started again, where
+        its schedule began again too."""
+        with self._leaving_if_it_cannot_resume():
+            self.life.uses_rates(
+                {name: float(rate) for name, rate in rates.items()}, has_restored=self.state.num_loaded > 0
+            )
+
+    def tells_rates(self, rates: Callable[[], Mapping[str, Any]]) -> None:
+        """What the learning rates are, by optimizer and group; asked for now and then, by another thread."""
+        self._rates.append(rates)
+
+    def rates(self) -> dict[str, float]:
+        """The learning rates as they are now, by optimizer and group."""
+        return {name: float(rate) for told in self._rates for name, rate in told().items()}
+
+    @contextlib.contextmanager
+    def _leaving_if_it_cannot_resume(self) -> Iterator[None]:
+        try:
+            yield
+        except CannotResume as error:
+            self._say(error.reason)
+            self.abandon()
+            raise
+
+    def steps(self, count: int) -> Iterator[int]:
+        """The loop of a script without a data set: `for step in job.steps(1000):` makes 1,000 steps of the job.
+
+        In `sync` every worker makes all of them, together with the others; otherwise the workers share them. They
+        are leased like samples, so that a worker that is started again goes on where the job is. The loop ends early
+        when a rule stops the training. The n-th loop of a script is the n-th of the job.
+        """
+        return steps(self, count)
+
+    def resume_at(self, step: int | None = None) -> int:
+        """For a loop of your own: says that the script goes on at this step, so that it can be started again.
+
+        In `sync` a step is one of the job, otherwise one of this worker. Without `step`: where the job, or this
+        worker, is. Returns the step to go on at: in `sync` others may have gone on meanwhile, and wait for this
+        worker from now on. So it is called right before the loop: `for step in range(job.resume_at(), n):`
+        """
+        in_rounds = self.in_rounds and self.config.sync_every == 1
+        known = self.step if in_rounds else self.own_step
+        step = known if step is None else checked_step(step)
+        self.life.has_resumed = True
+        return max(step, self.exchange.enter()) if in_rounds else step
+
+    def stepped(self) -> None:
+        """A step was made: by a push, or locally between two of them."""
+        self.own_step += 1
+        self.exchange.uses.stepped()
+        self.boundary.stepped()
+        self._hearing.pacing.slow_down(self.leave_if_retiring)
+
+    @property
+    def step(self) -> int:
+        """The job's steps so far, as this worker knows them: what a schedule goes by.
+
+        In `sync` these are rounds, the same number in all workers that were in the last one; otherwise pushes of all
+        workers. A worker that joins later, or starts again, goes on where the job is. What counts is the parameter
+        that was updated most often. With `sync_every`, where most steps are made locally: this worker's own.
+        """
+        if self.config.sync_every > 1:
+            return self._memory.taken_up.own_step + self.own_step
+        return self.exchange.num_updates
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is over by one of the job's rules (`--stop`, `--max-steps`, `--max-time`).
+
+        Loops over a DataLoader end by themselves then; a script without one asks here, once a step. If it does not,
+        its next step raises `syncline.Stopped`.
+        """
+        return self.measures.should_stop
+
+    @property
+    def progress(self) -> float:
+        """How much of the whole run is done, 0.0 to 1.0: for schedules that do not care who makes the steps.
+
+        By `loader.epochs(n)`: epochs, and samples of the epoch. By `job.steps(n)`: steps. By `--max-steps` and
+        `--max-time`: the job's steps and time. Of several, the one that ends first counts. In `sync` it is the same
+        in all workers of a round (not by time). A worker that starts again, or a job that is taken up, goes on where
+        the job is. ConfigError where nothing says how long the run is.
+        """
+        return self._progress.now()
+
+    @property
+    def lr_factor(self) -> float:
+        """What `--on-plateau` has made of learning rates: each is multiplied by it where it is used."""
+        return self._hearing.steering.factor
+
+    def report(self, **metrics: Any) -> None:
+        """Tells the job this worker's metrics: numbers, or scalars of torch and NumPy, by name.
+
+        They are merged over the workers, weighted by the samples since the last report; rules (`--stop`) go by them.
+        """
+        self.measures.report(metrics)
+
+    @property
+    def samples_taken(self) -> int:
+        """Samples that were handed out to this worker's training so far."""
+        return self.samples.taken
+
+    def before_rest(self, action: Callable[[], None]) -> None:
+        """Something that must be sent before this worker rests or leaves."""
+        self._before_rest.append(action)
+
+    def after_wait(self, action: Callable[[], None]) -> None:
+        """Something to be done when others went on without this worker, which had nothing to read meanwhile."""
+        self._after_wait.append(action)
+
+    def script_went_on(self) -> None:
+        """The others' scripts have made what this one leaves out: its state becomes theirs."""
+        self._memory.taken_up.went_on()
+
+    def catch_up(self) -> None:
+        """Others went on without this worker."""
+        for action in self._after_wait:
+            action()
+
+    def before_settle(self, action: Callable[[], None]) -> None:
+        """Something to be done before all open pushes are waited for: at a barrier, a rest, the end."""
+        self._before_settle.append(action)
+
+    def settle(self) -> None:
+        """Returns when everything that was pushed is answered."""
+        for action in self._before_settle:
+            action()
+        self.exchange.settle()
+
+    def send_all(self) -> None:
+        """The same, and what is still to be pushed is."""
+        self._send_all()
+        self.exchange.settle()
+
+    def _send_all(self) -> None:
+        for action in (*self._before_rest, *self._before_settle):
+            action()
+
+    def retire(self) -> None:
+        """This worker is to leave when its step is done, or where it waits for others; from any thread or signal."""
+        self._hearing.is_retiring = True
+
+    def leave_if_asked(self) -> None:
+        """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
+        self.boundary.stepped()
+        self.leave_if_retiring()
+        pacing = self._hearing.pacing
+        if pacing.is_held:
+            with self.boundary.standing():
+                pacing.hold(self.leave_if_retiring, self.exchange.times)
+        if not self.exchange.uses.num_loops:
+            self.validating.look_at_a_boundary()
+            if self.boundary.on_stop is not None and self.should_stop:
+                self.boundary.stops(STEP)  # what is saved last is from here: `Stopped` comes in the middle of a step
+
+    def _end_if_stopped(self, committer: Hashable) -> None:
+        """If a rule has ended training, and nothing that a loader of ours has read goes into this commit, the worker
+        leaves the job and its script ends (`Stopped`).
+
+        Of several committers (optimizers, or sets of names) each one may finish the step that the last one made.
+        """
+        uses, last, self._last_committer = self.exchange.uses, self._last_committer, committer
+        if not self.should_stop or uses.num_loops or uses.is_any_held:
+            return
+        if not self._have_finished:
+            self._have_finished |= {committer if last is None else last}
+        if committer not in self._have_finished:
+            self._have_finished.add(committer)
+            return
+        reason = self.measures.stopped_by
+        self.close()
+        raise Stopped(reason)
+
+    def leave_if_retiring(self) -> None:
+        """Likewise, wherever it waits for others."""
+        if self._hearing.is_retiring and not self._closed.is_set():
+            self._hearing.pacing.hear(Pace(self.name))
+            self._hearing.is_retiring, self._hearing.has_retired = False, True  # what is sent now may come by here
+            self.close()
+            raise SystemExit(0)
+
+    def rest(self, *, leaves: bool = True) -> None:
+        """Takes part in no round until the next push: this worker has finished its part, here an epoch of it.
+
+        `leaves`: where it was asked to leave the job, here is a place for it."""
+        self._rest(is_pause=False, leaves=leaves)
+
+    def pause(self) -> None:
+        """Takes part in no round until the next push: in the middle of an epoch it waits for what others have."""
+        self._rest(is_pause=True)
+
+    def _rest(self, *, is_pause: bool, leaves: bool = True) -> None:
+        if leaves:
+            self.leave_if_asked()
+        self._send_all()
+        self.exchange.rest(is_pause=is_pause)
+        self.reporting.report()
+
+    # -- the others ---------------------------------------------------------------------------------------
+
+    def barrier(self, name: str) -> None:
+        """Returns when every worker has come here, as often as this one. Raises WaitTimeout."""
+        if not isinstance(name, str):
+            raise ConfigError(f'job.barrier({name!r}): give a name, a str, e.g. job.barrier("epoch")')
+        self.leave_if_asked()
+        for action in self._before_settle:
+            action()
+        turn = self._turns[name] = self._turns.get(name, 0) + 1
+        place, answer = self.boundary.place("barrier", name), None
+        while answer is None:
+            stretch = self.exchange.step_aside()
+            try:
+                with self.boundary.standing(place):
+                    answer = self.ask(Barrier(name, turn, stretch))
+            except ValidationCalled as called:
+                called.answer()
+        assert isinstance(answer, Passed)
+        if turn == 1 and answer.turn and self.samples.num_skipped and self.samples.is_in_epoch:
+            self._turns[name] = answer.turn  # the others passed it in the epochs that this worker has skipped
+            self.barrier(name)
+            return
+        self.exchange.pass_barrier(answer)
+
+    def validate(
+        self, fn: Measure, dataset: Any, every: str | int = "epoch", *,
+        batch_size: int = 256, collate_fn: Any = None, name: str = "",
+    ) -> Validated:  # fmt: skip
+        """From now on the workers validate together, each sample once: behind every epoch, every N steps, or so often
+        (`"500steps"`, `"10m"`). `fn(batch)` returns means over the batch, by name; their means over the set are
+        readings of the job, which rules (`--stop`, `--best`) go by. With a name: as NAME/METRIC.
+
+        With torch fn runs without gradients, and the model in eval mode. What fn draws from random states is undone.
+        """
+        return self.validating.add(fn, dataset, every, batch_size, collate_fn, name)
+
+    def save(self) -> str:
+        """Saves the job as it is now; the name of the checkpoint. In `sync`, workers that call it at the same step
+        get the same one.
+
+        Its script's state is that of this call: inside of a loop it is best called last. Where a batch was read and
+        is in no step yet, or in local steps, it is made when it is, not waited for, and the name is empty; also in
+        `sync` when not all workers call it, since the others wait in their step for this one.
+        """
+        return self._memory.save()
+
+    def put_back(self) -> None:
+        """In a job that was taken up: `job.state` and the random states as they were saved, now.
+
+        Loops over our loaders see to it themselves; this is for a loop of your own, to be called before it.
+        """
+        self._memory.taken_up.put_back()
+
+    def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> Message:
+        """The coordinator's answer; what is waited for too long is told in words."""
+        return self._asking.ask(message, meanwhile)
+
+    def stats(self) -> JobStats:
+        """The job's numbers and this worker's own."""
+        return self.reporting.stats()
+
+    # -- how it ends --------------------------------------------------------------------------------------
+
+    def explain(self, error: SynclineError) -> SynclineError:
+        """Why a connection broke, by the coordinator's word if it comes soon."""
+        return self._asking.explain(error)
+
+    @property
+    def evicted(self) -> FencedError | None:
+        """Why this worker is out, if it is."""
+        return self._hearing.evicted
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has left the job, or was let go of."""
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Finishes what is open and leaves the job. Safe to call again."""
+        if self._closed.is_set():
+            return
+        try:
+            if not self._hearing.has_retired:
+                self.validating.finish()
+            self.send_all()
+            tell_unused(self)
+            self.measures.flush()
+            self.reporting.report()
+            self._tell_staleness()
+            self.collectives.leave()
+            self.exchange.leave()
+            if self.config.checkpoint and not self._hearing.has_retired:
+                self._memory.finish()
+            self._say_leave()
+        finally:
+            self.abandon()
+
+    def _say_leave(self) -> None:
+        try:
+            with self.exchange.waits.of("leave"):
+                self._link.call(Leave(self._hearing.has_retired), self.config.wait_seconds)
+        except FencedError:
+            return  # it was taken already
+        except ConnectionLost as error:
+            raise self.explain(error) from None
+
+    def _tell_staleness(self) -> None:
+        """What the policy has cost so far, at the chief's end of a job in which nobody waits for everybody."""
+        if self.is_chief and self.own_step and not policy_of(self.config).stands_still:
+            self._say(f"{self.config.policy}: {self.stats().cost_told}")
+
+    def abandon(self) -> None:
+        """Lets go of everything without a word: the job will take it for a death."""
+        self._closed.set()
+        self.samples.is_over = True
+        forget(self)
+        self._link.close()
+        self.exchange.close()
+        self.collectives.close()
+        self._on_close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self.abandon()

@@ -1,0 +1,153 @@
+"""A worker's loop over an epoch: what the script has got of its leases, and what becomes of the rest at the end."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from types import TracebackType
+from typing import Protocol
+
+from syncline.core.leasing import SHARD_POSITIONS
+from syncline.core.loader import Loader
+from syncline.errors import SynclineError
+from syncline.worker.boundary import Position
+from syncline.worker.leases import Reading
+from syncline.worker.portion import Piece
+from syncline.worker.samples import Samples
+
+
+class TakesSamples(Protocol):
+    """What a loader asks of a job."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def own_step(self) -> int: ...
+    @property
+    def in_rounds(self) -> bool: ...
+    @property
+    def samples(self) -> Samples: ...
+    @property
+    def should_stop(self) -> bool: ...
+    def rest(self, *, leaves: bool = True) -> None: ...
+    def script_went_on(self) -> None: ...
+    def notice(self, text: str, *, is_own: bool = False) -> None: ...
+
+
+class Loop:
+    """Opened with the epoch, used with `with` around the loop, which ends when `next` has nothing more.
+
+    Leaving it early gives back what the script has not got; at its end the worker rests. A loop without a step was an
+    evaluation: its samples are passed over, and in no step's weight; when others had no such loop, the worker does
+    not rest behind it.
+    """
+
+    def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader, seed: int | None = None) -> None:
+        self._job, self._data = job, data
+        tell_unused(job)
+        job.samples.begins_training()
+        self.reading: Reading = job.samples.open(loader, epoch, data, seed)
+        self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
+        self._ahead: Piece | None = None  # the first of them, which was waited for before the loop began
+        self._taken, self._first_step = 0, job.own_step
+        self._position: Position = ("loop", loader, epoch)
+
+    def has_batch(self) -> bool:
+        """Waits until there is a batch for this worker, which stays its own; False: the epoch ends without one."""
+        self.comes_back()
+        self._ahead = self.next()
+        return self._ahead is not None
+
+    def next(self) -> Piece | None:
+        """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return ahead
+        piece = self.reading.next(may_wait=not self._cut)
+        if piece is not None:
+            self._cut.append(piece)
+        return piece
+
+    def ends_shard(self, num_read: int) -> bool:
+        """Of what came last only so much was there. Whether that is anything."""
+        piece = self.reading.end_shard(self._cut.pop(), num_read)
+        if piece is not None:
+            self._cut.append(piece)
+        return piece is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the script has got nothing of it."""
+        return not self._taken
+
+    @property
+    def is_over(self) -> bool:
+        """Training is over by a rule: what was read ahead goes back."""
+        return self._job.should_stop
+
+    def hand_out(self) -> None:
+        """The script gets the oldest of what was read."""
+        piece = self._cut.popleft()
+        self._job.samples.boundary.hands_out()
+        if self._data.is_steps:
+            self._job.samples.uses.read(piece)
+        else:
+            self._taken += len(piece)
+            self._job.samples.read(piece)
+        self._job.samples.note_place(self.reading.loader, self.reading.epoch, self._fraction(piece.at))
+
+    def _fraction(self, position: int) -> float:
+        """How much of the epoch is before this position; of shards, how many of them."""
+        if self._data.num_shards:
+            return position // SHARD_POSITIONS / self._data.num_shards
+        return min(1.0, position / self._data.num_samples)
+
+    def comes_back(self) -> None:
+        """The script comes for its next batch, nothing of which is read for it yet: a boundary."""
+        self._job.samples.boundary.passed(self._position)
+        self._job.samples.between()
+        if self.is_over:
+            self._job.samples.boundary.stops(self._position)
+
+    def __enter__(self) -> Loop:
+        self.reading.resume()
+        self.comes_back()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        without_a_step = self._job.own_step == self._first_step
+        failed = kind is not None and issubclass(kind, Exception)
+        is_left_early = kind is not None
+        with contextlib.suppress(SynclineError):  # the job may be over by now
+            self._job.samples.close(
+                self.reading, list(self._cut), passes_over=without_a_step or is_left_early, failed=failed
+            )
+        if without_a_step and self._taken and kind in (None, GeneratorExit) and not self.is_over:
+            self._job.samples.has_unused = True
+            if kind is None:  # else an error of the script may have ended the loop: the next loop or the end tells it
+                tell_unused(self._job)
+        if without_a_step and not self.reading.is_shared:
+            return
+        if not is_left_early:
+            self._job.rest()  # also one that made no step: behind the loop all are level
+            self._job.samples.behind_epoch(self.reading.loader, self.reading.epoch)
+        elif failed:
+            self._job.samples.rests_first = True  # should the script go on; else what it has stays its own to the end
+        elif not self._job.samples.is_over:
+            with contextlib.suppress(SynclineError):
+                self._job.rest(leaves=False)  # a loop that is left by `break` ends in the middle of a line
+
+
+def tell_unused(job: TakesSamples) -> None:
+    """Tells the user, once, that samples were read and no step used them. Alone a worker loses nothing by it."""
+    if job.samples.has_unused and job.world_size > 1:
+        job.notice(
+            "a loop read samples with gradients enabled, and no step used them: each worker saw only its part, "
+            "and these samples count as read in this epoch. To evaluate, loop under torch.no_grad() (NumPy: "
+            "batches(alone=True)); to train, call step() inside the loop"
+        )
+    job.samples.has_unused = False

@@ -1,0 +1,128 @@
+"""Redo: when servers change, a worker takes over the newest roster and makes anew whatever is open.
+
+A server that is gone, or that answers `Refresh`, makes the script's own thread do this, wherever it waits: there is a
+newer roster soon, or the same server can be reached again. What is repeated is decided upon by the clocks on each
+slice: what a server has already is answered at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from syncline import faults
+from syncline.core.control import AskRoster, Roster
+from syncline.core.message import Message
+from syncline.errors import ConnectionLost, FencedError, Refresh, SynclineError, WaitTimeout
+from syncline.net.rpc import Stamp
+from syncline.worker.placement import Placement
+from syncline.worker.rosters import Rosters
+
+T = TypeVar("T")
+#: For the coordinator's word on a broken connection, before it is asked and the server is dialled again.
+_MOMENT, _LONGEST_MOMENT = 0.05, 0.5
+_ASK_SECONDS = 2.0
+
+
+class Redo:
+    """Keeps an exchange on the newest roster. Used by the thread that uses the exchange."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        rosters: Rosters,
+        stamp: Stamp,
+        *,
+        ask: Callable[[Message, float], Message],
+        check: Callable[[], None],
+        fenced: Callable[[FencedError], None],
+        give_up: Callable[[], None],
+        make_anew: Callable[[], None],
+    ) -> None:
+        """`ask` asks the coordinator once; `check` raises how the job has ended for this worker, if it has.
+
+        `give_up` lets go of all that is under way, `make_anew` says it again on the new placement.
+        """
+        self._placement, self._rosters, self._stamp = placement, rosters, stamp
+        self._ask, self._check, self._fenced = ask, check, fenced
+        self._give_up, self._make_anew = give_up, make_anew
+        self.roster: Roster = rosters.newest  # the one in force
+        self._is_broken = False  # what is open must be made anew, even if the next roster is as this one
+
+    @property
+    def generation(self) -> int:
+        return self._stamp.generation
+
+    def take_over(self) -> None:
+        """The newest roster is in force after this, and what is open is under way by it."""
+        roster = self._rosters.newest
+        if self._placement.differs(roster):
+            self._is_broken = True
+        if self._is_broken:
+            self._placement.drop(roster)
+            self._give_up()
+        # Nothing is said for the old placement any more.
+        self._stamp.generation = max(roster.generation, self._stamp.generation)
+        self._placement.follow(roster)
+        self.roster = roster
+        if self._is_broken:
+            self._make_anew()
+            self._is_broken = False
+            if faults.armed is not None:
+                faults.reach("refresh.done")
+
+    def again(self, action: Callable[[], T], seconds: float) -> T:
+        """Does something with the servers, as often as they change meanwhile."""
+        until = time.monotonic() + seconds
+        while True:
+            generation = self.generation
+            try:
+                if self.roster is not self._rosters.newest:
+                    self.take_over()
+                return action()
+            except (ConnectionLost, Refresh) as error:
+                self.recover(error, generation, until)
+            except FencedError as error:
+                self._fenced(error)
+                raise
+
+    def recover(self, error: SynclineError, generation: int, until: float) -> None:
+        """Something that was said in this generation failed. Raises WaitTimeout when nothing helps in time."""
+        self._is_broken = True
+        moment = _MOMENT
+        while True:
+            self._check()
+            self._await_roster(error, generation, min(moment, until - time.monotonic()))
+            self._check()
+            moment = min(2 * moment, _LONGEST_MOMENT)
+            if isinstance(error, Refresh) and max(self._rosters.newest.generation, self.generation) <= generation:
+                if time.monotonic() > until:
+                    raise WaitTimeout(f"no newer roster has come: {error}")
+                continue
+            try:
+                self.take_over()
+                return
+            except (ConnectionLost, Refresh) as found:
+                error, generation = found, self.generation
+            except FencedError as found:
+                self._fenced(found)
+                raise
+            if time.monotonic() > until:
+                raise WaitTimeout(f"the servers have not come back: {error}")
+
+    def _await_roster(self, error: SynclineError, generation: int, seconds: float) -> None:
+        """A moment for a newer roster to be told; then it is asked for."""
+        if isinstance(error, Refresh) and self.generation > generation:
+            return
+        if self._rosters.wait(generation, seconds):
+            return
+        try:
+            answer = self._ask(AskRoster(0), _ASK_SECONDS)
+        except (ConnectionLost, WaitTimeout):
+            return  # without a coordinator: the servers that are known are tried again
+        except FencedError as found:
+            self._fenced(found)
+            raise
+        if isinstance(answer, Roster):
+            self._rosters.hear(answer)

@@ -1,0 +1,72 @@
+"""What a worker tells the coordinator of itself: beats, and how far it is; and what the job's numbers are."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+from syncline.core.control import AskStats, Beat, GivenStats, Report
+from syncline.errors import SynclineError
+from syncline.net.link import Link
+from syncline.stats import JobStats
+from syncline.worker.stating import job_stats
+
+if TYPE_CHECKING:
+    from syncline.worker.job import Job
+
+REPORT_SECONDS = 0.5
+
+
+class Reporting:
+    """Of one job. Reports are made where the script comes by anyway, and by a thread now and then."""
+
+    def __init__(self, job: Job, link: Link) -> None:
+        self._job, self._link = job, link
+
+    def begin(self, closed: threading.Event) -> None:
+        """From now on, until it is closed, regularly."""
+        threading.Thread(target=self._report_regularly, args=(closed,), name="report", daemon=True).start()
+
+    def beat(self) -> Beat:
+        exchange = self._job.exchange
+        samples, seconds = exchange.times.measured
+        return Beat(
+            step=exchange.num_landed,
+            waits=exchange.waits.told(),
+            num_refused=exchange.finite.num_refused,
+            is_quarantined=exchange.finite.is_quarantined,
+            samples=samples,
+            work_seconds=seconds,
+            boundary=self._job.boundary.last,
+            stride=self._job.boundary.stride,
+        )
+
+    def stats(self) -> JobStats:
+        self.report()
+        answer = self._job.ask(AskStats())
+        assert isinstance(answer, GivenStats)
+        return job_stats(self._job, answer, self._link.stats())
+
+    def report(self) -> None:
+        """How far this worker is, if there is a coordinator now."""
+        job = self._job
+        epoch, step, steps = job.samples.progress
+        with contextlib.suppress(SynclineError):
+            times, taken, seconds = job.exchange.times.times(), job.samples.taken, job.samples.seconds
+            pushed = job.exchange.pushed_bytes
+            self._link.tell(
+                Report(
+                    job.own_step, taken, seconds, epoch, step, steps, times, job.step, pushed,
+                    job.life.has_position, job.rates(), job.samples.run_done >= 1.0,
+                )
+            )  # fmt: skip
+
+    def _report_regularly(self, closed: threading.Event) -> None:
+        last = -1
+        while not closed.wait(REPORT_SECONDS):
+            self._job.exchange.waits.look()
+            self._job.measures.flush()
+            if self._job.own_step != last and self._link.is_open:
+                last = self._job.own_step
+                self.report()

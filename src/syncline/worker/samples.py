@@ -1,0 +1,173 @@
+"""The samples of a worker: its loaders and what they read, how many it has had, what the coordinator wants back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from syncline.core.handing import GaveBack, Recall, Use
+from syncline.core.loader import Loader
+from syncline.core.message import Message
+from syncline.errors import ConfigError
+from syncline.net.link import Link
+from syncline.worker.boundary import Boundary
+from syncline.worker.leases import Asks, Pauses, Reading, Uses
+from syncline.worker.passes import Passes
+from syncline.worker.portion import Piece
+from syncline.worker.times import StepClock
+
+
+class CoordinatorAsks:
+    """The way to the coordinator: a job's own, with its words about waits; or one attempt."""
+
+    def __init__(self, ask: Callable[[Message], Message], link: Link) -> None:
+        self.ask, self.try_ask = ask, link.try_call
+
+
+class Samples:
+    """All that a job's loaders have in common."""
+
+    def __init__(self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses) -> None:
+        self._asks, self.uses, self._times, self._worker = asks, uses, times, worker
+        self.rests_first = False  #: a loop was left by an error: behind it all are level again
+        self.has_unused = False  #: a loop read samples, no step used them, and the user is still to be told
+        self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
+        self.taken = 0  #: handed out to this worker's training so far
+        self.seconds = 0.0  #: from the first one to the last
+        self.progress = (0, 0, 0)  #: epoch, batches of it so far, and in all
+        self.num_skipped = 0  #: epochs that the script was not given by `epochs(n)`: the job had finished them
+        self.is_in_epoch = False  #: the script is inside an epoch that `epochs(n)` has given it
+        self._runs: dict[str, tuple[int, int]] = {}  # loaders whose epochs are the run: the first of them, how many
+        self._run_by, self.run_done = "", -1.0  #: how much of the run is done, 0 to 1; before that it is not known
+        self._first_at = 0.0
+        self._lock = threading.Lock()
+        self._readings: dict[tuple[str, int], Reading] = {}
+        self._failed: list[tuple[Reading, Piece]] = []  # batches that could not be read
+        self._left: list[Reading] = []  # loops that are over, which the coordinator has not heard yet
+        self._names: set[str] = set()
+        self._begun: set[object] = set()
+        self._num_step_loops = 0
+        self.boundary = Boundary()  #: where its script stands between two batches
+        self.between: Callable[[], None] = lambda: None  #: two batches, with all that was read in steps
+        self.behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None
+        self.begins_training: Callable[[], None] = lambda: None  #: called before anything is read for a loop
+        self.passes = Passes()  #: over sources that are read by themselves, without a loader
+
+    def name_loader(self, name: str) -> str:
+        """The name that a loader has in all workers: its own, or its number in the order in which they are made."""
+        if not name:
+            name = next(n for k in range(len(self._names) + 1) if (n := f"loader-{k}") not in self._names)
+        elif name in self._names:
+            raise ConfigError(f"there are two loaders called {name!r}; give each its own name=")
+        self._names.add(name)
+        return name
+
+    def name_steps(self) -> str:
+        """The name of the next loop over steps, by the order in which a script makes them."""
+        self._num_step_loops += 1
+        return f"steps-{self._num_step_loops - 1}"
+
+    def has_begun(self, kind: object) -> bool:
+        """Whether a loader over such data has begun its first epoch before."""
+        known = kind in self._begun
+        self._begun.add(kind)
+        return known
+
+    def open(self, loader: str, epoch: int, data: Loader, seed: int | None = None) -> Reading:
+        """This worker begins its loop over an epoch."""
+        self.let_go()
+        if self.rests_first:
+            self.rests_first = False
+            self._worker.rest()
+        reading = Reading(
+            self._asks, self.uses, loader, epoch, data, times=self._times, worker=self._worker, seed=seed
+        )
+        with self._lock:
+            self._readings[loader, epoch] = reading
+        return reading
+
+    def close(self, reading: Reading, unread: list[Piece], *, passes_over: bool, failed: bool = False) -> None:
+        """The loop over an epoch is left. `failed`: the first of what is unread could not be read.
+
+        Then that batch is kept for now: should this worker end by it, the job knows at which batch.
+        """
+        with self._lock:
+            self._readings.pop((reading.loader, reading.epoch), None)
+            self.uses.leave_loop()
+        if self.is_over:
+            return
+        if failed and unread:
+            self._failed.append((reading, unread[0]))
+        self.took(-reading.leave(unread[1:] if failed else unread, passes_over=passes_over))
+        self._left.append(reading)
+        self._tell_left()
+
+    def let_go(self) -> None:
+        """This worker goes on: what it could not read is for others to try."""
+        while self._failed:
+            reading, piece = self._failed.pop()
+            reading.leave([piece], passes_over=False)
+            self._left.append(reading)
+        self._tell_left()
+
+    def _tell_left(self) -> None:
+        """Of loops that are left the coordinator hears, sooner or later: it may be away for longer than one waits."""
+        while self._left:
+            self._left[0].tell_left()
+            del self._left[0]
+
+    def give_back(self, recall: Recall) -> GaveBack:
+        """In the thread that hears the coordinator: what is not begun is others'."""
+        with self._lock:
+            reading = self._readings.get((recall.loader, recall.epoch))
+        return reading.give_back() if reading is not None else GaveBack([])
+
+    def used(self) -> list[Use]:
+        """What commits of this worker have used so far, of leases that it may still have."""
+        return self.uses.committed()
+
+    def late(self) -> list[Use]:
+        """Likewise, of commits that were late."""
+        return self.uses.late()
+
+    def are_told(self) -> bool:
+        """Whether that was all, once these two are asked for after this."""
+        return self.uses.are_told()
+
+    # -- counting -----------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int, num_batches: int) -> None:
+        """A loader begins epoch number `epoch` (from 0), with about this many batches for this worker."""
+        self.progress = (epoch, 0, num_batches)
+
+    def begin_run(self, loader: str, first_epoch: int, num_epochs: int) -> None:
+        """The run has so many epochs of this loader."""
+        self._runs[loader] = (first_epoch, num_epochs)
+        self.note_place(loader, first_epoch)
+
+    def note_place(self, loader: str, epoch: int, fraction: float = 0.0) -> None:
+        """This worker comes to this place of an epoch."""
+        run = self._runs.get(loader)
+        if run is not None and epoch < sum(run):
+            first, num_epochs = run
+            self.note_progress((epoch - first + fraction) / num_epochs, by=loader)
+
+    def note_progress(self, fraction: float, *, by: str) -> None:
+        """How much of the run is done, 0 to 1, by this loop. It never goes back; another loop has its own count."""
+        self.run_done = max(fraction, self.run_done) if by == self._run_by else fraction
+        self._run_by = by
+
+    def read(self, piece: Piece) -> None:
+        """The script has got this batch: the next commit says so."""
+        self.uses.read(piece)
+        self.took(len(piece))
+
+    def took(self, num_samples: int) -> None:
+        """A loader has handed out a batch of this many samples."""
+        now = time.monotonic()
+        self._first_at = self._first_at or now
+        self.seconds = now - self._first_at
+        self.taken += num_samples
+        epoch, step, steps = self.progress
+        self.progress = (epoch, step + 1, steps)

@@ -1,0 +1,136 @@
+"""Whether rounds count this worker, and since where: its stretch, its rests, its coming and its going."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from syncline import faults
+from syncline.core.control import Enter, Entered, Leave, Passed
+from syncline.core.policy import Policy
+from syncline.core.rounds import LOOP
+from syncline.core.traffic import AskPlace, GivenPlace, Rest
+from syncline.errors import FencedError
+from syncline.net.link import Link
+from syncline.worker.placement import Placement
+from syncline.worker.redo import Redo
+
+#: For a server to say whether a round waits for this worker.
+_WHY_SECONDS = 5.0
+
+
+class TakingPart:
+    """What a worker says to the servers of itself. Said again to all of them when they change."""
+
+    def __init__(
+        self, placement: Placement, link: Link, *, policy: Policy, is_late: bool, wait_seconds: float
+    ) -> None:
+        """`is_late`: the job was whole before this worker came; it enters with its first commit."""
+        self._placement, self._link = placement, link
+        self._policy, self._wait_seconds = policy, wait_seconds
+        self.redo: Redo | None = None  # set by the exchange, which needs both
+        self._stretch, self._rested = 0, False
+        self._is_active, self._is_away = True, False
+        self.is_late, self.is_leaving = is_late, False
+        self._enters_again, self._num_entries = False, 0
+        self.back_at: int | None = None  # where it stands from its next commit on
+        self.num_void = 0  # commits with nothing in them to make before the next one
+        self.entered_at = 0  # the job's steps before its first commit since it last entered
+        self.is_in_loop: Callable[[], bool] = lambda: False  # over a loader
+
+    @property
+    def stretch(self) -> int:
+        """Of the next commit."""
+        return self._stretch + self._rested
+
+    @property
+    def must_enter(self) -> bool:
+        """Where its next commit stands, only the coordinator knows."""
+        return self.is_late or self._enters_again
+
+    @property
+    def must_come_back(self) -> bool:
+        return self.must_enter or not self._is_active
+
+    def committed(self, stretch: int) -> None:
+        self._stretch, self._rested = stretch, False
+        self._is_active, self._is_away, self.back_at = True, False, None
+
+    def come_back(self) -> None:
+        """After a rest, or at the first commit of one who came late: where it stands is the same at every server."""
+        is_bounded = self._policy.kind == "bounded"
+        if self.must_enter:
+            if faults.armed is not None:
+                faults.reach("enter.asked")
+            loop = self.stretch // LOOP * LOOP if self.is_in_loop() else -1
+            answer = self._link.call(Enter(self._num_entries, loop), self._wait_seconds)
+            assert isinstance(answer, Entered)
+            # Who has paused is in its loop's rounds again, not in a stretch of its own behind them.
+            self._stretch, self._rested = max(answer.stretch, self.stretch // LOOP * LOOP), False
+            self.back_at = answer.back_at if is_bounded else None
+            self.is_late = self._enters_again = False
+            self.entered_at = answer.step
+            self.num_void = answer.num_void if self._policy.stands_still else 0
+            self._num_entries += 1
+        elif is_bounded:
+            assert self.redo is not None
+            answers = self.redo.again(lambda: self._placement.ask_all(AskPlace()), self._wait_seconds)
+            self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
+
+    def pause(self, *, if_active: bool = False, if_awaited: bool = False) -> None:
+        """In no more rounds of this stretch; said once, until there is a commit in the next. `if_awaited`: only when
+        a round waits for this worker.
+
+        In rounds there is no next stretch within a loop: its rounds would wait for all who have paused, and those
+        maybe for it. The next commit enters again, beside the others.
+        """
+        has_paused = (self._rested and self.stretch % LOOP > 0) or (if_active and not self._is_active)
+        if has_paused or (if_awaited and not self._placement.is_awaited(_WHY_SECONDS)):
+            return
+        if self.stretch % LOOP < LOOP - 1:  # the last one is the loop's end
+            self._rest_from(self.stretch)
+            self._enters_again = self._policy.stands_still
+
+    def rest(self) -> None:
+        """In no more rounds of this loop."""
+        self._enters_again = self._is_away and self._policy.in_rounds
+        self._rest_from(self.stretch // LOOP * LOOP + LOOP - 1)
+
+    def _rest_from(self, stretch: int) -> None:
+        self._stretch, self._rested, self._is_active = stretch, True, False
+        self._tell_anew()
+
+    def step_aside(self) -> int:
+        """In no round at all until its next commit; the stretch that it would be in."""
+        self._is_active, self._is_away = False, True
+        self._tell_anew()
+        return self.stretch
+
+    def pass_barrier(self, passed: Passed) -> None:
+        """Behind it everyone is in the same, new stretch; who came late to it is away until its next commit."""
+        self._stretch, self._rested = passed.stretch, False
+        self._is_active, self._is_away = not passed.is_away, passed.is_away
+        self._enters_again = passed.is_away and self._policy.in_rounds
+
+    def _tell_anew(self) -> None:
+        assert self.redo is not None
+        self.redo.again(self.tell, self._wait_seconds)
+
+    def tell(self) -> None:
+        """Who rests or is away says so to every server; one who came late and has not entered is not counted."""
+        if self._is_active or self.is_late or self.is_leaving:
+            return
+        if self._rested:
+            self._placement.ask_all(Rest(self._stretch, False))
+        if self._is_away:
+            self._placement.ask_all(Rest(self._stretch, True))
+
+    def leave(self) -> None:
+        """No round waits for it any more."""
+        if self.is_late or self.is_leaving:
+            return
+        assert self.redo is not None
+        self.is_leaving = True
+        try:
+            self.redo.again(lambda: self._placement.ask_all(Leave()), self._wait_seconds)
+        except FencedError:
+            return  # it was taken already

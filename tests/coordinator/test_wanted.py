@@ -1,0 +1,37 @@
+"""A save that has begun, as other threads see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from syncline.coordinator.wanted import UnderWay, Wanted
+from syncline.core.saving import Expect
+from syncline.errors import ConnectionLost
+
+
+class Asked:
+    """A worker's endpoint, and the call on it; while it is asked, somebody looks at the save."""
+
+    def __init__(self, under_way: UnderWay, is_gone: bool = False) -> None:
+        self.under_way, self.is_gone, self.is_done, self.seen = under_way, is_gone, False, None
+        self.woken_by: list[Any] = []
+
+    def call(self, message: Any) -> Asked:
+        assert message == Expect(3)
+        self.seen = self.under_way.waiting
+        if self.is_gone:
+            raise ConnectionLost("it is gone")
+        return self
+
+    def when_done(self, wake: Any) -> None:
+        self.woken_by.append(wake)
+
+
+def test_whoever_looks_while_workers_are_asked_sees_none_or_all() -> None:
+    """Beats look at it in other threads: a table that grew under them closed a healthy worker's connection."""
+    under_way = UnderWay(3, Wanted("asked", []), 0.0, "worker-0")
+    asked: dict[str, Any] = {f"worker-{rank}": Asked(under_way, is_gone=rank == 1) for rank in range(3)}
+    under_way.expect(asked, print)
+    assert [one.seen for one in asked.values()] == [[], [], []]
+    assert under_way.waiting == ["worker-0", "worker-2"]
+    assert [one.woken_by for one in asked.values()] == [[print], [], [print]]

@@ -1,0 +1,151 @@
+"""`job.report` while the coordinator is away: nothing is lost, doubled or put out of order, and nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from syncline.config import resolve
+from syncline.core.message import Message
+from syncline.core.metrics import MOST_METRICS, Metrics, Steer
+from syncline.errors import ConfigError, ConnectionLost
+from syncline.worker.measures import Measures
+from syncline.worker.steering import Steering, with_factor
+
+
+class FakeCall:
+    def __init__(self, answer: Message | None) -> None:
+        self._answer = answer
+
+    def wait(self, seconds: float) -> Message:
+        if self._answer is None:
+            raise ConnectionLost("gone")
+        return self._answer
+
+
+class FakeLink:
+    """A coordinator that is there, away, or dies before it answers."""
+
+    def __init__(self) -> None:
+        self.is_open, self.answers = True, True
+        self.heard: list[Metrics] = []
+        self.steer = Steer()
+        self.open: list[Callable[[], None]] = []
+
+    def try_call(self, message: Metrics, then: Callable[[Any], None]) -> None:
+        if not self.is_open:
+            raise ConnectionLost("the coordinator is gone for the moment")
+        self.heard.append(message)
+        if self.answers:
+            then(FakeCall(self.steer))
+        else:
+            self.open.append(lambda: then(FakeCall(None)))
+
+    def die(self) -> None:
+        self.is_open = False
+        while self.open:
+            self.open.pop(0)()
+
+    def come_back(self) -> None:
+        self.is_open = self.answers = True
+        self.heard = []
+
+
+class FakeJob:
+    name, step, samples_taken = "worker-0", 3, 0
+
+    def __init__(self, link: FakeLink, **settings: Any) -> None:
+        self.config, self.link = resolve(settings), link
+        self.asked: list[Metrics] = []
+
+    def ask(self, message: Metrics) -> Message:
+        self.asked.append(message)
+        return self.link.steer
+
+
+def made(**settings: Any) -> tuple[Measures, FakeLink, FakeJob, Steering, list[str]]:
+    link, steering = FakeLink(), Steering()
+    said: list[str] = []
+    job = FakeJob(link, **settings)
+    return Measures(job, link, steering, said.append), link, job, steering, said  # type: ignore[arg-type]
+
+
+def losses(link: FakeLink) -> list[tuple[int, float]]:
+    return [(message.number, message.values["loss"][0]) for message in link.heard]
+
+
+def test_what_was_not_answered_is_said_again_in_order() -> None:
+    measures, link, *_ = made()
+    measures.report({"loss": 0.0})
+    link.answers = False
+    measures.report({"loss": 1.0})
+    measures.report({"loss": 2.0})
+    link.die()
+    measures.report({"loss": 3.0})
+    measures.flush()
+    assert losses(link) == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    link.come_back()
+    measures.report({"loss": 4.0})
+    assert losses(link) == [(2, 1.0), (3, 2.0), (4, 3.0), (5, 4.0)]
+    measures.flush()
+    assert len(link.heard) == 4, "all of it is answered"
+
+
+def test_weights_are_the_samples_since_the_same_metric_was_last_reported() -> None:
+    measures, link, job, *_ = made()
+    job.samples_taken = 32
+    measures.report({"loss": 1.0})
+    job.samples_taken = 48
+    measures.report({"loss": 1.0})
+    measures.report({"accuracy": 1.0})
+    measures.report({"loss": 1.0})
+    measures.report({"loss": 1.0}, weight=7.0)
+    weights = [next(iter(message.values.values()))[1] for message in link.heard]
+    assert weights == [32.0, 16.0, 48.0, 1.0, 7.0]
+
+
+def test_the_answer_steers_and_an_older_word_changes_nothing() -> None:
+    measures, link, _, steering, _ = made()
+    link.steer = Steer(2, "", 0.5)
+    measures.report({"loss": 1.0})
+    assert steering.factor == 0.5 and not measures.should_stop
+    steering.hear(Steer(1, "old", 1.0))
+    assert steering.factor == 0.5 and not steering.stop
+    steering.hear(Steer(3, "--stop", 0.5))
+    assert measures.should_stop
+
+
+def test_the_last_step_is_told_once() -> None:
+    measures, _, job, *_ = made(max_steps=5)
+    assert not measures.should_stop
+    job.step = 5
+    assert measures.should_stop and measures.should_stop
+    job.step = 4  # its parameters came back from an older copy
+    assert measures.should_stop
+    assert [(message.values, message.step) for message in job.asked] == [({}, 5)]
+
+
+def test_a_whole_reading_waits_for_the_rules() -> None:
+    measures, link, job, steering, _ = made()
+    link.steer = Steer(1, "--stop", 1.0)
+    measures.report_whole({"accuracy": 0.9})
+    assert steering.stop == "--stop" and job.asked[0].is_whole and job.asked[0].values == {"accuracy": (0.9, 1.0)}
+
+
+def test_there_is_a_most_of_names() -> None:
+    measures, *_ = made()
+    measures.report({f"m{number}": 1.0 for number in range(MOST_METRICS)})
+    with pytest.raises(ConfigError, match="would be metric 1001: give few, fixed names; 'm777' is one of them"):
+        measures.report({"m7777": 1.0})
+    with pytest.raises(ConfigError, match="weight = -1: it must be a number from 0 on"):
+        measures.report({"m1": 1.0}, weight=-1)
+    measures.report({})
+
+
+def test_a_factor_is_on_what_is_pushed() -> None:
+    assert with_factor({}, {"lr": 0.5}, 1.0) == {}
+    assert with_factor({}, {"lr": 0.5, "eps": 1.0}, 0.5) == {"lr": 0.25}
+    assert with_factor({"lr": 0.1, "eps": 2.0}, {"lr": 0.5}, 0.5) == {"lr": 0.05, "eps": 2.0}
+    assert with_factor({"eps": 2.0}, {}, 0.5) == {"eps": 2.0}

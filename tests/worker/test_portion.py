@@ -1,0 +1,69 @@
+"""A worker's portion: what it reads of its leases, and what it says it has given back."""
+
+from __future__ import annotations
+
+from syncline.core.handing import GivenLease
+from syncline.core.spans import Span
+from syncline.worker.leases import Uses
+from syncline.worker.portion import Portion
+
+
+def portion() -> Portion:
+    made = Portion(4)
+    for number, start in ((3, 0), (5, 8)):
+        made.take(GivenLease(number, Span(start, start + 8)))
+    return made
+
+
+def test_a_lease_that_is_given_twice_is_read_once() -> None:
+    made = portion()
+    made.take(GivenLease(5, Span(8, 16)))
+    assert made.num_left == 16 and made.newest == 5
+
+
+def test_what_was_given_back_is_said_again() -> None:
+    """Whoever heard it first may have died before it was kept."""
+    made = portion()
+    assert made.cut() is not None
+    first = made.give_back(keeps_begun=False)
+    assert first == [(3, 4), (5, 0)]
+    assert made.give_back(keeps_begun=False) == made.given == first
+    made.take(GivenLease(9, Span(4, 8)))
+    assert made.cut() is not None and made.give_back(keeps_begun=False) == first
+    assert made.leave([]) == dict(first)
+
+
+def test_what_is_open_is_not_said_to_be_used() -> None:
+    """Servers tell of it when it is applied; and it may be late."""
+    made, uses = portion(), Uses()
+    for _ in range(3):
+        piece = made.cut()
+        assert piece is not None
+        uses.read(piece)
+    first, second, third = uses.take()
+    uses.answered([first], is_late=False)
+    uses.answered([second], is_late=True)
+    assert uses.committed() == [first] and uses.late() == [second] and third[0] == 5
+    uses.forget({3, 5})
+    assert uses.committed() == [first] and uses.late() == [second]  # who keeps it may die before it does
+    uses.forget({7})
+    assert not uses.committed() and not uses.late()
+
+
+def test_what_is_under_way_when_it_is_asked_is_waited_for() -> None:
+    """It may be on a slice that was lost, and nowhere else: who asks is to ask again."""
+    made, uses = portion(), Uses()
+    for _ in range(2):
+        piece = made.cut()
+        assert piece is not None
+        uses.read(piece)
+        if piece.begin == 0:
+            (first,) = uses.take()
+    assert not uses.are_told()
+    (second,) = uses.take()  # since then, and no part of the question
+    assert not uses.are_told()
+    uses.answered([first], is_late=False)
+    assert uses.are_told() and uses.committed() == [first]
+    assert not uses.are_told(), "another question"
+    uses.answered([second], is_late=True)
+    assert uses.are_told()
