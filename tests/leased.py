@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from tests.patience import PATIENCE
 
-from syncline.core.handing import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Recall
-from syncline.core.leasing import SHARD_POSITIONS, LeaseState, Leasing
-from syncline.core.message import Done, Message
-from syncline.core.order import Order
-from syncline.core.spans import Span
+from syncline.core.leasing.leases import SHARD_POSITIONS, LeaseState, Leasing
+from syncline.core.leasing.order import Order
+from syncline.core.leasing.ranges import Span
+from syncline.core.wire.leases import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Recall
+from syncline.core.wire.message import Done, Message
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 from syncline.worker.leases import Uses
 from syncline.worker.samples import Samples

@@ -8,8 +8,8 @@ from typing import Any
 from tests.patience import PATIENCE
 from tests.store.made import make
 
-from syncline.core.manifest import SavedScript
-from syncline.core.saving import EndSave, Expect, GivenTakenUp, WriteScript, WrittenScript
+from syncline.core.checkpoint.manifest import SavedScript
+from syncline.core.wire.checkpoints import EndSave, Expect, GivenTakenUp, WriteScript, WrittenScript
 from syncline.net.rpc import Call, Endpoint
 from syncline.store.folders import open_folder
 from syncline.worker.job import Job

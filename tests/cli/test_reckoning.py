@@ -11,7 +11,7 @@ import pytest
 from syncline.cli.chaos import show, to_json
 from syncline.cli.reckoning import Kill, Look, reckon, times_of
 from syncline.cli.witness import Step, read_steps
-from syncline.core.durations import duration
+from syncline.core.units import duration
 from syncline.errors import ConfigError
 
 

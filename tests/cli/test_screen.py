@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from syncline.cli.screen import TerminalScreen
-from syncline.core.control import Report, Standings
+from syncline.core.wire.control import Report, Standings
 from syncline.stats import EpochProgress
 
 

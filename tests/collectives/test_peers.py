@@ -12,9 +12,9 @@ from tests.collectives.together import messages, together
 from tests.patience import PATIENCE
 
 from syncline import collectives
-from syncline.core.collecting import Chunk, Describe, Offer, Piece, Share
-from syncline.core.control import Leave, Roster
 from syncline.core.members import Member
+from syncline.core.wire.collectives import Chunk, Describe, Offer, Piece, Share
+from syncline.core.wire.control import Leave, Roster
 from syncline.net import memory
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Stamp

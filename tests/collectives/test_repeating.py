@@ -15,7 +15,7 @@ from tests.collectives.together import messages, together
 from tests.patience import PATIENCE
 
 from syncline import collectives
-from syncline.core.collecting import Broken, Describe
+from syncline.core.wire.collectives import Broken, Describe
 from syncline.errors import ConnectionLost
 from syncline.net import frame
 from syncline.net.connection import SocketConnection

@@ -12,7 +12,24 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline.coordinator.service import Coordinator
-from syncline.core.control import (
+from syncline.core.checkpoint.manifest import SavedScript, SavedSlice
+from syncline.core.layout import Parameter, Slice
+from syncline.core.members import Standing
+from syncline.core.membership import JobState
+from syncline.core.rule import Rule
+from syncline.core.slice_state import Copy
+from syncline.core.wire.checkpoints import (
+    CloseGate,
+    Expect,
+    GateClosed,
+    Mark,
+    TakeUp,
+    WriteMarked,
+    WriteScript,
+    WrittenMarked,
+    WrittenScript,
+)
+from syncline.core.wire.control import (
     AskCopies,
     Beat,
     GiveCopies,
@@ -29,25 +46,8 @@ from syncline.core.control import (
     Uploaded,
     Watch,
 )
-from syncline.core.handing import AskUses, GaveBack, Recall, Uses
-from syncline.core.layout import Parameter, Slice
-from syncline.core.manifest import SavedScript, SavedSlice
-from syncline.core.membership import JobState
-from syncline.core.message import Done, Message
-from syncline.core.rule import Rule
-from syncline.core.saving import (
-    CloseGate,
-    Expect,
-    GateClosed,
-    Mark,
-    TakeUp,
-    WriteMarked,
-    WriteScript,
-    WrittenMarked,
-    WrittenScript,
-)
-from syncline.core.slices import Copy
-from syncline.core.standings import Standing
+from syncline.core.wire.leases import AskUses, GaveBack, Recall, Uses
+from syncline.core.wire.message import Done, Message
 from syncline.errors import ProtocolError, StoreError
 from syncline.net.memory import pair
 from syncline.net.rpc import Call, Endpoint, Request, Stamp

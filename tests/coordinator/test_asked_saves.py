@@ -10,8 +10,8 @@ import pytest
 from tests.coordinator.played import SECONDS, ask, jobs, until
 from tests.coordinator.saves import begun, folder
 
-from syncline.core.message import Done
-from syncline.core.saving import CloseGate, Expect, Finish, Mark, Save, Saved, WriteMarked
+from syncline.core.wire.checkpoints import CloseGate, Expect, Finish, Mark, Save, Saved, WriteMarked
+from syncline.core.wire.message import Done
 from syncline.errors import ConnectionLost
 
 __all__ = ["folder", "jobs"]

@@ -12,10 +12,10 @@ from tests.coordinator.played import SECONDS, jobs, until
 from tests.coordinator.test_registering import hold, registration
 
 from syncline import Rule
-from syncline.core.control import Host, Over, Prepare, SeedTo, Uploaded
 from syncline.core.members import Member
 from syncline.core.membership import JobState
-from syncline.core.message import Done
+from syncline.core.wire.control import Host, Over, Prepare, SeedTo, Uploaded
+from syncline.core.wire.message import Done
 from syncline.errors import ProtocolError, StoreError
 from syncline.server.hosting import Hosting
 from syncline.testing.local import local_job

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from tests.coordinator.played import SECONDS, Job, jobs, until
 
-from syncline.core.control import Beat, Install, Leave, Over, Rejoin
-from syncline.core.handing import (
+from syncline.core.leasing.loader import Loader
+from syncline.core.slice_state import Copy
+from syncline.core.wire.control import Beat, Install, Leave, Over, Rejoin
+from syncline.core.wire.leases import (
     AskLease,
     AskUses,
     Confirm,
@@ -18,9 +20,7 @@ from syncline.core.handing import (
     OpenEpoch,
     Recall,
 )
-from syncline.core.loader import Loader
-from syncline.core.message import Message
-from syncline.core.slices import Copy
+from syncline.core.wire.message import Message
 from syncline.errors import ConfigError
 from syncline.net.rpc import Call, Request
 

@@ -9,10 +9,10 @@ import pytest
 from tests.coordinator.played import Disk, jobs, until
 from tests.coordinator.saves import begun, folder
 
-from syncline.core.control import Register, Registered, Rejoin, Uploaded
 from syncline.core.layout import Parameter
 from syncline.core.rule import Rule
-from syncline.core.saving import Save, TakeUp
+from syncline.core.wire.checkpoints import Save, TakeUp
+from syncline.core.wire.control import Register, Registered, Rejoin, Uploaded
 from syncline.errors import LayoutError, StoreError
 
 __all__ = ["folder", "jobs"]

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from tests.coordinator.played import SECONDS, jobs, until
 
-from syncline.core.control import (
+from syncline.core.members import Standing
+from syncline.core.seats import Seat, protection
+from syncline.core.slice_state import life_of
+from syncline.core.wire.control import (
     AskRoster,
     AskStatus,
     AskWhy,
@@ -31,10 +34,7 @@ from syncline.core.control import (
     Roster,
     Scale,
 )
-from syncline.core.message import Done
-from syncline.core.seats import Seat, protection
-from syncline.core.slices import life_of
-from syncline.core.standings import Standing
+from syncline.core.wire.message import Done
 from syncline.errors import ConnectionLost, FencedError
 from syncline.net.memory import pair
 from syncline.net.rpc import Endpoint, Stamp

@@ -14,8 +14,8 @@ import pytest
 from tests.coordinator.played import SECONDS, Played, ask, jobs, until
 
 from syncline import Rule
-from syncline.core.control import AskStatus, AskWhy, Barrier, Leave, Rejoin
-from syncline.core.pacing import Pace
+from syncline.core.wire.control import AskStatus, AskWhy, Barrier, Leave, Rejoin
+from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.worker.job import Job

@@ -8,10 +8,10 @@ import pytest
 from tests.coordinator.played import Played, jobs, until
 from tests.patience import PATIENCE
 
-from syncline.core.control import Host, Prepare, Register, Registered, Rejoin, Roster, SeedTo, Uploaded
 from syncline.core.layout import Parameter
-from syncline.core.message import Done
 from syncline.core.rule import Rule
+from syncline.core.wire.control import Host, Prepare, Register, Registered, Rejoin, Roster, SeedTo, Uploaded
+from syncline.core.wire.message import Done
 from syncline.errors import ProtocolError
 
 __all__ = ["jobs"]

@@ -10,18 +10,18 @@ import pytest
 from tests.coordinator.played import SECONDS, jobs, until
 from tests.coordinator.saves import begun, folder, manifest
 
-from syncline.core.control import GiveCopies, Register, Registered
-from syncline.core.handing import AskLease, OpenEpoch
 from syncline.core.layout import Parameter
-from syncline.core.loader import Loader
+from syncline.core.leasing.loader import Loader
 from syncline.core.rule import Rule
-from syncline.core.saving import (
+from syncline.core.slice_state import Copy, life_of
+from syncline.core.wire.checkpoints import (
     AskTakenUp,
     GivenTakenUp,
     Save,
     TakeUp,
 )
-from syncline.core.slices import Copy, life_of
+from syncline.core.wire.control import GiveCopies, Register, Registered
+from syncline.core.wire.leases import AskLease, OpenEpoch
 from syncline.errors import LayoutError
 from syncline.testing import local_job
 

@@ -12,14 +12,24 @@ from tests.coordinator.played import SECONDS, Disk, ask, jobs, until
 from tests.coordinator.saves import begun, folder, manifest
 
 from syncline.coordinator.recording import adopt
-from syncline.core import saving
-from syncline.core.control import AskStatus, Barrier, Beat, Install, Leave, Passed, Register, Registered
-from syncline.core.handing import AskLease, AskUses, OpenEpoch, Uses
 from syncline.core.layout import Parameter
-from syncline.core.loader import Loader
-from syncline.core.message import Done
+from syncline.core.leasing.loader import Loader
 from syncline.core.rule import Rule
-from syncline.core.saving import CloseGate, EndSave, Expect, Finish, Mark, OpenGate, Save, Saved, WriteMarked
+from syncline.core.wire.checkpoints import (
+    CloseGate,
+    EndSave,
+    Expect,
+    Finish,
+    Mark,
+    OpenGate,
+    Save,
+    Saved,
+    WriteMarked,
+    WriteScript,
+)
+from syncline.core.wire.control import AskStatus, Barrier, Beat, Install, Leave, Passed, Register, Registered
+from syncline.core.wire.leases import AskLease, AskUses, OpenEpoch, Uses
+from syncline.core.wire.message import Done
 from syncline.errors import ConfigError, StoreError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
@@ -36,8 +46,12 @@ def test_a_save_is_expected_then_cut_then_written_then_over(jobs: Any, folder: p
         CloseGate, Mark, WriteMarked, EndSave,
     ]  # fmt: skip
     kinds = [type(message) for message in job["worker-1"].heard]
-    assert [k for k in kinds if k in (Expect, saving.WriteScript, EndSave)] == [Expect, saving.WriteScript, EndSave]
-    assert job["worker-1"].all(saving.WriteScript)[0].clock == 7
+    assert [k for k in kinds if k in (Expect, WriteScript, EndSave)] == [
+        Expect,
+        WriteScript,
+        EndSave,
+    ]
+    assert job["worker-1"].all(WriteScript)[0].clock == 7
     made = manifest(folder)
     assert [script.worker for script in made.scripts] == ["worker-0", "worker-1"]
     assert len(made.slices) == 4 and {part.version for part in made.slices} == {7}
@@ -52,7 +66,7 @@ def test_servers_that_are_apart_are_told_what_to_let_in(jobs: Any, folder: pathl
     job["worker-0"].ask(Save())
     turns = job["server-0"].all(CloseGate)
     assert [turn.turn for turn in turns] == [0, 1] and ahead in turns[1].through
-    assert job["worker-0"].all(saving.WriteScript)[0].clock == 8
+    assert job["worker-0"].all(WriteScript)[0].clock == 8
 
 
 def test_what_was_used_at_the_cut_and_not_confirmed_is_done(jobs: Any, folder: pathlib.Path) -> None:
@@ -231,7 +245,7 @@ def test_the_next_coordinator_ends_the_save_and_makes_another(jobs: Any, folder:
 
 def _next(jobs: Any, job: Any) -> Any:
     """The coordinator of the next term, and the same members."""
-    from syncline.core.control import Rejoin
+    from syncline.core.wire.control import Rejoin
 
     disk = Disk()
     disk.states, disk.segments = list(job.disk.states), dict(job.disk.segments)

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from tests.coordinator.played import SECONDS, jobs, until
 
-from syncline.core.control import (
+from syncline.core.membership import JobState
+from syncline.core.slice_state import Copy
+from syncline.core.wire.control import (
     Barrier,
     GiveCopies,
     Host,
@@ -21,9 +23,7 @@ from syncline.core.control import (
     Roster,
     SeedTo,
 )
-from syncline.core.membership import JobState
-from syncline.core.message import Done
-from syncline.core.slices import Copy
+from syncline.core.wire.message import Done
 
 __all__ = ["jobs"]
 

@@ -12,12 +12,12 @@ import pytest
 from tests.coordinator.played import Disk, Played, ask, jobs, until, watching
 from tests.patience import PATIENCE
 
-from syncline.core.control import AskStatus, Leave, Rejoin, Watch
-from syncline.core.handing import AskLease, GivenLease, Opened, OpenEpoch
-from syncline.core.loader import Loader
+from syncline.core.leasing.loader import Loader
 from syncline.core.metrics import Metrics, Steer
-from syncline.core.pacing import Pace
 from syncline.core.stopping import NEXT, Stop
+from syncline.core.wire.control import AskStatus, Leave, Rejoin, Watch
+from syncline.core.wire.leases import AskLease, GivenLease, Opened, OpenEpoch
+from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, ProtocolError
 from syncline.testing import local_job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from syncline.coordinator.wanted import UnderWay, Wanted
-from syncline.core.saving import Expect
+from syncline.core.wire.checkpoints import Expect
 from syncline.errors import ConnectionLost
 
 

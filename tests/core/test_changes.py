@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.core.changes import Change
-from syncline.core.control import Prepared
+from syncline.core.members import Standing
 from syncline.core.policy import parse_policy
+from syncline.core.reconfigure import Change
 from syncline.core.rounds import ERA, LOOP, Rounds
 from syncline.core.seats import Seat
-from syncline.core.standings import Standing
+from syncline.core.wire.control import Prepared
 
 
 def change(

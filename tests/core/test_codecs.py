@@ -17,8 +17,7 @@ from syncline.core.codecs.int8 import BLOCK_ITEMS, Int8
 from syncline.core.codecs.named import Codecs, codecs_of
 from syncline.core.codecs.pieces import NOT_SENT, Encoded, SliceCoder
 from syncline.core.codecs.topk import TopK
-from syncline.core.layout import Parameter, Segment, arrange
-from syncline.core.placement import place
+from syncline.core.layout import Parameter, Segment, arrange, place
 from syncline.core.rule import Rule
 from syncline.core.settings import check_settings
 from syncline.errors import ConfigError, FrameError

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from syncline.core.collecting import STRANGER, Describe
 from syncline.core.collectives import (
     check_heard,
     disagreement,
@@ -22,6 +21,7 @@ from syncline.core.collectives import (
     share,
     wanted,
 )
+from syncline.core.wire.collectives import STRANGER, Describe
 from syncline.errors import FrameError
 
 GROUP = (3, 5, 9)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from syncline.core.cutting import taken_up
-from syncline.core.leasing import LeaseState, Leasing
-from syncline.core.loader import Loader
+from syncline.core.checkpoint.snapshot import taken_up
+from syncline.core.leasing.leases import LeaseState, Leasing
+from syncline.core.leasing.loader import Loader
 
 LOADER = Loader(10, 1, is_steps=True)
 A, B, A2 = ("worker-0", 1), ("worker-1", 2), ("worker-0", 3)

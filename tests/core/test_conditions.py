@@ -24,7 +24,7 @@ from syncline.core.conditions import (
     parse_condition,
     parse_on_plateau,
 )
-from syncline.core.durations import Interval, duration, interval
+from syncline.core.units import Interval, duration, interval
 from syncline.errors import ConfigError
 
 

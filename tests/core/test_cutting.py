@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from syncline.core.cutting import CUT_SECONDS, Cut, ledger_at, taken_up
-from syncline.core.leasing import LeaseState, Leasing
-from syncline.core.loader import Loader
-from syncline.core.saving import GateClosed, Noted
-from syncline.core.spans import Span, count
+from syncline.core.checkpoint.snapshot import CUT_SECONDS, Cut, ledger_at, taken_up
+from syncline.core.leasing.leases import LeaseState, Leasing
+from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.ranges import Span, count
+from syncline.core.wire.checkpoints import GateClosed, Noted
 
 A, B = ("worker-0", 1), ("worker-1", 2)
 

@@ -6,12 +6,11 @@ import msgspec
 import pytest
 
 from syncline.config import JobConfig
-from syncline.core.changes import Change
-from syncline.core.control import Entered, Prepared
-from syncline.core.deciding import Deciding
+from syncline.core.members import Standing
 from syncline.core.membership import JobState, Membership
+from syncline.core.reconfigure import Change, Deciding
 from syncline.core.seats import Plan, Seat
-from syncline.core.standings import Standing
+from syncline.core.wire.control import Entered, Prepared
 from syncline.errors import ConfigError
 
 SIZES = {0: 4, 1: 4}

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from syncline.config import JobConfig
-from syncline.core.deputies import deputies_of
 from syncline.core.members import Member
+from syncline.core.ring import deputies_of
 from syncline.core.seats import Seat
 
 RING = JobConfig(exchange="ring", workers=4)

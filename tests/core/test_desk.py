@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from syncline.config import JobConfig
-from syncline.core.desk import Desk
-from syncline.core.handing import AskLease, GivenLease, OpenEpoch
-from syncline.core.loader import Loader
+from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.queue import Desk
 from syncline.core.membership import JobState, Membership
-from syncline.core.slices import Identity
+from syncline.core.slice_state import Identity
+from syncline.core.wire.leases import AskLease, GivenLease, OpenEpoch
 
 DATA = Loader(32, 4)
 ONE, TWO = ("worker-0", 1), ("worker-1", 2)

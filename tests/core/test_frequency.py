@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.core.frequency import Every, every
+from syncline.core.checkpoint.schedule import Every, every
 from syncline.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.gates import Gate, behind_to_tell, clocks_to_tell, gate_of, on_all
+from syncline.core.checkpoint.snapshot import Gate, behind_to_tell, clocks_to_tell, gate_of, on_all
 
 A, B = ("worker-0", 1), ("worker-1", 2)
 

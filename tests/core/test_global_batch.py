@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.core.test_leasing import A, B, C, Play, opened
 
-from syncline.core.handing import GivenLease
-from syncline.core.leasing import LeaseState, Leasing
-from syncline.core.loader import Loader
-from syncline.core.shares import equal_parts
-from syncline.core.slices import Identity
+from syncline.core.leasing.leases import LeaseState, Leasing
+from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.shares import equal_parts
+from syncline.core.slice_state import Identity
+from syncline.core.wire.leases import GivenLease
 from syncline.worker.portion import Piece, Portion
 
 

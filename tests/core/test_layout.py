@@ -21,10 +21,10 @@ from syncline.core.layout import (
     arrange,
     covers,
     in_ranges,
+    place,
     to_ranges,
     without,
 )
-from syncline.core.placement import place
 from syncline.core.rule import Rule
 from syncline.errors import LayoutError, RuleError
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from syncline.core.cutting import taken_up
-from syncline.core.handing import GivenLease
-from syncline.core.leasing import SHARD_POSITIONS, LeaseState, Leasing
-from syncline.core.ledger import Lease
-from syncline.core.loader import Loader
-from syncline.core.slices import Identity
+from syncline.core.checkpoint.snapshot import taken_up
+from syncline.core.leasing.leases import SHARD_POSITIONS, LeaseState, Leasing
+from syncline.core.leasing.ledger import Lease
+from syncline.core.leasing.loader import Loader
+from syncline.core.slice_state import Identity
+from syncline.core.wire.leases import GivenLease
 from syncline.errors import ConfigError
 from syncline.worker.portion import Portion
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from syncline.core.ledger import Epoch, Lease
-from syncline.core.places import merged, without
-from syncline.core.spans import Span
+from syncline.core.leasing.ledger import Epoch, Lease
+from syncline.core.leasing.ranges import Span, merged, without
 
 A, B, C = ("worker-0", 1), ("worker-1", 2), ("worker-2", 3)
 

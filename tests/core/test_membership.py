@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from syncline.config import JobConfig
-from syncline.core.control import Passed
 from syncline.core.members import Address
 from syncline.core.membership import Barriers, JobState, Membership, Outcome
 from syncline.core.rounds import ERA
 from syncline.core.seats import Seat
+from syncline.core.wire.control import Passed
 from syncline.errors import ConfigError
 
 

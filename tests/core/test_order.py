@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.order import ChunkedOrder, Order
+from syncline.core.leasing.order import ChunkedOrder, Order
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)
 

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from syncline.config import JobConfig
-from syncline.core.outer import outer_of, parse_outer
-from syncline.core.rule import Rule
+from syncline.core.rule import Rule, outer_of, parse_outer
 from syncline.core.settings import check_settings
 from syncline.errors import ConfigError
 

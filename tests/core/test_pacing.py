@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.pacing import Paced, told_paused, told_seconds
+from syncline.core.wire.pace import Paced, told_paused, told_seconds
 
 
 def test_what_status_and_why_say() -> None:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.core.layout import ALIGN, Layout, Parameter, Segment, arrange
-from syncline.core.placement import place
+from syncline.core.layout import ALIGN, Layout, Parameter, Segment, arrange, place
 from syncline.core.rule import Rule
 from syncline.core.seats import Seat
 

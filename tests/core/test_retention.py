@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.retention import Standing, outdated
+from syncline.core.checkpoint.schedule import Standing, outdated
 
 
 def standings(text: str, lineage: str = "a") -> list[Standing]:

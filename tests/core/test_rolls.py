@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncline.core.members import Standing, merged
 from syncline.core.policy import Policy
-from syncline.core.rolls import Roll, Rolls, unanswered
-from syncline.core.rounds import Rounds, after_barrier
-from syncline.core.standings import Standing, merged
-from syncline.core.verdicts import Verdict
+from syncline.core.rounds import Roll, Rolls, Rounds, Verdict, after_barrier, unanswered
 from syncline.errors import ProtocolError
 
 Members = tuple[tuple[str, int], ...]

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncline.core.members import by_name
 from syncline.core.policy import Policy, parse_policy
-from syncline.core.rounds import Rounds, after_barrier
-from syncline.core.standings import by_name
-from syncline.core.verdicts import Verdict
+from syncline.core.rounds import Rounds, Verdict, after_barrier
 from syncline.errors import FencedError, ProtocolError
 
 SYNC = Policy("sync")

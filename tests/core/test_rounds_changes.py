@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.core.changes import next_turn
+from syncline.core.members import Standing, merged
 from syncline.core.policy import parse_policy
-from syncline.core.rounds import ERA, Rounds
-from syncline.core.standings import Standing, merged
-from syncline.core.verdicts import Verdict
+from syncline.core.reconfigure import next_turn
+from syncline.core.rounds import ERA, Rounds, Verdict
 from syncline.errors import FencedError
 
 

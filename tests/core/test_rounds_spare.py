@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncline.core.members import Standing
 from syncline.core.policy import Policy
-from syncline.core.rounds import Rounds, after_barrier
-from syncline.core.standings import Standing
-from syncline.core.verdicts import Verdict
+from syncline.core.rounds import Rounds, Verdict, after_barrier
 
 Round = tuple[tuple[str, int], ...]
 

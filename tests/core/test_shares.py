@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.shares import widths, worth_a_change
+from syncline.core.leasing.shares import widths, worth_a_change
 
 SPEEDS = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=4)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.slices import Copy, SliceState, freshest, highest_clocks, least_clocks, num_revoked, reach_of
+from syncline.core.slice_state import Copy, SliceState, freshest, highest_clocks, least_clocks, num_revoked, reach_of
 from syncline.errors import ProtocolError
 
 ONE, TWO = ("worker-0", 3), ("worker-1", 4)

@@ -7,11 +7,11 @@ import random
 import msgspec
 import pytest
 
-from syncline.core.leasing import SHARD_POSITIONS, LeaseState, Leasing
-from syncline.core.ledger import Doubt, Epoch, Lease
-from syncline.core.loader import Loader
-from syncline.core.sound_leases import check_leases, overlap
-from syncline.core.spans import Span, comb
+from syncline.core.checkpoint.soundness import check_leases, overlap
+from syncline.core.leasing.leases import SHARD_POSITIONS, LeaseState, Leasing
+from syncline.core.leasing.ledger import Doubt, Epoch, Lease
+from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.ranges import Span, comb
 from syncline.errors import StoreError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.spans import Span, comb, count, joined
+from syncline.core.leasing.ranges import Span, comb, count, joined
 
 
 def positions(spans: list[Span]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.core.splits import ByRank
+from syncline.core.leasing.order import ByRank
 
 shares = st.fixed_dictionaries(
     {

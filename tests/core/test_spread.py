@@ -8,9 +8,9 @@ from syncline.config import JobConfig
 from syncline.core.codecs.named import codecs_of
 from syncline.core.layout import Parameter
 from syncline.core.registry import Registry
+from syncline.core.ring import Spread
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
-from syncline.core.spread import Spread
 
 
 def spread(number: int, hosts: str, **settings: str) -> set[int]:

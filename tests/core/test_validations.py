@@ -7,9 +7,9 @@ import random
 import msgspec
 import pytest
 
-from syncline.core.measuring import AskStint, GivenStint
-from syncline.core.slices import Identity
-from syncline.core.validations import Validating, ValidationState, of_candidates
+from syncline.core.slice_state import Identity
+from syncline.core.validation import Validating, ValidationState, of_candidates
+from syncline.core.wire.validation import AskStint, GivenStint
 from syncline.errors import ConfigError
 
 

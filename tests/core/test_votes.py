@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.votes import Ballot, Votes, ballot_of, settled_by
+from syncline.core.ring import Ballot, Votes, ballot_of, settled_by
 
 FIRST, SECOND = Ballot(3, "worker-0", 1, 7), Ballot(3, "worker-0", 1, 8)
 ALL = ("server-0", "server-1", "server-2")

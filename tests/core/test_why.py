@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.why import Known, causes, why
+from syncline.core.liveness import Known, causes, why
 from syncline.stats import Wait
 
 KNOWN = {

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import syncline.data
-from syncline.core.order import ChunkedOrder, Order
+from syncline.core.leasing.order import ChunkedOrder, Order
 from syncline.data import ArraySource, Batch, batches, read_batches
 from syncline.errors import ConfigError
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.leased import Desk, FakeJob, alone, order
 
-from syncline.core.leasing import SHARD_POSITIONS
+from syncline.core.leasing.leases import SHARD_POSITIONS
 from syncline.data import ArraySource, IterableSource, batches, samples_at
 from syncline.data import batching as module
 from syncline.errors import ConfigError

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_START, PATIENT_TOML
 
-from syncline.core.control import AskStatus, GivenStatus
+from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
 from syncline.launch.folder import find_job
 from syncline.launch.watching import ask

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from tests.patience import JOB_PATIENCE, PATIENCE
 
-from syncline.core.control import AskStatus, GivenStatus
+from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
 from syncline.launch import jobfile
 from syncline.launch.processes import MemberProcess, Plan, start_member

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from tests.patience import PATIENCE
 
-from syncline.core.control import Died, Standings
+from syncline.core.wire.control import Died, Standings
 from syncline.launch import jobfile
 from syncline.launch.launcher import Launcher
 from syncline.launch.processes import Plan

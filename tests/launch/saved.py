@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tests.patience import JOB_PATIENCE, PATIENCE
 
-from syncline.core.order import Order
+from syncline.core.leasing.order import Order
 
 NUM_SAMPLES, EPOCHS = 48, 5
 #: `x` depends on all that came before: on its own value, on momenta, on which samples are in which round, on every

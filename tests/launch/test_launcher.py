@@ -14,7 +14,7 @@ import pytest
 from tests.launch.played import Play, Process
 from tests.patience import PATIENCE
 
-from syncline.core.control import Died, Report, Standings
+from syncline.core.wire.control import Died, Report, Standings
 from syncline.launch.lives import Lives
 
 

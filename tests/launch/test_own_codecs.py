@@ -10,8 +10,8 @@ import pytest
 from tests.launch.played import FILE
 
 from syncline.config import JobConfig
-from syncline.core.control import Joined
 from syncline.core.members import Member
+from syncline.core.wire.control import Joined
 from syncline.errors import ConfigError
 from syncline.launch.own_codecs import check_own_codecs
 from syncline.launch.serving import End, Serving

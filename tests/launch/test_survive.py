@@ -16,7 +16,7 @@ from tests.patience import JOB_PATIENCE
 from typer.testing import CliRunner
 
 from syncline.cli.main import app
-from syncline.core.control import AskStatus, GivenStatus
+from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
 from syncline.launch.folder import find_job
 from syncline.launch.watching import ask

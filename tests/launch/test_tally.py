@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.launch.played import Coordinator
 
-from syncline.core.control import Report, Standings
+from syncline.core.wire.control import Report, Standings
 from syncline.launch.summary import Death, Facts
 from syncline.launch.tally import Tally
 

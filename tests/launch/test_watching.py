@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.control import AskStatus, Died, GivenStatus
+from syncline.core.wire.control import AskStatus, Died, GivenStatus
 from syncline.errors import ConnectionLost
 from syncline.launch import jobfile
 from syncline.launch.processes import MemberProcess, Plan, start_member

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.message import Message
+from syncline.core.wire.message import Message
 from syncline.net import tcp
 from syncline.net.connection import SocketConnection
 from syncline.net.frame import Header

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.control import Leave, Over
-from syncline.core.membership import Address
-from syncline.core.traffic import Upload
+from syncline.core.members import Address
+from syncline.core.wire.control import Leave, Over
+from syncline.core.wire.traffic import Upload
 from syncline.errors import ConnectionLost, TokenError
 from syncline.net import frame, tcp
 from syncline.net.certificate import Certificate, client_context

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.membership import Address
-from syncline.core.messages import Done, Message, Pull, Pulled, Upload
+from syncline.core.members import Address
+from syncline.core.wire.tables import Done, Message, Pull, Pulled, Upload
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, TokenError, WaitTimeout
 from syncline.net import frame, stalls, tcp
 from syncline.net.rpc import Endpoint, Request, Stamp

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.core import messages
-from syncline.core.message import Message
-from syncline.core.messages import MAY_SAY, MESSAGES, ROLES
-from syncline.core.spans import Span, comb
-from syncline.core.traffic import Pull, StateEntry
+from syncline.core.leasing.ranges import Span, comb
+from syncline.core.wire import tables
+from syncline.core.wire.message import Message
+from syncline.core.wire.tables import MAY_SAY, MESSAGES, ROLES
+from syncline.core.wire.traffic import Pull, StateEntry
 from syncline.errors import FrameError, VersionError
 from syncline.net import frame
 from syncline.net.frame import Header
@@ -135,7 +135,7 @@ def test_a_header_cut_short_is_refused(size: int) -> None:
         frame.parse_header(bytes(size))
 
 
-PULL = messages.KIND[Pull]
+PULL = tables.KIND[Pull]
 
 
 @pytest.mark.parametrize(
@@ -164,19 +164,19 @@ def test_a_body_nested_deeper_than_python_can_follow_is_refused(nested: bytes) -
     """`Join` carries settings of any form: a hundred thousand brackets must not end the reader's thread."""
     body = b"\x96\xa0\xa0\xa0\x00\xc0\x81\xa1k" + nested
     with pytest.raises(FrameError, match="a Join that cannot be read"):
-        frame.decode(messages.KIND[messages.Join], body)
+        frame.decode(tables.KIND[tables.Join], body)
 
 
 def test_text_that_is_no_text_is_refused() -> None:
     with pytest.raises(FrameError, match="a Died that cannot be read"):
-        frame.decode(messages.KIND[messages.Died], b"\x92\xa2\xff\xfe\xa0")
+        frame.decode(tables.KIND[tables.Died], b"\x92\xa2\xff\xfe\xa0")
 
 
 def test_every_message_has_one_number_and_one_place_to_be_said() -> None:
     """A verb nobody may say is dead; one that two roles may say must be meant so."""
     assert len(set(MESSAGES)) == len(MESSAGES) < 1 << 16
     assert set(MESSAGES) == {
-        value for value in vars(messages).values()
+        value for value in vars(tables).values()
         if isinstance(value, type) and issubclass(value, Message) and value is not Message
     }  # fmt: skip
     assert set(MAY_SAY) == set(ROLES)

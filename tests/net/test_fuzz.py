@@ -18,14 +18,14 @@ import msgspec
 import pytest
 
 from syncline.config import JobConfig
-from syncline.core.control import Leave
 from syncline.core.layout import Parameter, Ranges, Segment, arrange
-from syncline.core.message import Message
-from syncline.core.messages import MESSAGES
-from syncline.core.rolls import Roll
+from syncline.core.leasing.ranges import Span
+from syncline.core.rounds import Roll
 from syncline.core.rule import Option, Rule
-from syncline.core.spans import Span
-from syncline.core.traffic import Upload
+from syncline.core.wire.control import Leave
+from syncline.core.wire.message import Message
+from syncline.core.wire.tables import MESSAGES
+from syncline.core.wire.traffic import Upload
 from syncline.errors import ConnectionLost, ProtocolError
 from syncline.net import frame, handshake
 from syncline.net.connection import SocketConnection

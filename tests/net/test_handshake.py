@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from syncline.core.messages import PROTOCOL
+from syncline.core.wire.tables import PROTOCOL
 from syncline.errors import FrameError, ProtocolError, TokenError, VersionError
 from syncline.net import handshake
 from syncline.net.handshake import (

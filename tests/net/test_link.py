@@ -10,8 +10,8 @@ from typing import Any
 
 from tests.patience import PATIENCE
 
-from syncline.core.control import AskWhy, Beat, Join, Over, Rejoin
-from syncline.core.message import Done
+from syncline.core.wire.control import AskWhy, Beat, Join, Over, Rejoin
+from syncline.core.wire.message import Done
 from syncline.net import memory
 from syncline.net.link import Link
 from syncline.net.rpc import Call, Endpoint, Request, Stamp

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.control import Leave
-from syncline.core.traffic import Attach, Pull, Upload
+from syncline.core.wire.control import Leave
+from syncline.core.wire.traffic import Attach, Pull, Upload
 from syncline.errors import ConnectionLost, FencedError, FrameError
 from syncline.net import frame, memory
 from syncline.net.frame import Header

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.control import GivenWhy, Leave
-from syncline.core.message import Done
-from syncline.core.traffic import Committed, Rest
+from syncline.core.wire.control import GivenWhy, Leave
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Committed, Rest
 from syncline.errors import ConnectionLost, FrameError, RuleError, WaitTimeout
 from syncline.net import frame, memory
 from syncline.net.frame import MORE, Header

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.control import AskServerStats, AskWhy, Barrier, Died, GivenWhy, Leave, Over
-from syncline.core.message import Done
-from syncline.core.traffic import Pull, Pulled, Rest, Upload
+from syncline.core.wire.control import AskServerStats, AskWhy, Barrier, Died, GivenWhy, Leave, Over
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Pull, Pulled, Rest, Upload
 from syncline.errors import (
     ConnectionLost,
     LayoutError,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.control import Leave
-from syncline.core.traffic import Attach, Mapped
+from syncline.core.wire.control import Leave
+from syncline.core.wire.traffic import Attach, Mapped
 from syncline.errors import FrameError
 from syncline.net import frame, shm
 from syncline.net.frame import Header

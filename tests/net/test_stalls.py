@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.messages import Leave, Upload
+from syncline.core.wire.tables import Leave, Upload
 from syncline.errors import ConnectionLost
 from syncline.net import frame, stalls
 from syncline.net.certificate import Certificate, client_context

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.control import Died, Leave
-from syncline.core.messages import PROTOCOL
-from syncline.core.traffic import Pull, Upload
+from syncline.core.wire.control import Died, Leave
+from syncline.core.wire.tables import PROTOCOL
+from syncline.core.wire.traffic import Pull, Upload
 from syncline.errors import ConfigError, ConnectionLost, FrameError, TokenError, VersionError
 from syncline.net import frame, handshake, tcp
 from syncline.net.frame import Header

@@ -13,7 +13,7 @@ import pytest
 
 from syncline import config as configuration
 from syncline.bench.memory import pss_bytes
-from syncline.core.control import Standings
+from syncline.core.wire.control import Standings
 from syncline.launch.processes import MemberProcess, Plan, start_member
 from syncline.launch.running import Script, run_job
 from syncline.launch.standby import Standby

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from syncline.core.order import Order
+from syncline.core.leasing.order import Order
 from syncline.worker import seeding
 
 

@@ -12,17 +12,16 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline.config import JobConfig
-from syncline.core.changes import Change
-from syncline.core.control import Host, Joined, Prepared, SeedTo
 from syncline.core.layout import ITEM_BYTES, Parameter, Segment, Slice, to_ranges
-from syncline.core.members import Member
-from syncline.core.message import Message
+from syncline.core.members import Member, Standing
+from syncline.core.reconfigure import Change
 from syncline.core.registry import Registry
-from syncline.core.rolls import Roll
+from syncline.core.rounds import Roll
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat, without
-from syncline.core.standings import Standing
-from syncline.core.traffic import CommitStaged, Stage, Upload
+from syncline.core.wire.control import Host, Joined, Prepared, SeedTo
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import CommitStaged, Stage, Upload
 from syncline.errors import ConnectionLost
 from syncline.net import memory
 from syncline.net.memory import HeapMemory

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from tests.patience import PATIENCE
 
-from syncline.core.cutting import Cut
+from syncline.core.checkpoint.manifest import Manifest
+from syncline.core.checkpoint.snapshot import Cut
+from syncline.core.checkpoint.soundness import checkpoint_name
 from syncline.core.layout import Layout
-from syncline.core.manifest import Manifest
-from syncline.core.message import Message
-from syncline.core.saving import GateClosed, Mark, WriteMarked, WrittenMarked
-from syncline.core.soundness import checkpoint_name
+from syncline.core.wire.checkpoints import GateClosed, Mark, WriteMarked, WrittenMarked
+from syncline.core.wire.message import Message
 from syncline.net.rpc import Call
 from syncline.store import checkpoints
 from syncline.store.folders import Folder, open_folder

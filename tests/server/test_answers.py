@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.traffic import Committed
+from syncline.core.wire.traffic import Committed
 from syncline.net.transport import buffer_of
 from syncline.server import answers
 from syncline.server.answers import PartialAnswer

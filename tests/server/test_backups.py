@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.server.test_replication import X, check_equal, ones, step
 
-from syncline.core.traffic import Committed
+from syncline.core.wire.traffic import Committed
 
 from .conftest import WAIT, House, Waiting, eventually
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from syncline import Rule
-from syncline.core.traffic import Committed
+from syncline.core.wire.traffic import Committed
 from syncline.testing import local_job
 from syncline.worker.job import Job
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from tests.blackhole import blackhole
 from tests.server.test_generations import by_slice, two_of, x, zeros
 
-from syncline.core.control import SeedTo
 from syncline.core.members import Member
+from syncline.core.wire.control import SeedTo
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Peer

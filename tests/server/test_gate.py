@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.control import Leave
-from syncline.core.rolls import Roll
-from syncline.core.saving import CloseGate, GateClosed, Mark, OpenGate
+from syncline.core.rounds import Roll
 from syncline.core.seats import Seat
-from syncline.core.traffic import AskClip, Committed, GiveClip, LoadState, Rest
+from syncline.core.wire.checkpoints import CloseGate, GateClosed, Mark, OpenGate
+from syncline.core.wire.control import Leave
+from syncline.core.wire.traffic import AskClip, Committed, GiveClip, LoadState, Rest
 from syncline.errors import ProtocolError
 
 from .conftest import WAIT, House, Waiting, eventually

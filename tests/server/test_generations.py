@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.control import Install, Leave, Prepare
-from syncline.core.slices import life_of
-from syncline.core.traffic import Attach, Committed, Pull, Rest
+from syncline.core.slice_state import life_of
+from syncline.core.wire.control import Install, Leave, Prepare
+from syncline.core.wire.traffic import Attach, Committed, Pull, Rest
 from syncline.errors import FencedError, ProtocolError
 from syncline.net.memory import HeapMemory
 

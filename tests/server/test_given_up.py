@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from syncline.core.control import AskServerStats
-from syncline.core.saving import EndSave, Mark, WriteMarked
+from syncline.core.wire.checkpoints import EndSave, Mark, WriteMarked
+from syncline.core.wire.control import AskServerStats
 from syncline.errors import StoreError
 from syncline.server import marks as marks_module
 

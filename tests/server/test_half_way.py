@@ -8,11 +8,11 @@ import pytest
 from tests.server.test_generations import by_slice, two_of, x, zeros
 from tests.server.test_moves import replicated
 
-from syncline.core.control import Prepared, Roster
 from syncline.core.rounds import ERA
 from syncline.core.seats import Seat
-from syncline.core.slices import life_of
-from syncline.core.traffic import AskClip, Committed, GiveClip
+from syncline.core.slice_state import life_of
+from syncline.core.wire.control import Prepared, Roster
+from syncline.core.wire.traffic import AskClip, Committed, GiveClip
 from syncline.errors import FencedError, ProtocolError, Refresh
 from syncline.net.transport import Peer
 

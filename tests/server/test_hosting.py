@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from syncline import Rule, RuleError
-from syncline.core.control import Host, SeedTo
 from syncline.core.layout import Parameter
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
-from syncline.core.traffic import Upload
+from syncline.core.wire.control import Host, SeedTo
+from syncline.core.wire.traffic import Upload
 from syncline.net.rpc import Stamp
 from syncline.net.stalls import BROKEN_OFF
 from syncline.net.transport import Peer, buffer_of

@@ -10,8 +10,8 @@ import numpy as np
 from tests.patience import PATIENCE
 
 from syncline import Rule
-from syncline.core.control import LetGo
-from syncline.core.traffic import AskClip
+from syncline.core.wire.control import LetGo
+from syncline.core.wire.traffic import AskClip
 from syncline.testing import local_job
 from syncline.worker.job import Job
 

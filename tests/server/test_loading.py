@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.control import Host
+from syncline.core.checkpoint.manifest import Manifest
 from syncline.core.layout import Parameter
-from syncline.core.manifest import Manifest
 from syncline.core.rule import RuleSpec
-from syncline.core.saving import TakeUp
-from syncline.core.traffic import Upload
+from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.control import Host
+from syncline.core.wire.traffic import Upload
 from syncline.errors import ProtocolError, StoreError
 from syncline.net.transport import buffer_of
 from syncline.store.folders import Folder

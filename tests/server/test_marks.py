@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.saving import EndSave, Mark, WriteMarked
 from syncline.core.seats import Seat
+from syncline.core.wire.checkpoints import EndSave, Mark, WriteMarked
 from syncline.errors import ProtocolError, StoreError
 from syncline.server import marks as marks_module
 from syncline.store import checkpoints

@@ -10,7 +10,7 @@ import pytest
 from tests.server.test_generations import by_slice, two_of, x, zeros
 
 from syncline.core.seats import Seat
-from syncline.core.traffic import CommitStaged, GiveClip, Pull, Pulled, Rest
+from syncline.core.wire.traffic import CommitStaged, GiveClip, Pull, Pulled, Rest
 from syncline.errors import Refresh
 
 from .conftest import WAIT, House

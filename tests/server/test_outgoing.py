@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.patience import PATIENCE
 
-from syncline.core.messages import Done, Pull, Pulled
+from syncline.core.wire.tables import Done, Pull, Pulled
 from syncline.net import memory
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Peer, buffer_of

@@ -12,8 +12,8 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline import Rule
-from syncline.core.slices import SliceState
-from syncline.core.traffic import Pin, Unpin
+from syncline.core.slice_state import SliceState
+from syncline.core.wire.traffic import Pin, Unpin
 from syncline.errors import ConnectionLost, ProtocolError
 from syncline.server.hosted import HostedSlice
 from syncline.testing import LocalJob, local_job

@@ -10,8 +10,8 @@ from tests.server.conftest import eventually
 from tests.server.rings import check_all_equal, check_ledger, push_cells, start
 from tests.server.test_relay import AABB, relay_of, ring
 
-from syncline.core.message import Done
-from syncline.core.traffic import HostSum, LendSums, WholeSum
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import HostSum, LendSums, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request

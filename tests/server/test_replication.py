@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from syncline.core.control import SeedTo
 from syncline.core.layout import Slice
 from syncline.core.seats import Seat
-from syncline.core.traffic import AskClip, Committed, GiveClip, LoadState
+from syncline.core.wire.control import SeedTo
+from syncline.core.wire.traffic import AskClip, Committed, GiveClip, LoadState
 from syncline.errors import FencedError, SynclineError
 from syncline.server import replication
 from syncline.server.homes import Home

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.coordinator.played import ask, jobs
 
-from syncline.core.control import AskStatus, Beat, Join, Leave, Report, Watch
+from syncline.core.wire.control import AskStatus, Beat, Join, Leave, Report, Watch
 
 from .conftest import WAIT, House
 

@@ -14,9 +14,9 @@ from tests.server.conftest import eventually
 from tests.server.rings import WAYS, check_all_equal, check_ledger, check_way, copies, kill, push_cells, start
 
 from syncline import Rule
-from syncline.core.control import Prepare, Retire
 from syncline.core.policy import parse_policy
-from syncline.core.verdicts import Commit
+from syncline.core.rounds import Commit
+from syncline.core.wire.control import Prepare, Retire
 from syncline.errors import ConnectionLost, JobFailed, RuleError
 from syncline.server import hosting
 from syncline.server.backups import Backups

@@ -15,8 +15,8 @@ from tests.server.rings import WAYS, check_all_equal, check_ledger, copies, kill
 from tests.server.test_ring import Net, train
 
 from syncline import Rule
-from syncline.core.traffic import CommitStaged, Replicate, Stage
-from syncline.core.votes import Ballot
+from syncline.core.ring import Ballot
+from syncline.core.wire.traffic import CommitStaged, Replicate, Stage
 from syncline.errors import FrameError, ProtocolError, RuleError
 from syncline.server import replication
 from syncline.server.backup import own_region

@@ -14,10 +14,10 @@ from tests.coordinator.played import jobs, until
 from tests.patience import PATIENCE
 
 from syncline import Rule
-from syncline.core.control import Beat
-from syncline.core.handing import AskLease, AskUses, Confirm, GivenLease, Opened, OpenEpoch, Uses
-from syncline.core.loader import Loader
-from syncline.core.traffic import Committed
+from syncline.core.leasing.loader import Loader
+from syncline.core.wire.control import Beat
+from syncline.core.wire.leases import AskLease, AskUses, Confirm, GivenLease, Opened, OpenEpoch, Uses
+from syncline.core.wire.traffic import Committed
 from syncline.testing import local_job
 from syncline.torch import DataLoader
 from syncline.worker.job import Job

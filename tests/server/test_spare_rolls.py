@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.control import Prepared, Roster
-from syncline.core.rolls import Roll
+from syncline.core.rounds import Roll
 from syncline.core.seats import Seat
-from syncline.core.traffic import Committed
+from syncline.core.wire.control import Prepared, Roster
+from syncline.core.wire.traffic import Committed
 from syncline.errors import ProtocolError
 
 from .conftest import WAIT, House, Worker, eventually

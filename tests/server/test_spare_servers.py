@@ -14,9 +14,9 @@ from tests.patience import PATIENCE
 from tests.server.test_spare import Numbers
 
 from syncline import Rule
-from syncline.core.handing import AskUses
-from syncline.core.rolls import Roll
-from syncline.core.traffic import AskClip, Committed, GiveClip
+from syncline.core.rounds import Roll
+from syncline.core.wire.leases import AskUses
+from syncline.core.wire.traffic import AskClip, Committed, GiveClip
 from syncline.errors import ProtocolError, SynclineError
 from syncline.testing import local_job
 from syncline.torch import DataLoader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from syncline.core.traffic import Pull
+from syncline.core.wire.traffic import Pull
 from syncline.errors import Refresh
 from syncline.server.pulls import Pulls
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.control import Passed
+from syncline.core.wire.control import Passed
 
 from .saving import Saving
 from .world import Frame, Session

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from syncline.core.changes import Change
-from syncline.core.control import Entered, Prepared
-from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
 from syncline.core.membership import Barriers, JobState, Membership
+from syncline.core.reconfigure import Change, Deciding
 from syncline.core.ring import partner_of
 from syncline.core.seats import Plan, Seat
+from syncline.core.wire.control import Entered, Prepared
 from syncline.errors import ConfigError
 
 from .barriers import AtBarriers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from syncline.core.loader import Loader
+from syncline.core.leasing.loader import Loader
 
 from .world import draw
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.gates import Gate, Kind, behind_to_tell, clocks_to_tell, gate_of, on_all
-from syncline.core.saving import GateClosed
-from syncline.core.slices import highest_clocks
+from syncline.core.checkpoint.snapshot import Gate, Kind, behind_to_tell, clocks_to_tell, gate_of, on_all
+from syncline.core.slice_state import highest_clocks
+from syncline.core.wire.checkpoints import GateClosed
 
 from .hosting import Host, Identity
 from .world import Frame, Session

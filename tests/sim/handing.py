@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncline.core.desk import Desk
-from syncline.core.handing import Use
-from syncline.core.slices import Identity
+from syncline.core.leasing.queue import Desk
+from syncline.core.slice_state import Identity
+from syncline.core.wire.leases import Use
 
 from .planning import Planning
 from .world import Frame, Session

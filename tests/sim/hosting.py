@@ -6,14 +6,12 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.control import Install, Prepare
-from syncline.core.handing import Use
-from syncline.core.rolls import Roll
-from syncline.core.rounds import Rounds
+from syncline.core.members import Standing
+from syncline.core.rounds import Roll, Rounds, Verdict
 from syncline.core.seats import Seat
-from syncline.core.slices import SliceState
-from syncline.core.standings import Standing
-from syncline.core.verdicts import Verdict
+from syncline.core.slice_state import SliceState
+from syncline.core.wire.control import Install, Prepare
+from syncline.core.wire.leases import Use
 from syncline.errors import FencedError, ProtocolError
 
 from .member import SimMember

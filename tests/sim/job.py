@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from syncline.config import JobConfig
-from syncline.core.changes import Change
-from syncline.core.cutting import taken_up
-from syncline.core.leasing import LeaseState
+from syncline.core.checkpoint.snapshot import taken_up
+from syncline.core.leasing.leases import LeaseState
 from syncline.core.membership import JobState
 from syncline.core.policy import parse_policy
+from syncline.core.reconfigure import Change
 from syncline.core.ring import partner_of
 
 from .coordinator import Coordinator

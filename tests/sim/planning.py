@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.deciding import Deciding
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership
+from syncline.core.reconfigure import Deciding
 from syncline.core.seats import Plan, by_source
-from syncline.core.slices import Copy, Identity, freshest, life_of, num_revoked
+from syncline.core.slice_state import Copy, Identity, freshest, life_of, num_revoked
 from syncline.errors import ConfigError
 
 from .world import Frame, Process, Session

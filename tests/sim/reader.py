@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.handing import AskLease, GivenLease, LeaveEpoch
 from syncline.core.members import Member
 from syncline.core.rounds import LOOP
+from syncline.core.wire.leases import AskLease, GivenLease, LeaveEpoch
 from syncline.worker.leases import Uses
 from syncline.worker.portion import Piece, Portion
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from syncline.core.changes import Change
-from syncline.core.control import Install, Prepare, Prepared
+from syncline.core.reconfigure import Change
+from syncline.core.ring import Ballot, Votes, ballot_of
 from syncline.core.seats import Seat
-from syncline.core.slices import highest_clocks, least_clocks
-from syncline.core.votes import Ballot, Votes, ballot_of
+from syncline.core.slice_state import highest_clocks, least_clocks
+from syncline.core.wire.control import Install, Prepare, Prepared
 
 from .hosting import Hosted, Identity, Part
 from .server import Server

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
-from syncline.core.ledger import Doubt
-from syncline.core.spans import Span
+from syncline.core.leasing.ledger import Doubt
+from syncline.core.leasing.ranges import Span
 
 if TYPE_CHECKING:
     from .hosting import Hosted

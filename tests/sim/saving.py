@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from syncline.core.cutting import MOST_TRIES, Cut, ledger_at
-from syncline.core.leasing import LeaseState
+from syncline.core.checkpoint.snapshot import MOST_TRIES, Cut, ledger_at
+from syncline.core.leasing.leases import LeaseState
 from syncline.core.membership import JobState
-from syncline.core.saving import GateClosed
-from syncline.core.slices import Identity
+from syncline.core.slice_state import Identity
+from syncline.core.wire.checkpoints import GateClosed
 
 from .gating import Marked
 from .handing import LOADER, Handing

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from syncline.core.changes import MOVE_TIMES
-from syncline.core.control import Install, Prepare, Prepared
 from syncline.core.members import Member
-from syncline.core.slices import SliceState, highest_clocks, least_clocks, life_of, reach_of
+from syncline.core.reconfigure import MOVE_TIMES
+from syncline.core.slice_state import SliceState, highest_clocks, least_clocks, life_of, reach_of
+from syncline.core.wire.control import Install, Prepare, Prepared
 
 from .gating import Gated
 from .hosting import Hosted, Identity

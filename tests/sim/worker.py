@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.control import Passed
-from syncline.core.handing import Use
 from syncline.core.members import Member
-from syncline.core.rolls import Roll
-from syncline.core.slices import Copy, life_of
+from syncline.core.rounds import Roll
+from syncline.core.slice_state import Copy, life_of
+from syncline.core.wire.control import Passed
+from syncline.core.wire.leases import Use
 
 from .member import SimMember
 from .world import Frame, Session

@@ -8,11 +8,10 @@ import hashlib
 import msgspec
 import numpy as np
 
-from syncline.core.layout import ITEM_BYTES, Parameter, Segment, arrange
-from syncline.core.manifest import Manifest, SavedScript, SavedSlice, SavedState
-from syncline.core.placement import place
+from syncline.core.checkpoint.manifest import Manifest, SavedScript, SavedSlice, SavedState
+from syncline.core.checkpoint.soundness import checkpoint_name, slice_tensor, state_tensor
+from syncline.core.layout import ITEM_BYTES, Parameter, Segment, arrange, place
 from syncline.core.rule import Rule
-from syncline.core.soundness import checkpoint_name, slice_tensor, state_tensor
 from syncline.store import checkpoints
 from syncline.store.folders import Folder
 from syncline.store.tensors import TensorWriter

@@ -12,10 +12,10 @@ import pytest
 from tests.store.made import make
 
 from syncline import faults
-from syncline.core.leasing import LeaseState
-from syncline.core.ledger import Epoch
-from syncline.core.loader import Loader
-from syncline.core.spans import Span
+from syncline.core.leasing.leases import LeaseState
+from syncline.core.leasing.ledger import Epoch
+from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.ranges import Span
 from syncline.errors import StoreError
 from syncline.store import checkpoints
 from syncline.store.begun import BEGUN, begun_here

@@ -14,11 +14,10 @@ import msgspec
 import pytest
 from tests.store.made import Made, make
 
-from syncline.core.layout import Parameter, arrange
-from syncline.core.manifest import Manifest, SavedFile, SavedSlice, SavedTensor
-from syncline.core.placement import place
+from syncline.core.checkpoint.manifest import Manifest, SavedFile, SavedSlice, SavedTensor
+from syncline.core.checkpoint.soundness import decode_manifest, slice_tensor
+from syncline.core.layout import Parameter, arrange, place
 from syncline.core.rule import Rule
-from syncline.core.soundness import decode_manifest, slice_tensor
 from syncline.errors import StoreError
 from syncline.store import checkpoints, weights
 from syncline.store.folders import open_folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from syncline import Rule
-from syncline.core.control import Died, Scale, Standings, Watch
+from syncline.core.wire.control import Died, Scale, Standings, Watch
 from syncline.errors import ConfigError
 from syncline.net.memory import pair
 from syncline.net.rpc import Endpoint, Stamp

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncline.core.layout import Parameter, Segment, Slice, arrange, in_ranges
-from syncline.core.placement import place
+from syncline.core.layout import Parameter, Segment, Slice, arrange, in_ranges, place
 from syncline.core.rule import Rule
 from syncline.torch import carriers
 from syncline.torch.carriers import ArenaCarrier, MirrorCarrier

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import syncline.torch.data
 import syncline.worker.numbers
-from syncline.core.handing import LeaveEpoch
+from syncline.core.wire.leases import LeaveEpoch
 from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer

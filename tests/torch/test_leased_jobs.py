@@ -17,8 +17,8 @@ from tests.patience import PATIENCE
 
 import syncline
 from syncline.coordinator import handing
-from syncline.core.ledger import Doubt
-from syncline.core.spans import Span
+from syncline.core.leasing.ledger import Doubt
+from syncline.core.leasing.ranges import Span
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
 from syncline.worker.job import Job

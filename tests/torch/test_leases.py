@@ -14,7 +14,7 @@ import torch.utils.data
 from tests.leased import Desk, FakeJob, order
 from tests.patience import PATIENCE
 
-from syncline.core.handing import LeaveEpoch
+from syncline.core.wire.leases import LeaveEpoch
 from syncline.torch.data import DataLoader
 from syncline.worker import times
 from syncline.worker.leases import Uses

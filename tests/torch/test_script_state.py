@@ -12,7 +12,7 @@ import torch
 from tests.patience import PATIENCE
 from tests.saved_scripts import NAME, Asker, finish, takes_up
 
-from syncline.core.saving import Noted
+from syncline.core.wire.checkpoints import Noted
 from syncline.errors import ConfigError, StoreError
 from syncline.testing.local import local_job
 from syncline.torch.data import DataLoader

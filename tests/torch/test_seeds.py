@@ -16,8 +16,8 @@ from tests.leased import Desk, FakeJob, alone, order
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.torch.test_data import Numbers, flat, lists, train
 
-from syncline.core.cutting import ledger_at, taken_up
-from syncline.core.leasing import LeaseState, Leasing
+from syncline.core.checkpoint.snapshot import ledger_at, taken_up
+from syncline.core.leasing.leases import LeaseState, Leasing
 from syncline.torch import data
 from syncline.torch.data import DataLoader
 from syncline.worker import leases

@@ -12,7 +12,7 @@ import torch
 import torch.utils.data
 from tests.leased import Desk, FakeJob, alone
 
-from syncline.core.order import ChunkedOrder
+from syncline.core.leasing.order import ChunkedOrder
 from syncline.data import ArraySource, IterableSource
 from syncline.data.source import Batch
 from syncline.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ import torch
 from tests.patience import PATIENCE
 
 from syncline.coordinator import saving
-from syncline.core.saving import Save
+from syncline.core.wire.checkpoints import Save
 from syncline.store.checkpoints import choose
 from syncline.store.folders import open_folder
 from syncline.testing.local import local_job

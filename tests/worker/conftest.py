@@ -12,7 +12,14 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline.config import resolve
-from syncline.core.control import (
+from syncline.core.layout import Segment, Slice, in_ranges
+from syncline.core.members import Member
+from syncline.core.registry import Registry
+from syncline.core.rounds import LOOP
+from syncline.core.seats import Seat
+from syncline.core.slice_state import life_of
+from syncline.core.wire.checkpoints import AskTakenUp, GivenTakenUp
+from syncline.core.wire.control import (
     AskLife,
     AskRoster,
     AskWhy,
@@ -32,15 +39,8 @@ from syncline.core.control import (
     Roster,
     Uploaded,
 )  # fmt: skip
-from syncline.core.layout import Segment, Slice, in_ranges
-from syncline.core.members import Member
-from syncline.core.message import Done, Message
-from syncline.core.registry import Registry
-from syncline.core.rounds import LOOP
-from syncline.core.saving import AskTakenUp, GivenTakenUp
-from syncline.core.seats import Seat
-from syncline.core.slices import life_of
-from syncline.core.traffic import (
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.traffic import (
     AskHosted,
     AskPlace,
     AskState,

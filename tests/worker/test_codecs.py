@@ -14,7 +14,7 @@ from tests.pushing import SGD, SIZE, floats, push, register, residual_of
 from syncline import extensions
 from syncline.core.codecs.pieces import NOT_SENT
 from syncline.core.rule import Rule
-from syncline.core.traffic import Committed, Stage
+from syncline.core.wire.traffic import Committed, Stage
 from syncline.errors import ConfigError, ConnectionLost, FrameError, SynclineError
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import buffer_of

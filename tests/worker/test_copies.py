@@ -13,10 +13,10 @@ from tests.patience import PATIENCE
 from tests.worker.test_waits import until
 
 from syncline import Rule
-from syncline.core.control import AskCopies, GiveCopies, GivenCopies
-from syncline.core.message import Done
-from syncline.core.slices import Copy
-from syncline.core.traffic import CommitStaged, Committed, Stage
+from syncline.core.slice_state import Copy
+from syncline.core.wire.control import AskCopies, GiveCopies, GivenCopies
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import CommitStaged, Committed, Stage
 from syncline.errors import SynclineError
 
 SGD = Rule("SGD", lr=1.0)

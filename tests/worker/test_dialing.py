@@ -13,8 +13,8 @@ from tests.blackhole import blackhole
 from tests.patience import PATIENCE
 
 from syncline import Rule
-from syncline.core.control import Over
 from syncline.core.members import Member
+from syncline.core.wire.control import Over
 from syncline.errors import JobFailed
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from syncline.core.message import Done, Message
-from syncline.core.rolls import Roll
-from syncline.core.traffic import AskClip, Committed
+from syncline.core.rounds import Roll
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.traffic import AskClip, Committed
 from syncline.errors import ConnectionLost, Refresh, RuleError
 from syncline.net.rpc import Call
 from syncline.worker.commit import CommitFlow

@@ -18,7 +18,7 @@ from tests.patience import PATIENCE
 from tests.worker.wires import go_between_processes, serve_in_threads
 
 from syncline import Rule
-from syncline.core.control import Retire
+from syncline.core.wire.control import Retire
 from syncline.testing import LocalJob, local_job
 from syncline.worker.job import Job
 

@@ -14,7 +14,7 @@ import torch
 from tests.patience import PATIENCE
 
 from syncline import LayoutError, Rule, RuleError, WaitTimeout
-from syncline.core.traffic import CommitStaged
+from syncline.core.wire.traffic import CommitStaged
 from syncline.testing import local_job
 from syncline.worker.job import Job
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.worker.test_saves import SECONDS, Counter, begin, step, until
 
-from syncline.core.control import Report
-from syncline.core.handing import AskUses, Uses
-from syncline.core.saving import Noted
+from syncline.core.wire.checkpoints import Noted
+from syncline.core.wire.control import Report
+from syncline.core.wire.leases import AskUses, Uses
 from syncline.errors import StoreError
 from syncline.worker import saves
 

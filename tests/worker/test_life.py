@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.core.control import GivenLife
+from syncline.core.wire.control import GivenLife
 from syncline.errors import ConfigError
 from syncline.worker.life import CANNOT_RESUME, CannotResume, Life, checked_step
 

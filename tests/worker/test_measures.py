@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from syncline.config import resolve
-from syncline.core.message import Message
 from syncline.core.metrics import MOST_METRICS, Metrics, Steer
+from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, ConnectionLost
 from syncline.worker.measures import Measures
 from syncline.worker.steering import Steering, with_factor

@@ -13,11 +13,11 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline import FencedError, Rule
-from syncline.core.control import Barrier, Enter, Leave, Register, Retire, Roster, Uploaded
 from syncline.core.members import Member
-from syncline.core.message import Message
 from syncline.core.rounds import LOOP
-from syncline.core.traffic import Rest, Stage
+from syncline.core.wire.control import Barrier, Enter, Leave, Register, Retire, Roster, Uploaded
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import Rest, Stage
 from syncline.testing import local_job
 
 SGD = Rule("SGD", lr=1.0)

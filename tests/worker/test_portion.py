@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from syncline.core.handing import GivenLease
-from syncline.core.spans import Span
+from syncline.core.leasing.ranges import Span
+from syncline.core.wire.leases import GivenLease
 from syncline.worker.leases import Uses
 from syncline.worker.portion import Portion
 

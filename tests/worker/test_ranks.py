@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from syncline.config import JobConfig
-from syncline.core.control import Roster
 from syncline.core.members import Member
 from syncline.core.membership import JobState, Membership
+from syncline.core.wire.control import Roster
 from syncline.worker.rosters import place_of, ranked
 
 

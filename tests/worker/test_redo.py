@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from syncline import Rule, WaitTimeout
-from syncline.core.control import Registered, Uploaded
-from syncline.core.message import Done, Message
 from syncline.core.rounds import LOOP
-from syncline.core.traffic import (
+from syncline.core.wire.control import Registered, Uploaded
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.traffic import (
     AskPlace,
     Attach,
     CommitStaged,

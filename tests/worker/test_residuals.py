@@ -15,7 +15,7 @@ from tests.pushing import SGD, floats, push, register, residual_of
 from syncline.core.codecs.topk import TopK
 from syncline.core.layout import to_ranges
 from syncline.core.rule import Rule
-from syncline.core.traffic import Stage
+from syncline.core.wire.traffic import Stage
 from syncline.net.rpc import Endpoint
 from syncline.testing import local_job
 from syncline.worker.exchange import Push

@@ -16,9 +16,9 @@ from tests.patience import PATIENCE
 from tests.saved_scripts import NAME, Asker, finish, takes_up
 
 from syncline import Rule
-from syncline.core.message import Done
-from syncline.core.pacing import Pace
-from syncline.core.saving import Finish, Noted, Save, Saved, WriteScript
+from syncline.core.wire.checkpoints import Finish, Noted, Save, Saved, WriteScript
+from syncline.core.wire.message import Done
+from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, StoreError, WaitTimeout
 from syncline.worker.boundary import Boundary
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from syncline.core.control import Enter, Entered, Passed
-from syncline.core.message import Message
 from syncline.core.policy import Policy
 from syncline.core.rounds import ERA, LOOP
-from syncline.core.traffic import AskPlace, GivenPlace, Rest
+from syncline.core.wire.control import Enter, Entered, Passed
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import AskPlace, GivenPlace, Rest
 from syncline.worker.taking_part import TakingPart
 
 BOUNDED = Policy("bounded", 2)

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.core.members import Member
-from syncline.core.traffic import CommitStaged
+from syncline.core.wire.traffic import CommitStaged
 from syncline.errors import ConnectionLost, Refresh
 from syncline.net.connection import SocketConnection
 from syncline.net.rpc import Endpoint, Stamp

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from syncline import FencedError, JobFailed, Rule
-from syncline.core.control import Leave, Over
-from syncline.core.traffic import AskState, LoadState, Prefer, Pull, Rest, Stage, Upload
+from syncline.core.wire.control import Leave, Over
+from syncline.core.wire.traffic import AskState, LoadState, Prefer, Pull, Rest, Stage, Upload
 from syncline.errors import Refresh
 
 SGD = Rule("SGD", lr=1.0)

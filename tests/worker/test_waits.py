@@ -13,8 +13,8 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline import Rule
-from syncline.core.control import AskWhy, Barrier, GivenWhy
-from syncline.core.traffic import CommitStaged, Stage
+from syncline.core.wire.control import AskWhy, Barrier, GivenWhy
+from syncline.core.wire.traffic import CommitStaged, Stage
 from syncline.errors import ProtocolError
 from syncline.worker import waits
 

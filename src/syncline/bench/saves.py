@@ -20,11 +20,10 @@ import numpy as np
 from syncline.bench.match import take_pairs
 from syncline.bench.row import Effort, Reach, Row, Samples
 from syncline.bench.words import MIB
-from syncline.core.layout import Parameter, Segment, arrange
-from syncline.core.manifest import Manifest, SavedSlice
-from syncline.core.placement import place
+from syncline.core.checkpoint.manifest import Manifest, SavedSlice
+from syncline.core.checkpoint.soundness import checkpoint_name, slice_tensor
+from syncline.core.layout import Parameter, Segment, arrange, place
 from syncline.core.rule import Rule
-from syncline.core.soundness import checkpoint_name, slice_tensor
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter, in_threads

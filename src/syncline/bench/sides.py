@@ -15,7 +15,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.bench.task import Task, to_arguments
-from syncline.core.control import Standings
+from syncline.core.wire.control import Standings
 from syncline.errors import JobFailed, SynclineError
 from syncline.launch.processes import MemberProcess, Plan, start_member
 from syncline.launch.running import Script, run_job

@@ -11,7 +11,7 @@ from syncline.bench.match import play
 from syncline.bench.row import Effort, NotMeasured, Reach, Row, Samples, Scale
 from syncline.bench.sides import JobSide, ProcessSide
 from syncline.bench.task import Task
-from syncline.core.words import counted
+from syncline.core.units import counted
 
 #: In a turn with a window, the first steps have nothing to wait for.
 UNCOUNTED = 3

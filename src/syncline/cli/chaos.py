@@ -19,8 +19,7 @@ from syncline.cli.run import prepare
 from syncline.cli.screen import TerminalScreen
 from syncline.cli.witness import Step, read_steps
 from syncline.config import JobConfig
-from syncline.core.durations import duration
-from syncline.core.words import counted
+from syncline.core.units import counted, duration
 from syncline.errors import ConfigError
 from syncline.launch.hosts import assign
 from syncline.launch.processes import LOCAL_HOSTS

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.cli.standing import duration
-from syncline.core.manifest import Manifest
-from syncline.core.words import counted
+from syncline.core.checkpoint.manifest import Manifest
+from syncline.core.units import counted
 from syncline.errors import ConfigError, StoreError
 from syncline.store import checkpoints, weights
 from syncline.store.disk import MANIFEST

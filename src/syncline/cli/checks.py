@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from syncline import config as configuration
-from syncline.core.words import counted
+from syncline.core.units import counted
 from syncline.errors import SynclineError
 from syncline.net import shm
 

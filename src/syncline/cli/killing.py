@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from syncline.cli.reckoning import Kill, Look
-from syncline.core.control import AskStatus, GivenStatus
+from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
 from syncline.launch.processes import MemberProcess, Plan, start_member
 from syncline.launch.standby import Standby

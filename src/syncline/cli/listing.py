@@ -9,9 +9,9 @@ import time
 import msgspec
 
 from syncline.cli.standing import COLUMNS, duration
-from syncline.core.control import AskStatus, GivenStatus
 from syncline.core.membership import JobState
-from syncline.core.words import counted
+from syncline.core.units import counted
+from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch import jobfile
 from syncline.launch.folder import JOB_FILE, JOURNAL, holder_of, job_folders

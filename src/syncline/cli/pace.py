@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from syncline.cli.status import JobArgument, RunsOption, find
-from syncline.core.durations import duration
-from syncline.core.message import Done
-from syncline.core.pacing import Pace, told_seconds
+from syncline.core.units import duration
+from syncline.core.wire.message import Done
+from syncline.core.wire.pace import Pace, told_seconds
 from syncline.errors import ConfigError
 from syncline.launch.watching import ask
 

@@ -13,10 +13,10 @@ from rich.live import Live
 from rich.text import Text
 
 from syncline.cli.standing import duration, epoch_told
-from syncline.core.control import Standings
+from syncline.core.leasing.progress import shares
 from syncline.core.metrics import told
-from syncline.core.progress import shares
-from syncline.core.words import counted
+from syncline.core.units import counted
+from syncline.core.wire.control import Standings
 
 #: Without a terminal, progress is a plain line now and then.
 PLAIN_SECONDS = 10.0

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from syncline.core.metrics import told
-from syncline.core.words import counted
+from syncline.core.units import counted
 from syncline.stats import EpochProgress, JobStatus, MemberStatus, Wait
 
 COLUMNS = 100

@@ -12,9 +12,9 @@ import typer
 from syncline import config as configuration
 from syncline.cli.listing import list_jobs
 from syncline.cli.standing import show_status
-from syncline.core.control import AskStatus, AskWhy, GivenStatus, GivenWhy, Scale
-from syncline.core.message import Done
-from syncline.core.words import counted
+from syncline.core.units import counted
+from syncline.core.wire.control import AskStatus, AskWhy, GivenStatus, GivenWhy, Scale
+from syncline.core.wire.message import Done
 from syncline.errors import ConfigError
 from syncline.launch.folder import find_job
 from syncline.launch.jobfile import JobFile

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from syncline.core.checkpoint.manifest import Manifest
+from syncline.core.checkpoint.schedule import Checkpoint
 from syncline.core.conditions import Best
-from syncline.core.manifest import Manifest
-from syncline.core.measuring import AVERAGE, MEAN, WEIGHTS, WriteOwn, WrittenOwn
-from syncline.core.saves import Checkpoint
-from syncline.core.validations import BestSoFar, Validation, ValidationState, of_candidates
+from syncline.core.validation import BestSoFar, Validation, ValidationState, of_candidates
+from syncline.core.wire.validation import AVERAGE, MEAN, WEIGHTS, WriteOwn, WrittenOwn
 from syncline.errors import StoreError, SynclineError
 from syncline.store import averaging, checkpoints
 from syncline.store.averaging import WEIGHTS_FILE

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from syncline import faults
 from syncline.coordinator.restoring import restore
-from syncline.core.changes import Change
-from syncline.core.control import Enter, Host, LetGo, Prepared, Retire, SeedTo
-from syncline.core.deciding import Deciding
-from syncline.core.handing import AskUses
 from syncline.core.members import Member
-from syncline.core.message import Done, Message
+from syncline.core.reconfigure import Change, Deciding
 from syncline.core.seats import Plan, by_source
+from syncline.core.wire.control import Enter, Host, LetGo, Prepared, Retire, SeedTo
+from syncline.core.wire.leases import AskUses
+from syncline.core.wire.message import Done, Message
 from syncline.errors import ConnectionLost, FencedError, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 

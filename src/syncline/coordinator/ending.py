@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from syncline.coordinator.profile import profile_lines
-from syncline.core.control import AskServerStats, GivenServerStats, Over
 from syncline.core.membership import Outcome
+from syncline.core.wire.control import AskServerStats, GivenServerStats, Over
 from syncline.errors import FencedError, JobFailed, StoreError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from syncline import faults
 from syncline.coordinator.recording import Taken
-from syncline.core.cutting import CUT_SECONDS, Cut, ledger_at
-from syncline.core.message import Message
-from syncline.core.saving import GateClosed, Mark
+from syncline.core.checkpoint.snapshot import CUT_SECONDS, Cut, ledger_at
+from syncline.core.wire.checkpoints import GateClosed, Mark
+from syncline.core.wire.message import Message
 from syncline.errors import WaitTimeout
 
 if TYPE_CHECKING:

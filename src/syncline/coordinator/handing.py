@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from syncline import faults
-from syncline.core.control import Beat
-from syncline.core.desk import Desk
-from syncline.core.handing import (
+from syncline.core.leasing.leases import SHARD_POSITIONS, Leasing
+from syncline.core.leasing.ledger import Epoch
+from syncline.core.leasing.queue import Desk
+from syncline.core.slice_state import Identity
+from syncline.core.wire.control import Beat
+from syncline.core.wire.leases import (
     AskLease,
     AskUses,
     Confirm,
@@ -23,10 +26,7 @@ from syncline.core.handing import (
     Recall,
     Uses,
 )
-from syncline.core.leasing import SHARD_POSITIONS, Leasing
-from syncline.core.ledger import Epoch
-from syncline.core.message import Done, Message
-from syncline.core.slices import Identity
+from syncline.core.wire.message import Done, Message
 from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 from syncline.stats import Wait

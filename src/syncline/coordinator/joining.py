@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from syncline import config as configuration
-from syncline.core.control import (
+from syncline.core.checkpoint.schedule import check_words
+from syncline.core.settings import check_settings
+from syncline.core.wire.control import (
     AskLife,
     AskRoster,
     AskServerStats,
@@ -19,9 +21,7 @@ from syncline.core.control import (
     Rejoin,
     Roster,
 )
-from syncline.core.message import Done
-from syncline.core.saves import check_words
-from syncline.core.settings import check_settings
+from syncline.core.wire.message import Done
 from syncline.errors import ConfigError, JobFailed, ProtocolError
 from syncline.net.rpc import Call, Request
 from syncline.net.transport import Peer

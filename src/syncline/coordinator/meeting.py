@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from syncline.core.control import Barrier, Passed
 from syncline.core.membership import Barriers
+from syncline.core.wire.control import Barrier, Passed
 from syncline.errors import StoreError
 from syncline.net.rpc import Request
 from syncline.stats import Wait

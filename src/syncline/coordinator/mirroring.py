@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from syncline.core.saves import Checkpoint
+from syncline.core.checkpoint.schedule import Checkpoint
 from syncline.errors import StoreError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder

@@ -6,8 +6,8 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from syncline.core.message import Done
-from syncline.core.pacing import MOST_DELAY_SECONDS, Pace, Paced, told_paused, told_seconds
+from syncline.core.wire.message import Done
+from syncline.core.wire.pace import MOST_DELAY_SECONDS, Pace, Paced, told_paused, told_seconds
 from syncline.errors import ConfigError, StoreError
 from syncline.net.rpc import Endpoint, Request
 

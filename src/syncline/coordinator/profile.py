@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from syncline.config import JobConfig
-from syncline.core.standings import by_name
+from syncline.core.members import by_name
 from syncline.stats import ServerStats, StepTimes, apply_seconds
 
 #: A phase of less than this share of the step is nothing to act upon.

@@ -12,14 +12,14 @@ import msgspec
 
 from syncline import faults
 from syncline.coordinator.mirroring import Mirroring
+from syncline.core.checkpoint.manifest import Manifest, SavedFile, SavedScript, SavedSlice
+from syncline.core.checkpoint.schedule import Checkpoint
+from syncline.core.checkpoint.soundness import number_in
 from syncline.core.layout import Segment
-from syncline.core.leasing import LeaseState
-from syncline.core.manifest import Manifest, SavedFile, SavedScript, SavedSlice
-from syncline.core.message import Message
-from syncline.core.saves import Checkpoint
-from syncline.core.saving import WriteMarked, WriteScript, WrittenMarked, WrittenScript
-from syncline.core.slices import Identity
-from syncline.core.soundness import number_in
+from syncline.core.leasing.leases import LeaseState
+from syncline.core.slice_state import Identity
+from syncline.core.wire.checkpoints import WriteMarked, WriteScript, WrittenMarked, WrittenScript
+from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, DamagedError, ProtocolError, StoreError, SynclineError, WaitTimeout
 from syncline.net.rpc import Call
 from syncline.store import checkpoints

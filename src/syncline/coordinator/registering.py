@@ -7,10 +7,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from syncline import faults
-from syncline.core.control import Host, Register, Registered, Uploaded
 from syncline.core.layout import Segment
-from syncline.core.message import Done
-from syncline.core.saving import TakeUp
+from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.control import Host, Register, Registered, Uploaded
+from syncline.core.wire.message import Done
 from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 

@@ -8,7 +8,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from syncline.core.control import (
+from syncline.core.leasing.progress import progress, shares
+from syncline.core.liveness import FRESH_SECONDS, Known, causes, why
+from syncline.core.members import by_name
+from syncline.core.ring import protection_of
+from syncline.core.units import pushed_told
+from syncline.core.wire.control import (
     AskServerStats,
     AskStats,
     AskStatus,
@@ -21,12 +26,7 @@ from syncline.core.control import (
     Standings,
     Watch,
 )
-from syncline.core.message import Done, Message
-from syncline.core.progress import progress, shares
-from syncline.core.ring import protection_of
-from syncline.core.standings import by_name
-from syncline.core.why import FRESH_SECONDS, Known, causes, why
-from syncline.core.words import pushed_told
+from syncline.core.wire.message import Done, Message
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Request
 from syncline.stats import JobStatus, MemberStatus, PushBytes, SaveCounts, Wait

@@ -10,17 +10,17 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from syncline.core.checkpoint.manifest import SavedSlice
+from syncline.core.checkpoint.restoring import is_no_older
+from syncline.core.checkpoint.schedule import Checkpoint
 from syncline.core.codecs.named import NONE
-from syncline.core.control import AskCopies, GiveCopies, GivenCopies, Host
 from syncline.core.layout import Segment
-from syncline.core.manifest import SavedSlice
-from syncline.core.message import Message
 from syncline.core.policy import parse_policy
-from syncline.core.restoring import is_no_older
-from syncline.core.saves import Checkpoint
-from syncline.core.saving import TakeUp
-from syncline.core.slices import Copy, Identity, freshest, num_revoked
-from syncline.core.words import counted
+from syncline.core.slice_state import Copy, Identity, freshest, num_revoked
+from syncline.core.units import counted
+from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.control import AskCopies, GiveCopies, GivenCopies, Host
+from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, StoreError, SynclineError, WaitTimeout
 from syncline.store.checkpoints import read_manifest
 from syncline.store.folders import open_folder

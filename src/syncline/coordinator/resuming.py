@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from syncline.config import JobConfig
 from syncline.coordinator.recording import checkpoint_of
-from syncline.core.control import Register
-from syncline.core.cutting import taken_up
+from syncline.core.checkpoint.manifest import Manifest
+from syncline.core.checkpoint.snapshot import taken_up
 from syncline.core.layout import Segment
-from syncline.core.leasing import LeaseState
-from syncline.core.manifest import Manifest
+from syncline.core.leasing.leases import LeaseState
 from syncline.core.policy import policy_of
-from syncline.core.saving import AskTakenUp, GivenTakenUp, NoteScript
-from syncline.core.words import counted
+from syncline.core.units import counted
+from syncline.core.wire.checkpoints import AskTakenUp, GivenTakenUp, NoteScript
+from syncline.core.wire.control import Register
 from syncline.errors import DamagedError, LayoutError, SynclineError
 from syncline.net.rpc import Request
 from syncline.store import checkpoints

@@ -1,7 +1,7 @@
 """When a job is saved, and the cut through it: in the thread of the changes, so that no generation begins meanwhile.
 
-A save is expected (workers note their scripts' states from now on), cut (`core/cutting.py`), written (in a thread of
-its own, see `recording`), or given up. Nobody waits for any of it but at the gate, and who has asked.
+A save is expected (workers note the states of their scripts from now on), cut (`core/checkpoint/snapshot.py`),
+written (in a thread of its own, see `recording`), or given up. Only the gate, and callers who asked for it, wait.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from syncline import faults
 from syncline.coordinator.gating import Asking, find_level
 from syncline.coordinator.recording import Recording, Taken, adopt
 from syncline.coordinator.wanted import UnderWay, Wanted, finishing_waits
-from syncline.core.cutting import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut
-from syncline.core.frequency import Every, every
-from syncline.core.message import Done, Message
+from syncline.core.checkpoint.schedule import Checkpoint, Every, every
+from syncline.core.checkpoint.snapshot import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut
 from syncline.core.policy import policy_of
-from syncline.core.saves import Checkpoint
-from syncline.core.saving import EndSave, Finish, Noted, OpenGate, Save, Saved
-from syncline.core.slices import Identity
-from syncline.core.words import size
+from syncline.core.slice_state import Identity
+from syncline.core.units import size
+from syncline.core.wire.checkpoints import EndSave, Finish, Noted, OpenGate, Save, Saved
+from syncline.core.wire.message import Done, Message
 from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.stats import Wait

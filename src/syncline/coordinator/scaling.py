@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from syncline.core.control import Retire, Scale
-from syncline.core.message import Done
-from syncline.core.words import counted
+from syncline.core.units import counted
+from syncline.core.wire.control import Retire, Scale
+from syncline.core.wire.message import Done
 from syncline.errors import ConfigError
 from syncline.net.rpc import Request
 

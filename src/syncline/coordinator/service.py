@@ -28,7 +28,14 @@ from syncline.coordinator.sizing import WorkerSizing
 from syncline.coordinator.stopping import StopRules
 from syncline.coordinator.validating import Validations
 from syncline.coordinator.watching import Watching
-from syncline.core.control import (
+from syncline.core.layout import Segment
+from syncline.core.liveness import Liveness
+from syncline.core.membership import JobState, Membership, Outcome
+from syncline.core.metrics import Metrics
+from syncline.core.registry import Registry
+from syncline.core.ring import partner_of
+from syncline.core.wire.checkpoints import AskTakenUp, Finish, NoteScript, Save
+from syncline.core.wire.control import (
     AskLife,
     AskRoster,
     AskStats,
@@ -48,17 +55,10 @@ from syncline.core.control import (
     Uploaded,
     Watch,
 )
-from syncline.core.handing import AskLease, EndShard, LeaveEpoch, OpenEpoch
-from syncline.core.layout import Segment
-from syncline.core.liveness import Liveness
-from syncline.core.measuring import AskReading, AskStint, Attend, Begin, Come, Own
-from syncline.core.membership import JobState, Membership, Outcome
-from syncline.core.message import Done, Message
-from syncline.core.metrics import Metrics
-from syncline.core.pacing import Pace
-from syncline.core.registry import Registry
-from syncline.core.ring import partner_of
-from syncline.core.saving import AskTakenUp, Finish, NoteScript, Save
+from syncline.core.wire.leases import AskLease, EndShard, LeaveEpoch, OpenEpoch
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.pace import Pace
+from syncline.core.wire.validation import AskReading, AskStint, Attend, Begin, Come, Own
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer

@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from syncline.core.measuring import (
+from syncline.core.slice_state import Identity
+from syncline.core.validation import Validating, Validation
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.validation import (
     MEAN,
     WEIGHTS,
     AskReading,
@@ -19,9 +22,6 @@ from syncline.core.measuring import (
     GivenReading,
     Own,
 )
-from syncline.core.message import Done, Message
-from syncline.core.slices import Identity
-from syncline.core.validations import Validating, Validation
 from syncline.errors import ConfigError
 from syncline.net.rpc import Endpoint, Request
 from syncline.stats import Wait

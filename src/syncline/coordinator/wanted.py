@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from syncline.config import JobConfig
-from syncline.core.saving import Expect
+from syncline.core.wire.checkpoints import Expect
 from syncline.errors import ConnectionLost
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.stats import Wait

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from syncline.core.collecting import STRANGER, Describe, Shape
-from syncline.core.words import listed
+from syncline.core.units import listed
+from syncline.core.wire.collectives import STRANGER, Describe, Shape
 from syncline.errors import CollectiveError, FrameError
 
 OPS = ("average", "sum", "min", "max", "product")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.core.words import counted
+from syncline.core.units import counted
 
 #: Of a host's cores, this part is for its servers, where there are enough for everybody to have some.
 FOR_SERVERS = 0.25

@@ -1,26 +1,22 @@
-"""Membership: who is in the job, in which generation, who is awaited, and how the job ends.
-
-Pure: what must outlive the coordinator is in `JobState`, which its owner keeps on disk before anybody is told.
-"""
+"""Membership: who is in the job, and what the coordinator keeps of it through its own death."""
 
 from __future__ import annotations
 
 import msgspec
 
 from syncline.config import JobConfig
-from syncline.core.control import Passed
-from syncline.core.leasing import LeaseState
-from syncline.core.members import Address, Member
+from syncline.core.checkpoint.schedule import SaveState
+from syncline.core.leasing.leases import LeaseState
+from syncline.core.members import Address, Member, by_name
 from syncline.core.metrics import MetricState
-from syncline.core.pacing import Paced
 from syncline.core.ring import partner_of
 from syncline.core.rounds import after_barrier
-from syncline.core.saves import SaveState
 from syncline.core.seats import Seat, without
-from syncline.core.standings import by_name
 from syncline.core.stopping import Steering
-from syncline.core.validations import ValidationState
-from syncline.core.words import counted
+from syncline.core.units import counted
+from syncline.core.validation import ValidationState
+from syncline.core.wire.control import Passed
+from syncline.core.wire.pace import Paced
 from syncline.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from syncline.core.message import Message
-from syncline.core.standings import by_name
+from syncline.core.members import by_name
+from syncline.core.wire.message import Message
 
 #: Names that a job may report under.
 MOST_METRICS = 1000

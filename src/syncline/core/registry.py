@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from syncline.core.layout import Layout, Parameter, Segment, arrange
-from syncline.core.placement import place
+from syncline.core.layout import Layout, Parameter, Segment, arrange, place
 from syncline.core.rule import RuleSpec
 from syncline.core.seats import Seat
 from syncline.errors import LayoutError

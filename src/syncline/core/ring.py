@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from syncline.config import JobConfig
-from syncline.core.codecs.named import NONE
+from syncline.core.codecs.named import NONE, Codecs
+from syncline.core.codecs.pieces import SliceCoder, coder_of
+from syncline.core.layout import Segment, Slice
+from syncline.core.members import Member, by_name
 from syncline.core.policy import parse_policy
 from syncline.core.seats import Seat, protection
-from syncline.core.words import counted
+from syncline.core.slice_state import Identity
+from syncline.core.units import counted
 from syncline.errors import ConfigError
 
 #: On a GPU nothing is spread over cores, and every slice has its price: what is usual there.
@@ -132,3 +138,154 @@ def protection_of(config: JobConfig, hosts: Iterable[str], seats: Collection[Sea
         f"a ring of {len(hosts)} workers, each of which has everything: the loss of any process but the last costs "
         f"nothing{reach}"
     )
+
+
+class Ballot(msgspec.Struct, frozen=True, array_like=True):
+    """A round that is voted on: since which change of seats, and one of its commits, which is in no other round."""
+
+    generation: int
+    worker: str
+    incarnation: int
+    clock: int
+
+
+def ballot_of(generation: int, commits: Iterable[tuple[str, int, int]]) -> Ballot:
+    return Ballot(generation, *min(commits))
+
+
+class Votes:
+    """Who has voted for what, at one server."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.voters: frozenset[str] = frozenset()
+        self._votes: dict[Ballot, set[str]] = {}
+
+    def begin(self, generation: int, voters: Collection[str]) -> None:
+        """Seats have changed: what was voted on before is settled otherwise; others may have begun before us."""
+        self.generation, self.voters = generation, frozenset(voters)
+        self._votes = {ballot: votes for ballot, votes in self._votes.items() if ballot.generation >= generation}
+
+    def vote(self, ballot: Ballot, server: str) -> None:
+        """Said again it changes nothing; of a generation that is over, nothing counts."""
+        if ballot.generation >= self.generation:
+            self._votes.setdefault(ballot, set()).add(server)
+
+    def missing(self, ballot: Ballot) -> list[str]:
+        """Whose votes there are not yet."""
+        return sorted(self.voters - self._votes.get(ballot, set()))
+
+    def is_decided(self, ballot: Ballot) -> bool:
+        return ballot.generation == self.generation and self.voters <= self._votes.get(ballot, set())
+
+    def forget(self, ballot: Ballot) -> None:
+        self._votes.pop(ballot, None)
+
+
+def settled_by(held: Iterable[Mapping[Identity, int]]) -> dict[Identity, int]:
+    """Up to which clock every worker's commits count, from what each survivor has applied or holds."""
+    answers = list(held)
+    workers = {worker for answer in answers for worker in answer}
+    return {worker: min(answer.get(worker, 0) for answer in answers) for worker in workers}
+
+
+class Spread:
+    """Of one job."""
+
+    def __init__(self, config: JobConfig, codecs: Codecs) -> None:
+        self._is_ring, self._is_tcp = config.is_ring and not config.has_circle, config.transport == "tcp"
+        self._push, self.sums = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
+
+    def of(
+        self, parts: Iterable[tuple[Segment, Slice]], seats: Mapping[int, Seat], hosts: Mapping[str, str]
+    ) -> frozenset[int]:
+        """The slices that are spread. `hosts`: of the servers, by name."""
+        if not self._is_ring:  # of a circle, every server sums up by itself anyway
+            return frozenset()
+        return frozenset(part.id for segment, part in parts if self._is_spread(segment, part, seats, hosts))
+
+    def _is_spread(self, segment: Segment, part: Slice, seats: Mapping[int, Seat], hosts: Mapping[str, str]) -> bool:
+        seat = seats.get(part.id)
+        if seat is None or not seat.primary or not seat.backups:
+            return False
+        if not self._is_tcp and len({hosts.get(name) for name in seat.names}) == 1:
+            return False  # they read each other's memory
+        most = len(seat.backups) * _num_bytes(self._push, segment, part)
+        return most <= _num_bytes(self.sums, segment, part)
+
+
+def _num_bytes(coder: SliceCoder | None, segment: Segment, part: Slice) -> int:
+    """Of one push or sum of this slice, at most."""
+    return part.num_bytes if coder is None else coder.bound(segment, part)
+
+
+class Deputies:
+    """Of one generation."""
+
+    def __init__(self, seats: Mapping[int, Seat], hosts: Mapping[str, str]) -> None:
+        """`hosts`: of the servers, by name."""
+        self._seats, self._hosts = seats, hosts
+        self._known: dict[int, dict[str, str]] = {}
+
+    def host_of(self, name: str) -> str:
+        """Of a server, or of a worker by the server in its process; "": it has no seat."""
+        return self._hosts.get(name if name in self._hosts else partner_of(name), "")
+
+    def of(self, number: int) -> dict[str, str]:
+        """By host, in the order of hosts."""
+        found = self._known.get(number)
+        if found is None:
+            seat = self._seats.get(number)
+            found = self._known[number] = _deputies(seat, self._hosts) if seat is not None and seat.primary else {}
+        return found
+
+    def primary(self, number: int) -> str:
+        seat = self._seats.get(number)
+        return seat.primary if seat is not None else ""
+
+    def carries(self, sender: str, number: int, to: str) -> bool:
+        """Whether this server gives that one its host's sum of a slice: a deputy, the primary."""
+        host = self.host_of(sender)
+        return self.primary(number) == to and host != self.host_of(to) and self.of(number).get(host) == sender
+
+    def gives(self, sender: str, number: int, to: str) -> bool:
+        """Whether it gives it the sum of all: the primary a deputy, a deputy its neighbours."""
+        deputy, primary = self.of(number).get(self.host_of(to)), self.primary(number)
+        return to not in ("", primary) and sender == (primary if deputy == to else deputy)
+
+    def neighbours(self, name: str) -> list[str]:
+        """The other servers on its host."""
+        host = self._hosts[name]
+        return sorted((other for other, where in self._hosts.items() if where == host and other != name), key=by_name)
+
+
+def deputies_of(config: JobConfig, seats: Mapping[int, Seat], members: Iterable[Member]) -> Deputies | None:
+    """None where sums go straight: of a lone worker, of two on two hosts, on one host without cores to spare, without
+    shared memory, with a codec, or where torch.distributed adds up. All members come to the same by
+    the seats, and by what the roster says of who is in them."""
+    codecs = (config.codec, config.pull_codec)
+    if not config.is_ring or config.has_circle or config.transport == "tcp" or any(c not in NONE for c in codecs):
+        return None
+    names = {name for seat in seats.values() for name in seat.names}
+    seated = {member.name: member for member in members if member.name in names}
+    hosts = {name: seated[name].host if name in seated else "" for name in names}
+    num_hosts = len(set(hosts.values()))
+    if len(names) <= num_hosts <= 2 or (num_hosts == 1 and not _have_cores_to_spare(seated.values())):
+        return None
+    return Deputies(seats, hosts)
+
+
+def _have_cores_to_spare(seated: Collection[Member]) -> bool:
+    """Whether sums are made by cores that are idle while backward goes on: of one host's, two for each process. With
+    fewer, sums and backward would only take turns, and straight is less work."""
+    return all(member.num_cores >= (2 if member.cores else 2 * len(seated)) for member in seated)
+
+
+def _deputies(seat: Seat, hosts: Mapping[str, str]) -> dict[str, str]:
+    by_host: dict[str, list[str]] = {}
+    for name in sorted(seat.names, key=by_name):
+        by_host.setdefault(hosts.get(name, ""), []).append(name)
+    # As even as primaries are, whoever has how many workers: by the primary's place on its own host, and in turn.
+    turn = by_host[hosts.get(seat.primary, "")].index(seat.primary) + seat.slice // len(seat.names)
+    found = {host: names[turn % len(names)] for host, names in sorted(by_host.items())}
+    return {**found, hosts.get(seat.primary, ""): seat.primary}

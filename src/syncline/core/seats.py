@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from syncline.core.words import counted
+from syncline.core.units import counted
 
 #: Primaries are moved only when one server has this much more than another, in slices of the largest size.
 WORTH_A_MOVE = 2.0

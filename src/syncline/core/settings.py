@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from syncline.config import JobConfig
 from syncline.core.codecs.named import codecs_of
-from syncline.core.outer import outer_of
 from syncline.core.policy import policy_of
 from syncline.core.ring import check_ring
+from syncline.core.rule import outer_of
 from syncline.core.stopping import rules_of
 
 

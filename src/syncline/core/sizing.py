@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from syncline.core.words import counted
+from syncline.core.units import counted
 
 #: After a change, for all to be at full speed; then for so long their samples are counted.
 SETTLE_SECONDS, MEASURE_SECONDS = 3.0, 6.0

@@ -27,8 +27,8 @@ from syncline.core.conditions import (
     parse_condition,
     parse_on_plateau,
 )
-from syncline.core.durations import duration
 from syncline.core.metrics import Reading, Steer
+from syncline.core.units import duration
 from syncline.errors import ConfigError
 
 #: After so many readings of other metrics it is said which ones nobody has reported.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from syncline.core.order import ChunkedOrder, Order
+from syncline.core.leasing.order import ChunkedOrder, Order
 from syncline.data.leased import leased_numbers, leased_shards
 from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked

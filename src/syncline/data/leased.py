@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from syncline.core.loader import Loader
-from syncline.core.order import ChunkedOrder, Order
+from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.order import ChunkedOrder, Order
 from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked
 from syncline.worker.loop import Loop, TakesSamples

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from syncline.core.leasing import SHARD_POSITIONS
-from syncline.core.order import Order
+from syncline.core.leasing.leases import SHARD_POSITIONS
+from syncline.core.leasing.order import Order
 from syncline.data.batching import order_of
 from syncline.data.source import Source
 

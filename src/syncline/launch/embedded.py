@@ -13,11 +13,11 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.coordinator.service import Coordinator
-from syncline.core.control import Join, Joined, Over
+from syncline.core.checkpoint.schedule import check_words
 from syncline.core.members import Member
 from syncline.core.ring import partner_of
-from syncline.core.saves import check_words
 from syncline.core.settings import check_settings
+from syncline.core.wire.control import Join, Joined, Over
 from syncline.errors import ConnectionLost, FencedError
 from syncline.launch import jobfile
 from syncline.launch.membership import join, myself, reach, say, waiter_reads

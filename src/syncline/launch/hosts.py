@@ -7,7 +7,7 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.config import JobConfig
-from syncline.core.words import counted
+from syncline.core.units import counted
 from syncline.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from syncline.core.control import Died, Standings
-from syncline.core.saving import Saved
+from syncline.core.wire.checkpoints import Saved
+from syncline.core.wire.control import Died, Standings
 from syncline.errors import SynclineError
 from syncline.launch import lifeline
 from syncline.launch.folder import JOURNAL

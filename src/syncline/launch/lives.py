@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from syncline.core.control import Standings
+from syncline.core.wire.control import Standings
 from syncline.launch.forwarding import Forwarder
 from syncline.launch.processes import MemberProcess, Plan, describe_exit
 

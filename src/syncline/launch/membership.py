@@ -17,10 +17,10 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.config import JobConfig
-from syncline.core.control import Join, Joined
 from syncline.core.cores import describe
 from syncline.core.members import Address, Member
 from syncline.core.policy import parse_policy
+from syncline.core.wire.control import Join, Joined
 from syncline.errors import ConfigError, ConnectionLost, NoAnswer, WaitTimeout
 from syncline.launch.jobfile import JobFile
 from syncline.net import tcp

@@ -8,7 +8,7 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.config import JobConfig
-from syncline.core.saves import check_words
+from syncline.core.checkpoint.schedule import check_words
 from syncline.errors import ConfigError, StoreError
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder

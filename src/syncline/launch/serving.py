@@ -14,8 +14,8 @@ import torch
 
 from syncline import config as configuration
 from syncline import faults
-from syncline.core.control import Joined, Over, Retire, Roster
 from syncline.core.members import Address, Member
+from syncline.core.wire.control import Joined, Over, Retire, Roster
 from syncline.errors import ConfigError, FencedError, SynclineError
 from syncline.launch import lifeline
 from syncline.launch.compiler import leave_out_the_compiler

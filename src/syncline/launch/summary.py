@@ -6,9 +6,9 @@ import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from syncline.core.members import by_name
 from syncline.core.metrics import told
-from syncline.core.standings import by_name
-from syncline.core.words import counted
+from syncline.core.units import counted
 
 COLUMNS = 100
 _LABEL_COLUMNS = 13

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from syncline.core.control import Standings
+from syncline.core.wire.control import Standings
 from syncline.launch.summary import Death, Facts
 
 

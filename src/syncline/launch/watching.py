@@ -7,9 +7,9 @@ import threading
 import time
 from typing import TypeVar
 
-from syncline.core.control import Died, Standings, Watch
-from syncline.core.message import Message
-from syncline.core.saving import Save, Saved
+from syncline.core.wire.checkpoints import Save, Saved
+from syncline.core.wire.control import Died, Standings, Watch
+from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, ProtocolError, SynclineError, TokenError, WaitTimeout
 from syncline.launch.jobfile import JobFile
 from syncline.net import tcp

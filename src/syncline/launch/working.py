@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from syncline import config as configuration
-from syncline.core.control import Joined
 from syncline.core.members import Address, Member
 from syncline.core.ring import partner_of
+from syncline.core.wire.control import Joined
 from syncline.errors import ConfigError, ConnectionLost
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import (

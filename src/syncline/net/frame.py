@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from syncline.core.message import Message
-from syncline.core.messages import KIND, MESSAGES, PROTOCOL
+from syncline.core.wire.message import Message
+from syncline.core.wire.tables import KIND, MESSAGES, PROTOCOL
 from syncline.errors import FrameError, VersionError
 
 HEADER = struct.Struct("<4sBBHIQQQIIQ")

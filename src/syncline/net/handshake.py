@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from syncline.core.messages import PROTOCOL, ROLES
+from syncline.core.wire.tables import PROTOCOL, ROLES
 from syncline.errors import FrameError, ProtocolError, TokenError, VersionError
 from syncline.net.transport import Peer
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from syncline.core.control import Beat, Rejoin, Roster
-from syncline.core.message import Message
+from syncline.core.wire.control import Beat, Rejoin, Roster
+from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, ProtocolError, SynclineError, WaitTimeout
 from syncline.net.rpc import Call, Endpoint, Request, Service, Stamp
 from syncline.net.transport import Buffer, Connection, Peer

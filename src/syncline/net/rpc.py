@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from syncline.core.message import Message, Refused
-from syncline.core.messages import MAY_SAY
+from syncline.core.wire.message import Message, Refused
+from syncline.core.wire.tables import MAY_SAY
 from syncline.errors import (
     ConnectionLost,
     FencedError,

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from syncline.core.message import Message
+from syncline.core.wire.message import Message
 from syncline.net.frame import Header
 from syncline.stats import WireStats
 

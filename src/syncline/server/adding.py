@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from syncline.core.deputies import Deputies
-from syncline.core.message import Done
-from syncline.core.traffic import HostSum, WholeSum
+from syncline.core.ring import Deputies
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import HostSum, WholeSum
 from syncline.net.rpc import Request
 from syncline.net.transport import buffer_of
 from syncline.server.early import Counted, Early

@@ -10,8 +10,8 @@ import msgspec
 
 from syncline.core.codecs.pieces import SliceCoder
 from syncline.core.layout import Slice
-from syncline.core.rolls import Roll
-from syncline.core.traffic import Committed
+from syncline.core.rounds import Roll
+from syncline.core.wire.traffic import Committed
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
 from syncline.server.hosted import HostedSlice, Snapshot

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from syncline.core.traffic import StateEntry
+from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError
 from syncline.store.weights import AVERAGE_KEY
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from syncline.core.traffic import Replicate, Seed
+from syncline.core.wire.traffic import Replicate, Seed
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer

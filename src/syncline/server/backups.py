@@ -13,9 +13,9 @@ import numpy as np
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
-from syncline.core.rolls import Roll
-from syncline.core.traffic import Replicate, Replicated, Seed
-from syncline.core.votes import Ballot
+from syncline.core.ring import Ballot
+from syncline.core.rounds import Roll
+from syncline.core.wire.traffic import Replicate, Replicated, Seed
 from syncline.errors import FencedError, FrameError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.core.layout import Slice
-from syncline.core.traffic import AskHosted, Hosted, Map, Mapped
+from syncline.core.wire.traffic import AskHosted, Hosted, Map, Mapped
 from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request

@@ -19,7 +19,7 @@ import torch.distributed
 from torch._C._distributed_c10d import Store
 
 from syncline.core.forecast import Forecasts
-from syncline.core.slices import Identity
+from syncline.core.slice_state import Identity
 from syncline.errors import ConnectionLost
 from syncline.server.circling import Circling
 from syncline.server.early import Early, forecast_commits, settle_forecast

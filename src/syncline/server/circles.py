@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 
 from syncline.config import JobConfig
 from syncline.core.members import Member
-from syncline.core.message import Done
 from syncline.core.ring import check_circle_hosts, partner_of
-from syncline.core.traffic import Introduce
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Introduce
 from syncline.errors import SynclineError
 from syncline.net.rpc import Request
 from syncline.server.circle import GROUPS, LIMITS, Circle, Formed

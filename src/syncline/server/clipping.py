@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from syncline.core.traffic import AskClip
-from syncline.core.verdicts import Commit
+from syncline.core.rounds import Commit
+from syncline.core.wire.traffic import AskClip
 from syncline.server.hosted import HostedSlice
 from syncline.server.work import Contribution, Key, RoundWork, Work, key_of
 

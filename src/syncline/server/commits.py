@@ -10,12 +10,11 @@ from typing import Any
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
-from syncline.core.message import Done, Message
-from syncline.core.rolls import Roll
-from syncline.core.rounds import Rounds
-from syncline.core.slices import Identity
-from syncline.core.standings import Standing
-from syncline.core.traffic import (
+from syncline.core.members import Standing
+from syncline.core.rounds import Commit, Roll, Rounds
+from syncline.core.slice_state import Identity
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.traffic import (
     AskClip,
     AskPlace,
     CommitStaged,
@@ -26,7 +25,6 @@ from syncline.core.traffic import (
     Rest,
     Stage,
 )
-from syncline.core.verdicts import Commit
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer

@@ -10,7 +10,7 @@ import numpy as np
 from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import Segment, Slice
 from syncline.core.rule import Option, RuleSpec, check_rule
-from syncline.core.traffic import Stage
+from syncline.core.wire.traffic import Stage
 from syncline.errors import FrameError, ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from syncline.core.rounds import Rounds
-from syncline.core.slices import Identity
+from syncline.core.slice_state import Identity
 from syncline.server.flow import Flow
 from syncline.server.hosted import HostedSlice
 from syncline.server.staging import Staging

@@ -9,8 +9,8 @@ import torch
 
 from syncline.core.forecast import Forecasts, Outcome, Share
 from syncline.core.layout import Slice
-from syncline.core.slices import Identity
-from syncline.core.verdicts import Commit
+from syncline.core.rounds import Commit
+from syncline.core.slice_state import Identity
 from syncline.server.work import Contribution, RoundWork, key_of
 
 Counted = Sequence[Commit[Contribution]]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import Segment, Slice
-from syncline.core.traffic import Replicate
+from syncline.core.wire.traffic import Replicate
 from syncline.errors import FrameError
 from syncline.net.transport import Buffer, buffer_of
 

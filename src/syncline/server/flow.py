@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from syncline import faults
-from syncline.core.rounds import Rounds
-from syncline.core.slices import Identity, life_of
-from syncline.core.verdicts import Commit, Verdict
+from syncline.core.rounds import Commit, Rounds, Verdict
+from syncline.core.slice_state import Identity, life_of
 from syncline.errors import RuleError, SynclineError
 from syncline.server.clipping import Clipping
 from syncline.server.hosted import HostedSlice

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from syncline import faults
-from syncline.core.gates import Gate, behind_to_tell, clocks_to_tell, gate_of
-from syncline.core.message import Done
-from syncline.core.saving import CloseGate, GateClosed, Mark
+from syncline.core.checkpoint.snapshot import Gate, behind_to_tell, clocks_to_tell, gate_of
+from syncline.core.wire.checkpoints import CloseGate, GateClosed, Mark
+from syncline.core.wire.message import Done
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.server.commits import Commits

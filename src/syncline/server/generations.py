@@ -9,9 +9,9 @@ from collections.abc import Callable
 import msgspec
 
 from syncline import faults
-from syncline.core.changes import MOVE_TIMES
-from syncline.core.control import Install, Leave, LetGo, Prepare, Prepared, Roster
-from syncline.core.message import Done
+from syncline.core.reconfigure import MOVE_TIMES
+from syncline.core.wire.control import Install, Leave, LetGo, Prepare, Prepared, Roster
+from syncline.core.wire.message import Done
 from syncline.errors import FencedError, ProtocolError, Refresh
 from syncline.net.rpc import Latch, Request
 from syncline.server.commits import Commits

@@ -7,10 +7,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from syncline.core.gates import Gate, Kind, on_all
-from syncline.core.rounds import Rounds
-from syncline.core.slices import Identity, highest_clocks
-from syncline.core.verdicts import Commit
+from syncline.core.checkpoint.snapshot import Gate, Kind, on_all
+from syncline.core.rounds import Commit, Rounds
+from syncline.core.slice_state import Identity, highest_clocks
 from syncline.net.rpc import Request
 from syncline.server.hosted import HostedSlice
 from syncline.server.work import Contribution, respond

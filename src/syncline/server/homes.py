@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from syncline.core.layout import Slice
-from syncline.core.words import counted
+from syncline.core.units import counted
 from syncline.errors import ConfigError
 from syncline.net.hatch import Hatch
 from syncline.server.pinning import Bytes, Registered

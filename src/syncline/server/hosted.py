@@ -15,8 +15,8 @@ import torch
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import Piece, Ranges, Segment, Slice, covers, in_ranges
-from syncline.core.slices import SliceState
-from syncline.core.verdicts import Commit
+from syncline.core.rounds import Commit
+from syncline.core.slice_state import SliceState
 from syncline.net.transport import buffer_of
 from syncline.server.homes import Home
 from syncline.server.replication import Partner, Region, Replica, Update, region_of, update_of

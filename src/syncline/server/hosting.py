@@ -7,14 +7,12 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from syncline.config import JobConfig
-from syncline.core.control import Host
-from syncline.core.deputies import Deputies, deputies_of
 from syncline.core.layout import Segment, Slice, aligned
-from syncline.core.members import Member
+from syncline.core.members import Member, Standing
+from syncline.core.ring import Deputies, Spread, deputies_of
 from syncline.core.seats import Seat
-from syncline.core.slices import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
-from syncline.core.spread import Spread
-from syncline.core.standings import Standing
+from syncline.core.slice_state import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
+from syncline.core.wire.control import Host
 from syncline.errors import FencedError, ProtocolError, SynclineError
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import Memory, Peer, buffer_of

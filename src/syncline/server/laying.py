@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from syncline.core.deputies import Deputies
 from syncline.core.layout import aligned
-from syncline.core.traffic import LendSums
+from syncline.core.ring import Deputies
+from syncline.core.wire.traffic import LendSums
 from syncline.errors import SynclineError
 from syncline.net.memory import HeapMemory
 from syncline.net.transport import Memory

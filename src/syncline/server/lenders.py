@@ -7,8 +7,8 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from syncline.core.layout import Slice
-from syncline.core.message import Done
-from syncline.core.traffic import Lend, Seed
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Lend, Seed
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Memory, Peer

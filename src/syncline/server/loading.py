@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from syncline.core.checkpoint.manifest import Manifest, SavedTensor
+from syncline.core.checkpoint.restoring import Overlap, Restoring, clocks_of, version_of
 from syncline.core.layout import ITEM_BYTES
-from syncline.core.manifest import Manifest, SavedTensor
-from syncline.core.message import Done
-from syncline.core.restoring import Overlap, Restoring, clocks_of, version_of
-from syncline.core.saving import TakeUp
-from syncline.core.slices import life_of
-from syncline.core.traffic import StateEntry
+from syncline.core.slice_state import life_of
+from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import StateEntry
 from syncline.errors import StoreError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of

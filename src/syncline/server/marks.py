@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from syncline.core.manifest import SavedFile, SavedSlice, SavedState
-from syncline.core.traffic import StateEntry
+from syncline.core.checkpoint.manifest import SavedFile, SavedSlice, SavedState
+from syncline.core.wire.traffic import StateEntry
 from syncline.errors import StoreError
 from syncline.net.transport import Buffer, buffer_of
 from syncline.server.copying import CopyMemory

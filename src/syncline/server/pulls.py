@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from syncline.core.codecs.pieces import SliceCoder
-from syncline.core.message import Done
-from syncline.core.rolls import Roll
-from syncline.core.traffic import Committed, Pin, Pull, Pulled, Unpin, Verified, Verify
+from syncline.core.rounds import Roll
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Committed, Pin, Pull, Pulled, Unpin, Verified, Verify
 from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of

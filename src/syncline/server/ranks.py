@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from syncline.core.members import Member
+from syncline.core.members import Member, by_name
 from syncline.core.rounds import Rounds
-from syncline.core.standings import by_name
 from syncline.errors import ProtocolError
 from syncline.net.transport import Peer
 from syncline.server.flow import Flow

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from syncline.core.deputies import Deputies
 from syncline.core.forecast import Forecasts
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
-from syncline.core.message import Done
-from syncline.core.slices import Identity
-from syncline.core.standings import by_name
-from syncline.core.traffic import HostSum, WholeSum
+from syncline.core.members import by_name
+from syncline.core.ring import Deputies
+from syncline.core.slice_state import Identity
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import HostSum, WholeSum
 from syncline.errors import ProtocolError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of

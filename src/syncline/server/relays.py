@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from syncline.config import JobConfig
-from syncline.core.message import Done
-from syncline.core.traffic import HostSum, LendSums, WholeSum
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import HostSum, LendSums, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of

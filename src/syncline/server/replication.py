@@ -17,10 +17,10 @@ import torch
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded
 from syncline.core.members import Member
-from syncline.core.message import Message
-from syncline.core.traffic import Replicate, Replicated, Seed
-from syncline.core.verdicts import Commit
-from syncline.core.votes import Ballot
+from syncline.core.ring import Ballot
+from syncline.core.rounds import Commit
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import Replicate, Replicated, Seed
 from syncline.errors import ConnectionLost, FencedError, RuleError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of

@@ -13,7 +13,7 @@ import torch
 
 from syncline.core.layout import INTEGERS, Segment, Slice
 from syncline.core.rule import OPTIONS, PLAIN, Option, RuleSpec, check_state
-from syncline.core.traffic import StateEntry
+from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
 from syncline.server.averages import Averages

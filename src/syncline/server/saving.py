@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from syncline.config import num_cores
-from syncline.core.message import Message
-from syncline.core.saving import CloseGate, EndSave, Mark, OpenGate, WriteMarked, WrittenMarked
+from syncline.core.wire.checkpoints import CloseGate, EndSave, Mark, OpenGate, WriteMarked, WrittenMarked
+from syncline.core.wire.message import Message
 from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.server.gate import CommitGate

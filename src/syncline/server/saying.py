@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from syncline.core.message import Message
+from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, SynclineError
 from syncline.net.rpc import Call
 from syncline.net.transport import Buffer

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from syncline import faults
-from syncline.core.control import SeedTo
 from syncline.core.layout import aligned
 from syncline.core.members import Member
-from syncline.core.message import Done
-from syncline.core.traffic import Lend
+from syncline.core.wire.control import SeedTo
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Lend
 from syncline.errors import ConnectionLost, FencedError, SynclineError
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory

@@ -10,7 +10,12 @@ from typing import Any
 from syncline.core.codecs.named import codecs_of
 from syncline.core.codecs.pieces import coder_of
 from syncline.core.conditions import parse_average
-from syncline.core.control import (
+from syncline.core.members import Member
+from syncline.core.policy import policy_of
+from syncline.core.ring import Spread
+from syncline.core.rounds import Rounds
+from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.control import (
     AskServerStats,
     AskWhy,
     Beat,
@@ -27,13 +32,8 @@ from syncline.core.control import (
     Roster,
     SeedTo,
 )
-from syncline.core.members import Member
-from syncline.core.message import Done, Message
-from syncline.core.policy import policy_of
-from syncline.core.rounds import Rounds
-from syncline.core.saving import TakeUp
-from syncline.core.spread import Spread
-from syncline.core.traffic import (
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.traffic import (
     AskHosted,
     AskState,
     Attach,

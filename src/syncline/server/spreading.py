@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable
 
 from syncline import faults
-from syncline.core.spread import Spread
-from syncline.core.traffic import Replicate
+from syncline.core.ring import Spread
+from syncline.core.wire.traffic import Replicate
 from syncline.server.backup import Backup, own_region
 from syncline.server.backups import Backups
 from syncline.server.copies import Copies

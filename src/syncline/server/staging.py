@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from syncline.core.layout import Slice
-from syncline.core.slices import Identity
+from syncline.core.slice_state import Identity
 from syncline.net.hatch import Hatch
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.server.copies import Copies

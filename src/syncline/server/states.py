@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from syncline.core.layout import Slice
-from syncline.core.message import Done
-from syncline.core.traffic import AskState, GivenState, LoadState, StateEntry
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import AskState, GivenState, LoadState, StateEntry
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from syncline.core.slices import Identity
-from syncline.core.standings import by_name
-from syncline.core.traffic import Replicate
+from syncline.core.members import by_name
+from syncline.core.slice_state import Identity
+from syncline.core.wire.traffic import Replicate
 from syncline.errors import SynclineError
 from syncline.server.backups import Backups
 from syncline.server.flow import Flow

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from syncline.core.layout import INTEGERS, Piece, Segment, Slice
-from syncline.core.verdicts import Commit
+from syncline.core.rounds import Commit
 from syncline.server.hosted import HostedSlice
 from syncline.server.replication import Region
 from syncline.server.rules import Source

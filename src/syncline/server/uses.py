@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from syncline.core.handing import AskUses, Confirm, Use, Uses
-from syncline.core.message import Done, Message
-from syncline.core.slices import Identity
+from syncline.core.slice_state import Identity
+from syncline.core.wire.leases import AskUses, Confirm, Use, Uses
+from syncline.core.wire.message import Done, Message
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.server.backups import Backups

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from syncline.core.message import Done
-from syncline.core.traffic import Restore, Upload
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Restore, Upload
 from syncline.errors import ProtocolError, SynclineError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of

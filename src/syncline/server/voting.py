@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from syncline import faults
 from syncline.config import JobConfig
-from syncline.core.message import Done, Message
-from syncline.core.ring import partner_of
-from syncline.core.slices import Identity
-from syncline.core.spread import Spread
-from syncline.core.traffic import HostSum, Introduce, LendSums, Vote, WholeSum
-from syncline.core.votes import Ballot, Votes, ballot_of
+from syncline.core.ring import Ballot, Spread, Votes, ballot_of, partner_of
+from syncline.core.slice_state import Identity
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.traffic import HostSum, Introduce, LendSums, Vote, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer

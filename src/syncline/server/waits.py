@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 
-from syncline.core.control import Beat
+from syncline.core.wire.control import Beat
 from syncline.server.commits import Commits
 from syncline.server.hosted import HostedSlice
 from syncline.server.uses import late_here, uses_here

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from syncline.core.handing import Use
 from syncline.core.layout import Ranges, Slice
 from syncline.core.policy import Policy
-from syncline.core.rolls import Roll
+from syncline.core.ring import Ballot
+from syncline.core.rounds import Commit, Roll
 from syncline.core.rule import Option
-from syncline.core.slices import Identity
-from syncline.core.verdicts import Commit
-from syncline.core.votes import Ballot
+from syncline.core.slice_state import Identity
+from syncline.core.wire.leases import Use
 from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
 

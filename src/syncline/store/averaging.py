@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from syncline.core.checkpoint.manifest import Manifest, SavedFile, SavedSlice
+from syncline.core.checkpoint.soundness import checkpoint_name
 from syncline.core.layout import INTEGERS, ITEM_BYTES, Segment, Slice
-from syncline.core.manifest import Manifest, SavedFile, SavedSlice
-from syncline.core.soundness import checkpoint_name
 from syncline.store import checkpoints
 from syncline.store.checkpoints import Chosen, Found
 from syncline.store.folders import Folder

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from syncline import faults
-from syncline.core.manifest import Manifest, SavedFile
-from syncline.core.retention import Standing, outdated
-from syncline.core.soundness import check_manifest, checkpoint_name, decode_manifest, number_in
+from syncline.core.checkpoint.manifest import Manifest, SavedFile
+from syncline.core.checkpoint.schedule import Standing, outdated
+from syncline.core.checkpoint.soundness import check_manifest, checkpoint_name, decode_manifest, number_in
 from syncline.errors import DamagedError, StoreError
 from syncline.store.begun import BEGUN, begun_here, read_begun
 from syncline.store.disk import MANIFEST

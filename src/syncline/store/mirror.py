@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from syncline.core.manifest import Manifest
-from syncline.core.soundness import number_in
+from syncline.core.checkpoint.manifest import Manifest
+from syncline.core.checkpoint.soundness import number_in
 from syncline.errors import DamagedError, StoreError
 from syncline.store.begun import BEGUN, begun_here, read_begun
 from syncline.store.checkpoints import files_of, read_manifest, verify

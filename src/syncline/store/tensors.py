@@ -17,9 +17,9 @@ import xxhash
 
 from syncline import faults
 from syncline.config import num_cores
-from syncline.core import tensor_file
-from syncline.core.manifest import SavedFile, SavedTensor
-from syncline.core.soundness import check_file_name
+from syncline.core.checkpoint import tensor_file
+from syncline.core.checkpoint.manifest import SavedFile, SavedTensor
+from syncline.core.checkpoint.soundness import check_file_name
 from syncline.errors import DamagedError, StoreError
 from syncline.store.disk import PART, LocalFolder, create, discard, write_all
 from syncline.store.folders import Folder

@@ -14,9 +14,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from syncline.core import tensor_file
+from syncline.core.checkpoint import tensor_file
+from syncline.core.checkpoint.manifest import Manifest, SavedSlice
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
-from syncline.core.manifest import Manifest, SavedSlice
 from syncline.errors import ConfigError, StoreError
 from syncline.store.checkpoints import POINTERS, Chosen, candidates, pointed
 from syncline.store.disk import PART, create, discard, sync_folder, write_all

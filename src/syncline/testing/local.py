@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from syncline import config as configuration
-from syncline.core.control import Joined
 from syncline.core.ring import check_said, partner_of, ring_settings
 from syncline.core.settings import check_settings
+from syncline.core.wire.control import Joined
 from syncline.errors import JobFailed, Stopped, SynclineError
 from syncline.launch.embedded import InProcess
 from syncline.worker.current import current_in_thread

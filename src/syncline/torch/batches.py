@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch.utils.data
 
-from syncline.core.loader import Loader
-from syncline.core.order import ChunkedOrder, Order
-from syncline.core.splits import ByRank
+from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.order import ByRank, ChunkedOrder, Order
 from syncline.data.batching import order_of
 from syncline.data.source import Batch, ShardSource, Source
 from syncline.errors import ConfigError, DataError

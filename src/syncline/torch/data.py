@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from syncline.core.loader import Loader
-from syncline.core.shares import equal_parts
-from syncline.core.splits import ByRank
+from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.order import ByRank
+from syncline.core.leasing.shares import equal_parts
 from syncline.data.batching import SHARDS_END
 from syncline.errors import ConfigError, DataError
 from syncline.torch.batches import Aim, Rows, data_of, tensors

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from syncline.core.layout import Ranges, to_ranges
-from syncline.core.outer import outer_of
-from syncline.core.rule import Rule
+from syncline.core.rule import Rule, outer_of
 from syncline.torch.parameters import FlatMemory, Tracked, as_tensor
 from syncline.worker.job import Job
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from syncline.core.layout import Layout, Slice
-from syncline.core.traffic import StateEntry
+from syncline.core.wire.traffic import StateEntry
 from syncline.store.weights import AVERAGE_KEY
 from syncline.torch.parameters import Tracked
 from syncline.worker.arrays import Bytes

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.data
 
-from syncline.core.measuring import AVERAGE, OWN, WEIGHTS
+from syncline.core.wire.validation import AVERAGE, OWN, WEIGHTS
 from syncline.data.source import Source
 from syncline.torch.batches import tensors
 from syncline.torch.weights import load_state_dict

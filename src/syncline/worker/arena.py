@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from syncline.config import JobConfig
 from syncline.core.layout import Segment, Slice
-from syncline.core.traffic import Attach
+from syncline.core.wire.traffic import Attach
 from syncline.errors import ConfigError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Endpoint

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from syncline.core.control import AskLife, AskWhy, Barrier, GivenWhy, Register, Uploaded
-from syncline.core.handing import AskLease
-from syncline.core.measuring import AskReading, AskStint, Attend, Begin, Come, Own
-from syncline.core.message import Message
-from syncline.core.saving import Save
+from syncline.core.wire.checkpoints import Save
+from syncline.core.wire.control import AskLife, AskWhy, Barrier, GivenWhy, Register, Uploaded
+from syncline.core.wire.leases import AskLease
+from syncline.core.wire.message import Message
+from syncline.core.wire.validation import AskReading, AskStint, Attend, Begin, Come, Own
 from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.worker.exchange import left

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from syncline import faults
-from syncline.core.message import Message
-from syncline.core.rolls import Roll
-from syncline.core.traffic import AskClip, Committed
+from syncline.core.rounds import Roll
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import AskClip, Committed
 from syncline.errors import ConnectionLost, FencedError, ProtocolError, Refresh, SynclineError, WaitTimeout
 from syncline.net.rpc import Call, Latch
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from syncline.core.layout import Layout, Slice
 from syncline.core.members import Member
-from syncline.core.slices import Copy
-from syncline.core.traffic import Committed, Restore
+from syncline.core.slice_state import Copy
+from syncline.core.wire.traffic import Committed, Restore
 from syncline.errors import SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import buffer_of

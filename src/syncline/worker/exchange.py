@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from syncline.core.control import Passed
 from syncline.core.layout import Layout, Ranges, Segment, Slice
 from syncline.core.rule import Option
 from syncline.core.seats import Seat
-from syncline.core.traffic import StateEntry
+from syncline.core.wire.control import Passed
+from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ConfigError
 from syncline.stats import PushBytes, WireStats
 from syncline.worker.arrays import Bytes

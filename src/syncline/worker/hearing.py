@@ -6,15 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from syncline.core.control import AskCopies, Beat, GiveCopies, GivenCopies, Joined, Over, Retire, Roster
-from syncline.core.handing import AskUses, GaveBack, Recall, Use, Uses
-from syncline.core.measuring import Called, WriteOwn
 from syncline.core.members import Member
-from syncline.core.message import Done, Message
 from syncline.core.metrics import Steer
-from syncline.core.pacing import Pace
-from syncline.core.saving import EndSave, Expect, WriteScript
-from syncline.core.slices import Copy
+from syncline.core.slice_state import Copy
+from syncline.core.wire.checkpoints import EndSave, Expect, WriteScript
+from syncline.core.wire.control import AskCopies, Beat, GiveCopies, GivenCopies, Joined, Over, Retire, Roster
+from syncline.core.wire.leases import AskUses, GaveBack, Recall, Use, Uses
+from syncline.core.wire.message import Done, Message
+from syncline.core.wire.pace import Pace
+from syncline.core.wire.validation import Called, WriteOwn
 from syncline.errors import FencedError, JobFailed, ProtocolError
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Request

@@ -8,7 +8,7 @@ import numpy as np
 
 from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import Layout, Slice
-from syncline.core.traffic import Committed
+from syncline.core.wire.traffic import Committed
 from syncline.errors import FrameError
 from syncline.net.transport import Buffer, buffer_of
 from syncline.worker.arrays import Bytes

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from syncline.config import JobConfig
-from syncline.core.control import AskLife, Barrier, GivenLife, Joined, Leave, Passed, Roster
 from syncline.core.members import Member
-from syncline.core.message import Message
-from syncline.core.pacing import Pace
 from syncline.core.policy import policy_of
+from syncline.core.wire.control import AskLife, Barrier, GivenLife, Joined, Leave, Passed, Roster
+from syncline.core.wire.message import Message
+from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp

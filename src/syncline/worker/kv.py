@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from syncline.core.control import Register, Registered, Uploaded
 from syncline.core.layout import Layout, Parameter, Segment, Slice, to_ranges
-from syncline.core.message import Message
 from syncline.core.rule import OPTIONS, Option, Rule
+from syncline.core.wire.control import Register, Registered, Uploaded
+from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, LayoutError, ProtocolError, RuleError
 from syncline.worker import arrays
 from syncline.worker.arrays import Array, Bytes

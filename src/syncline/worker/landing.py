@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from syncline.core.layout import Slice
-from syncline.core.message import Message
-from syncline.core.traffic import Committed
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import Committed
 from syncline.errors import ProtocolError
 from syncline.net.hatch import Hatch
 from syncline.net.transport import Buffer, buffer_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.core.message import Message
-from syncline.core.rolls import Roll
-from syncline.core.traffic import CommitStaged, Committed, GiveClip, Stage
+from syncline.core.rounds import Roll
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import CommitStaged, Committed, GiveClip, Stage
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer
 from syncline.worker.commit import CommitFlow

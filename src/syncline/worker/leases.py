@@ -10,11 +10,11 @@ from typing import Protocol
 
 import msgspec
 
-from syncline.core.handing import AskLease, EndShard, GaveBack, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
-from syncline.core.loader import VALIDATES, Loader
-from syncline.core.message import Message
-from syncline.core.places import Places, merged
-from syncline.core.shares import equal_parts
+from syncline.core.leasing.loader import VALIDATES, Loader
+from syncline.core.leasing.ranges import Places, merged
+from syncline.core.leasing.shares import equal_parts
+from syncline.core.wire.leases import AskLease, EndShard, GaveBack, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
+from syncline.core.wire.message import Message
 from syncline.errors import SynclineError
 from syncline.worker.calling import ValidationCalled
 from syncline.worker.portion import Piece, Portion

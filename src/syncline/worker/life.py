@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from syncline.core.control import GivenLife
+from syncline.core.wire.control import GivenLife
 from syncline.errors import ConfigError
 
 #: A worker's process ends with this when its script cannot go on in this life: it is no death.

@@ -7,8 +7,8 @@ import contextlib
 from types import TracebackType
 from typing import Protocol
 
-from syncline.core.leasing import SHARD_POSITIONS
-from syncline.core.loader import Loader
+from syncline.core.leasing.leases import SHARD_POSITIONS
+from syncline.core.leasing.loader import Loader
 from syncline.errors import SynclineError
 from syncline.worker.boundary import Position
 from syncline.worker.leases import Reading

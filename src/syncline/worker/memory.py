@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.saving import Finish, Save, Saved
+from syncline.core.wire.checkpoints import Finish, Save, Saved
 from syncline.errors import ConfigError, ConnectionLost, FencedError
 from syncline.net.link import Link
 from syncline.worker.boundary import END, Position

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.saving import NoteScript
+from syncline.core.wire.checkpoints import NoteScript
 from syncline.errors import SynclineError
 from syncline.net.link import Link
 from syncline.worker.boundary import Position

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from syncline.core.order import ChunkedOrder, Order
+from syncline.core.leasing.order import ChunkedOrder, Order
 from syncline.worker.loop import Loop
 
 #: How many samples the order is evaluated for at once: enough that numpy's cost per call vanishes, little

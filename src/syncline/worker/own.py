@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
-from syncline.core.measuring import WriteOwn, WrittenOwn
+from syncline.core.wire.validation import WriteOwn, WrittenOwn
 from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.store.averaging import plan_of

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from syncline.core.pacing import Pace
+from syncline.core.wire.pace import Pace
 from syncline.worker.times import StepClock
 
 #: So often a worker that waits looks whether it is to leave, or the job is over.

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from syncline.core.control import Roster
 from syncline.core.members import Member
-from syncline.core.message import Message
+from syncline.core.wire.control import Roster
+from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, ProtocolError
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Buffer, Connection, Memory, Peer

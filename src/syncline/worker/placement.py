@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from syncline.config import JobConfig
 from syncline.core.codecs.named import NONE, codecs_of
-from syncline.core.control import AskWhy, GivenWhy, Roster
-from syncline.core.deputies import Deputies, deputies_of
 from syncline.core.layout import Layout, Segment, Slice
-from syncline.core.members import Member
-from syncline.core.message import Message
+from syncline.core.members import Member, by_name
+from syncline.core.ring import Deputies, Spread, deputies_of
 from syncline.core.seats import Seat
-from syncline.core.spread import Spread
-from syncline.core.standings import by_name
+from syncline.core.wire.control import AskWhy, GivenWhy, Roster
+from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
 from syncline.extensions import load
 from syncline.net.hatch import Hatch

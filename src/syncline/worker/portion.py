@@ -10,8 +10,8 @@ import dataclasses
 import threading
 from collections.abc import Iterable
 
-from syncline.core.handing import GivenLease
-from syncline.core.spans import Span
+from syncline.core.leasing.ranges import Span
+from syncline.core.wire.leases import GivenLease
 
 
 @dataclasses.dataclass(frozen=True)

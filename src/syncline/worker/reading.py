@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from syncline.core.layout import Slice
-from syncline.core.traffic import AskHosted, Hosted, Map, Pin, Pull, Pulled, Unpin, Verified, Verify
+from syncline.core.wire.traffic import AskHosted, Hosted, Map, Pin, Pull, Pulled, Unpin, Verified, Verify
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import Memory, buffer_of

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from syncline import faults
-from syncline.core.control import AskRoster, Roster
-from syncline.core.message import Message
+from syncline.core.wire.control import AskRoster, Roster
+from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, Refresh, SynclineError, WaitTimeout
 from syncline.net.rpc import Stamp
 from syncline.worker.placement import Placement

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-from syncline.core.control import AskStats, Beat, GivenStats, Report
+from syncline.core.wire.control import AskStats, Beat, GivenStats, Report
 from syncline.errors import SynclineError
 from syncline.net.link import Link
 from syncline.stats import JobStats

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from syncline.core.control import Roster
-from syncline.core.members import Member
-from syncline.core.standings import by_name
+from syncline.core.members import Member, by_name
+from syncline.core.wire.control import Roster
 
 
 class Rosters:

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from syncline.core.handing import GaveBack, Recall, Use
-from syncline.core.loader import Loader
-from syncline.core.message import Message
+from syncline.core.leasing.loader import Loader
+from syncline.core.wire.leases import GaveBack, Recall, Use
+from syncline.core.wire.message import Message
 from syncline.errors import ConfigError
 from syncline.net.link import Link
 from syncline.worker.boundary import Boundary

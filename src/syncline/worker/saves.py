@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from syncline import faults
-from syncline.core.manifest import SavedScript
-from syncline.core.saving import EndSave, Expect, Noted, WriteScript, WrittenScript
+from syncline.core.checkpoint.manifest import SavedScript
+from syncline.core.wire.checkpoints import EndSave, Expect, Noted, WriteScript, WrittenScript
 from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.store.folders import open_folder

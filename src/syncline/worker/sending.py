@@ -10,7 +10,7 @@ from syncline.core.codecs.named import codecs_of
 from syncline.core.codecs.pieces import Encoded, coder_of
 from syncline.core.layout import Ranges, Slice
 from syncline.core.policy import policy_of
-from syncline.core.traffic import Stage
+from syncline.core.wire.traffic import Stage
 from syncline.errors import ConnectionLost
 from syncline.extensions import load
 from syncline.net.rpc import Call, Stamp

@@ -9,16 +9,16 @@ from typing import TypeVar
 
 from syncline import faults
 from syncline.config import JobConfig
-from syncline.core.control import AskWhy, GivenWhy, Passed
-from syncline.core.handing import Use
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
-from syncline.core.message import Message
 from syncline.core.policy import policy_of
 from syncline.core.ring import partner_of
 from syncline.core.seats import Seat
-from syncline.core.slices import Copy, life_of
-from syncline.core.traffic import Prefer, StateEntry
+from syncline.core.slice_state import Copy, life_of
+from syncline.core.wire.control import AskWhy, GivenWhy, Passed
+from syncline.core.wire.leases import Use
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import Prefer, StateEntry
 from syncline.errors import ConfigError, FencedError, FrameError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp

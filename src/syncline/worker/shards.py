@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from syncline.core.leasing import SHARD_POSITIONS
+from syncline.core.leasing.leases import SHARD_POSITIONS
 from syncline.worker.loop import Loop
 from syncline.worker.portion import Piece
 

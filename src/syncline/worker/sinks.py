@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from syncline.core.layout import ITEM_BYTES, Layout, Slice
-from syncline.core.traffic import Committed
+from syncline.core.wire.traffic import Committed
 from syncline.worker.arrays import Bytes
 from syncline.worker.copying import copy
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from syncline.core.layout import Slice
-from syncline.core.message import Message
-from syncline.core.traffic import AskState, GivenState, LoadState, StateEntry
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import AskState, GivenState, LoadState, StateEntry
 from syncline.errors import ProtocolError, SynclineError
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.net.transport import buffer_of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from syncline.core.control import GivenStats
+from syncline.core.wire.control import GivenStats
 from syncline.stats import JobStats, WireStats, apply_seconds
 
 if TYPE_CHECKING:

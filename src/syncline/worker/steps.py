@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from syncline.core.loader import MOST_SAMPLES, Loader
+from syncline.core.leasing.loader import MOST_SAMPLES, Loader
 from syncline.errors import ConfigError
 from syncline.worker.loop import Loop
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from syncline import faults
-from syncline.core.control import Enter, Entered, Leave, Passed
 from syncline.core.policy import Policy
 from syncline.core.rounds import LOOP
-from syncline.core.traffic import AskPlace, GivenPlace, Rest
+from syncline.core.wire.control import Enter, Entered, Leave, Passed
+from syncline.core.wire.traffic import AskPlace, GivenPlace, Rest
 from syncline.errors import FencedError
 from syncline.net.link import Link
 from syncline.worker.placement import Placement

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from syncline.core.manifest import SavedScript
-from syncline.core.message import Message
-from syncline.core.saving import AskTakenUp, GivenTakenUp, NoteScript
+from syncline.core.checkpoint.manifest import SavedScript
+from syncline.core.wire.checkpoints import AskTakenUp, GivenTakenUp, NoteScript
+from syncline.core.wire.message import Message
 from syncline.errors import ProtocolError, StoreError
 from syncline.store.checkpoints import read_manifest
 from syncline.store.folders import open_folder

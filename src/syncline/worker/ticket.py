@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from syncline.core.codecs.pieces import Encoded
-from syncline.core.handing import Use
+from syncline.core.wire.leases import Use
 from syncline.errors import SynclineError
 from syncline.worker.commit import CommitFlow
 from syncline.worker.exchange import Push

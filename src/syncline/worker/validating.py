@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from syncline.core.conditions import METRIC
-from syncline.core.durations import Interval, interval
-from syncline.core.measuring import (
+from syncline.core.units import Interval, interval
+from syncline.core.wire.validation import (
     OWN,
     AskReading,
     AskStint,

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Sequence
 
 from syncline.core.layout import Segment, Slice
-from syncline.core.traffic import Upload
+from syncline.core.wire.traffic import Upload
 from syncline.net.rpc import Call, wait_all
 from syncline.net.transport import buffer_of
 from syncline.worker.arrays import Bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.core.collecting import STRANGER
+from syncline.core.wire.collectives import STRANGER
 
 
 class Attempt:

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from syncline.core.collecting import Goodbye
 from syncline.core.collectives import disagreement
-from syncline.core.control import Roster
 from syncline.core.members import Member
+from syncline.core.wire.collectives import Goodbye
+from syncline.core.wire.control import Roster
 from syncline.errors import CollectiveError, ConfigError
 from syncline.stats import WireStats
 from syncline.worker.arrays import Array

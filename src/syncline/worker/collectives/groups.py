@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from syncline.core.control import Roster
 from syncline.core.members import Member
-from syncline.core.words import listed
+from syncline.core.units import listed
+from syncline.core.wire.control import Roster
 from syncline.errors import CollectiveError
 from syncline.worker.rosters import Rosters, ranked
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from syncline.core.collecting import Describe
 from syncline.core.collectives import INLINE_BYTES
+from syncline.core.wire.collectives import Describe
 from syncline.net import frame
 from syncline.worker.collectives.reducing import Reducer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.core.collecting import Broken, Chunk, Describe, Goodbye, Share, Through, Unshare
 from syncline.core.collectives import check_heard, is_inline, wanted
-from syncline.core.message import Message
+from syncline.core.wire.collectives import Broken, Chunk, Describe, Goodbye, Share, Through, Unshare
+from syncline.core.wire.message import Message
 from syncline.errors import FrameError
 from syncline.net import shm
 from syncline.net.rpc import Request

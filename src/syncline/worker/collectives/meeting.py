@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from syncline.core.collecting import Describe
 from syncline.core.collectives import given, hosts_of, is_inline
+from syncline.core.wire.collectives import Describe
 from syncline.net.transport import Buffer
 from syncline.worker.arrays import Bytes
 from syncline.worker.collectives.party import Party

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from syncline.core.collecting import STRANGER, Broken, Describe, Share, Through, Unshare
 from syncline.core.collectives import described, disagreement, is_inline, other_groups, wanted
 from syncline.core.members import Member
-from syncline.core.message import Message
+from syncline.core.wire.collectives import STRANGER, Broken, Describe, Share, Through, Unshare
+from syncline.core.wire.message import Message
 from syncline.errors import CollectiveError, ConnectionLost, FencedError, JobFailed, SynclineError
 from syncline.net.transport import Buffer, buffer_of
 from syncline.worker.arrays import Bytes

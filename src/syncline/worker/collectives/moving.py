@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from syncline.core.collecting import Chunk, Describe
 from syncline.core.collectives import is_inline, wanted
-from syncline.core.words import size
+from syncline.core.units import size
+from syncline.core.wire.collectives import Chunk, Describe
 from syncline.errors import CollectiveError, FrameError
 from syncline.net import shm
 from syncline.net.memory import aligned_zeros

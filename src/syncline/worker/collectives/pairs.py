@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from syncline.core.collecting import Broken, Offer, Piece, Take, Taken, Withdraw
 from syncline.core.collectives import (
     INLINE_BYTES,
     ITEM_BYTES,
@@ -20,7 +19,8 @@ from syncline.core.collectives import (
     num_bytes,
 )
 from syncline.core.members import Member
-from syncline.core.message import Message
+from syncline.core.wire.collectives import Broken, Offer, Piece, Take, Taken, Withdraw
+from syncline.core.wire.message import Message
 from syncline.errors import CollectiveError, ConnectionLost, FrameError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of

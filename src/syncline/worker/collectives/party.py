@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from syncline.core.collecting import Describe
 from syncline.core.members import Member
+from syncline.core.wire.collectives import Describe
 from syncline.net.rpc import Endpoint
 from syncline.worker.collectives.habits import MOST_HABITS, Habit
 from syncline.worker.collectives.reducing import Reducer

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from syncline.core.collecting import Describe
+from syncline.core.wire.collectives import Describe
 from syncline.errors import ConnectionLost
 from syncline.worker.collectives.habits import Habit
 from syncline.worker.collectives.meeting import Begun

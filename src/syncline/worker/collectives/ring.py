@@ -7,8 +7,8 @@ ranks that have a part on their hosts are a ring, around which it goes twice, fi
 
 from __future__ import annotations
 
-from syncline.core.collecting import Chunk
 from syncline.core.collectives import share
+from syncline.core.wire.collectives import Chunk
 from syncline.errors import FrameError
 from syncline.net.transport import Buffer, buffer_of
 from syncline.worker.arrays import Bytes

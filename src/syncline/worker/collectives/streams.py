@@ -6,7 +6,7 @@ import collections
 from collections.abc import Sequence
 from typing import Protocol
 
-from syncline.core.collecting import Describe, Offer, Taken
+from syncline.core.wire.collectives import Describe, Offer, Taken
 from syncline.net.transport import Buffer, Memory
 from syncline.worker.arrays import Bytes
 

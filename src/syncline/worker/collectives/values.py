@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from syncline.core.collecting import Shape
 from syncline.core.collectives import ITEM_BYTES
+from syncline.core.wire.collectives import Shape
 from syncline.errors import CollectiveError
 from syncline.worker.arrays import Array, Bytes, dtype_of, fill, from_bytes, is_torch, to_bytes, writable_bytes
 

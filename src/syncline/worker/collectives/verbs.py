@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncline.core.collecting import Shape
 from syncline.core.collectives import (
     ITEM_BYTES,
     check_op,
@@ -20,6 +19,7 @@ from syncline.core.collectives import (
     wanted,
 )
 from syncline.core.members import Member
+from syncline.core.wire.collectives import Shape
 from syncline.errors import CollectiveError
 from syncline.stats import WireStats
 from syncline.worker.arrays import Array, Bytes, from_bytes, is_torch

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from syncline.core.collecting import Describe
 from syncline.core.collectives import described
-from syncline.core.words import listed
+from syncline.core.units import listed
+from syncline.core.wire.collectives import Describe
 from syncline.errors import WaitTimeout
 from syncline.worker.calling import ValidationCalled
 from syncline.worker.hearing import FromCoordinator

@@ -1,0 +1,37 @@
+"""How far a job is in the epochs of its loaders, and who has read how much of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from syncline.core.leasing.leases import LeaseState
+from syncline.core.leasing.ranges import count
+from syncline.stats import EpochProgress
+
+
+def progress(state: LeaseState) -> list[EpochProgress]:
+    """The epochs that are under way."""
+    found = []
+    for name, epochs in state.epochs.items():
+        for number, epoch in sorted(epochs.items()):
+            leased: dict[str, int] = {}
+            for lease in epoch.leases.values() if epoch.num_samples and epoch.common is None else ():
+                leased[lease.worker] = leased.get(lease.worker, 0) + lease.num_left
+            found.append(
+                EpochProgress(
+                    loader=name,
+                    epoch=number,
+                    num_samples=epoch.num_samples,
+                    num_done=epoch.num_done,
+                    num_passed_over=epoch.num_passed_over,
+                    num_aside=count(doubt.span for doubt in epoch.aside),
+                    leased=leased,
+                )
+            )
+    return found
+
+
+def shares(samples: Mapping[str, int]) -> dict[str, float]:
+    """Each worker's part of all samples that were read, where any were."""
+    whole = sum(samples.values())
+    return {name: number / whole for name, number in samples.items()} if whole else {}

@@ -1,0 +1,252 @@
+"""The desk: which workers ask for leases, what they are answered, and what of the used is not kept yet.
+
+Pure: whatever is decided here is in the job's state, which the owner keeps on disk before anybody hears of a lease,
+and before servers may forget what was used. The deterministic simulator runs the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+from syncline.core.leasing.leases import Leasing
+from syncline.core.leasing.ledger import Epoch
+from syncline.core.leasing.loader import VALIDATES
+from syncline.core.leasing.ranges import Span, joined
+from syncline.core.membership import Membership
+from syncline.core.policy import policy_of
+from syncline.core.slice_state import Identity
+from syncline.core.wire.leases import AskLease, GivenLease, LeaveEpoch, OpenEpoch, Recall, Use
+
+R = TypeVar("R")
+_NOTHING = Span(0, 0)
+#: So many ranges of what was lost are named.
+MOST_SPANS = 8
+
+
+class Asked(NamedTuple, Generic[R]):
+    """A worker's question that is not answered yet; `request`: how its owner answers it."""
+
+    owner: Identity
+    message: AskLease
+    since: float
+    request: R
+
+
+class Desk(Generic[R]):
+    """All loaders of a job."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._leasing: Leasing | None = None  # once the policy is known
+        self.asking: dict[str, Asked[R]] = {}
+        self._used: set[Use] = set()  # known here, not kept yet
+        self._late: set[Use] = set()  # likewise, of commits that were late
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody has ever come here."""
+        return self._leasing is not None
+
+    @property
+    def leasing(self) -> Leasing:
+        if self._leasing is None:
+            state, policy = self._membership.state, policy_of(self._membership.state.config)
+            is_exact = policy.stands_still and state.config.sync_every == 1
+            self._leasing = Leasing(state.leases, in_rounds=policy.in_rounds, is_exact=is_exact)
+        return self._leasing
+
+    def taking_part(self) -> list[Identity]:
+        entered, finishing = self._membership.state.entered, self._membership.finishing
+        names = [name for name in self._membership.workers() if name in entered and name not in finishing]
+        return [(name, entered[name]) for name in names]
+
+    # -- what workers say ---------------------------------------------------------------------------------
+
+    def seed(self, worker: str, message: OpenEpoch) -> int | None:
+        """The seed of this loader's order, where the worker gave one; None: that of the chief is still to come.
+
+        All workers must read one order, and scripts seed by rank: the chief's seed counts, while there is a chief.
+        """
+        assert message.seed is not None
+        finishing = self._membership.finishing
+        chief = next((name for name in self._membership.workers() if name not in finishing), worker)
+        return self.leasing.seed(message.loader, message.seed, counts=message.insists or worker == chief)
+
+    def ask(self, owner: Identity, message: AskLease, request: R, now: float) -> None:
+        """In the order in which the worker says it: nothing comes here over a connection that was replaced."""
+        self.leasing.measured(owner[0], message.samples, message.seconds)
+        self.asking[owner[0]] = Asked(owner, message, now, request)
+
+    def leave(self, owner: Identity, message: LeaveEpoch) -> None:
+        """A worker has left its loop."""
+        self.asking.pop(owner[0], None)
+        epoch = self.leasing.epoch(message.loader, message.epoch)
+        for use in message.passed_over if epoch is not None else ():
+            assert epoch is not None
+            epoch.pass_over(*use)
+        self.leasing.leave(owner, message.loader, message.epoch, message.leases, message.newest)
+
+    # -- answering ----------------------------------------------------------------------------------------
+
+    def answers(self) -> tuple[list[tuple[Asked[R], GivenLease]], list[tuple[Identity, Recall]]]:
+        """Whom to answer what, as far as there is something to say; and whom to have give back.
+
+        Leases are kept before they are told.
+        """
+        answers, recalls = [], []
+        for name, asked in list(self.asking.items()):
+            given, recalled = self._decide(asked.owner, asked.message)
+            recalls += recalled
+            if given is not None:
+                answers.append((asked, given))
+                del self.asking[name]
+        return answers, recalls
+
+    def is_over(self, loader: str) -> bool:
+        """Training has stopped by a rule: nothing is handed out any more, but for validation."""
+        return self._membership.state.steering.stop is not None and not loader.startswith(VALIDATES)
+
+    def _decide(self, owner: Identity, message: AskLease) -> tuple[GivenLease | None, list[tuple[Identity, Recall]]]:
+        if self.is_over(message.loader):
+            return GivenLease(0, _NOTHING), []  # it hears of the stop before this
+        answer = self.leasing.ask(
+            owner, message.loader, message.epoch, self.taking_part(), message.held,
+            is_idle=not message.left, newest=message.newest, given=message.given, is_late=self._came_late(owner),
+        )  # fmt: skip
+        recalls = [(other, Recall(message.loader, message.epoch)) for other in answer.recall]
+        if answer.lease is not None:
+            lease = answer.lease
+            given = GivenLease(
+                lease.number, lease.span, step=lease.step, begin=answer.begin, is_common=lease.is_common,
+                origin=lease.origin, wide=lease.wide,
+            )  # fmt: skip
+            return given, recalls
+        if answer.is_finished or not (message.waits or answer.is_coming):
+            is_shared = self.leasing.is_shared(message.loader)
+            return GivenLease(0, _NOTHING, answer.is_finished, is_shared=is_shared), recalls
+        return None, recalls
+
+    def _came_late(self, owner: Identity) -> bool:
+        """Whether the job had begun before this worker joined."""
+        member = self._membership.state.members.get(owner[0])
+        return member is not None and member.since > 1
+
+    def not_kept(self, answers: Iterable[tuple[Asked[R], GivenLease]]) -> None:
+        """Nobody has heard of these: they are given when they could be kept."""
+        for asked, given in answers:
+            self.asking.setdefault(asked.owner[0], asked)
+            epoch = self.leasing.epoch(asked.message.loader, asked.message.epoch)
+            if epoch is not None and given.lease in epoch.leases:
+                epoch.leases[given.lease].is_told = False
+
+    # -- now and then -------------------------------------------------------------------------------------
+
+    def recut(self) -> list[tuple[Identity, Recall]]:
+        """Whom to have give back, since parts are to be cut anew."""
+        taking_part = self.taking_part()
+        return [
+            (owner, Recall(name, number))
+            for name, epochs in self.leasing.state.epochs.items()
+            for number in epochs
+            for owner in self.leasing.recut(name, number, taking_part)
+        ]
+
+    def reclaim(self, now: float, after_seconds: float) -> list[tuple[AskLease, int]]:
+        """What was dealt to workers that do not come goes to whoever has waited for so long: samples by epoch."""
+        waiting = [one.message for one in self.asking.values() if now - one.since > after_seconds]
+        counts = [(m, self.leasing.reclaim(m.loader, m.epoch)) for m in waiting if m.waits]
+        return [(message, count) for message, count in counts if count]
+
+    @property
+    def somebody_waits(self) -> bool:
+        return any(one.message.waits for one in self.asking.values())
+
+    # -- what was used ------------------------------------------------------------------------------------
+
+    def use(self, uses: Iterable[Use], late: Iterable[Use] = ()) -> None:
+        """By the word of slice 0's server."""
+        self._used.update(fresh := list(uses))
+        self.leasing.used(fresh)
+        self._late.update(back := list(late))
+        self.leasing.late(back)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is to be kept, and confirmed to servers."""
+        return bool(self._used or self._late or self.leasing.is_any_through)
+
+    def take_news(self) -> tuple[list[Use], list[Use], list[tuple[str, int, Epoch]]]:
+        """What is to be kept now, and confirmed when it is: used, late; and the epochs that are over by it."""
+        used, self._used = sorted(self._used), set()
+        late, self._late = sorted(self._late), set()
+        return used, late, self.leasing.forget_finished()
+
+    def put_back_news(self, used: Iterable[Use], late: Iterable[Use]) -> None:
+        """It could not be kept."""
+        self._used.update(used)
+        self._late.update(late)
+
+    # -- uses that were lost ------------------------------------------------------------------------------
+
+    def uses_are_lost(self) -> str:
+        """Slice 0 came back from a worker's copy, without what was used: the workers that live are to say it. Among
+        what it is, in words.
+
+        To be kept together with the slice's return.
+        """
+        leases = self._membership.state.leases
+        if leases.epochs:
+            members = self._membership.state.members
+            leases.unheard = {n: members[n].incarnation for n in self._membership.workers()}
+        found = []
+        for name, epochs in leases.epochs.items():
+            for number, epoch in epochs.items():
+                rest = joined([span for lease in epoch.leases.values() for span in lease.rest()])
+                places = ", ".join(f"{span.start} to {span.stop - 1}" for span in rest[:MOST_SPANS])
+                more = f" and {len(rest) - MOST_SPANS} more" if len(rest) > MOST_SPANS else ""
+                found.append(f"epoch {number + 1} of {name!r}, among positions {places}{more}")
+        return "; ".join(found)
+
+    def unheard(self) -> list[Identity]:
+        """Of which workers that is still to be heard."""
+        state = self._membership.state
+        lives = {(name, member.incarnation) for name, member in state.members.items()}
+        return [life for life in state.leases.unheard.items() if life in lives]
+
+    def heard(self, owner: Identity, uses: Iterable[Use], late: Iterable[Use], *, is_all: bool) -> None:
+        """A worker has said what it has used; else, what it will have used is asked for again."""
+        self.use(uses, late)
+        if is_all and self._membership.state.leases.unheard.get(owner[0]) == owner[1]:
+            del self._membership.state.leases.unheard[owner[0]]
+
+    # -- the dead -----------------------------------------------------------------------------------------
+
+    def gone(self) -> dict[Identity, bool]:
+        """Who has leases and is a member no more, and fenced everywhere; whether it died."""
+        state = self._membership.state
+        found = {}
+        for epochs in state.leases.epochs.values():
+            for lease in (lease for epoch in epochs.values() for lease in epoch.leases.values()):
+                if lease.is_common:
+                    continue
+                name, incarnation = lease.owner
+                member = state.members.get(name)
+                is_fencing = state.fencing.get(name, (0, ""))[0] >= incarnation
+                if (member is None or member.incarnation != incarnation) and not is_fencing:
+                    found[lease.owner] = name not in state.left
+        return found
+
+    def out(self, gone: dict[Identity, bool], waiting: Collection[Identity]) -> None:
+        """What of the dead counts is known, by the word of slice 0's server: the rest is to do again.
+
+        But not of those of which something is `waiting` there: it is applied with its round, or dropped when
+        primaries change before that; which of both is not known yet.
+        """
+        for owner, failed in gone.items():
+            if owner in waiting:
+                continue
+            asked = self.asking.get(owner[0])
+            if asked is not None and asked.owner == owner:  # a later life of it may ask already
+                del self.asking[owner[0]]
+            self.leasing.out(owner, failed=failed)

@@ -1,0 +1,336 @@
+"""What workers and servers say to each other, and servers among themselves.
+
+Sizes of raw buffers behind a message follow from the registered layout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS, Ranges
+from syncline.core.ring import Ballot
+from syncline.core.rounds import Roll
+from syncline.core.rule import Option
+from syncline.core.slice_state import Copy
+from syncline.core.wire.leases import Use
+from syncline.core.wire.message import Message
+from syncline.errors import FrameError
+
+
+class StateEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a rule's state for one piece: its bytes follow."""
+
+    slice: int
+    piece: int
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, checked: nothing is allocated for a size that cannot be."""
+        if self.dtype not in ITEM_BYTES or len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
+            raise FrameError(f"state of {self.dtype}{list(self.shape[:MAX_DIMENSIONS])}")
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Upload(Message, frozen=True):
+    """The chief's first values of some slices; their bytes follow in this order."""
+
+    segment: int
+    slices: list[int]
+    again: bool = False  # also when updates were made: the only worker of a job has changed them
+
+
+class Attach(Message, frozen=True):
+    """A worker's shared arena for one segment and slot; the memory comes with the frame."""
+
+    segment: int
+    slot: int
+    num_bytes: int
+
+
+class AskHosted(Message, frozen=True):
+    """Where do the slices lie of which this server is the primary?"""
+
+
+class Hosted(Message, frozen=True):
+    """Blocks of memory, and the place of every slice in them: slice, block, offset."""
+
+    blocks: list[tuple[int, int]]  # number, bytes
+    slices: list[tuple[int, int, int]]
+
+
+class Map(Message, frozen=True):
+    """A worker asks for a block of the server's shared parameters."""
+
+    block: int
+
+
+class Mapped(Message, frozen=True):
+    """The block asked for; the memory comes with the frame."""
+
+    num_bytes: int
+
+
+class Restore(Message, frozen=True):
+    """A worker's copy of a slice whose server is gone; its bytes follow."""
+
+    copy: Copy
+
+
+class Lend(Message, frozen=True):
+    """A primary's memory for what it hands to a backup; it comes with the frame."""
+
+    number: int
+    num_bytes: int
+
+
+class Seed(Message, frozen=True):
+    """All there is of a slice, for its new backup: bytes of its parameters, then of its rules' state, follow."""
+
+    slice: int
+    version: int
+    clocks: list[tuple[str, int, int]]  # name, incarnation, clock
+    fences: list[tuple[str, int]]
+    entries: list[StateEntry]
+    lent: int | None  # memory that updates will lie in, and where
+    offset: int = 0
+    uses: list[Use] = []  # slice 0: of leases, that were not confirmed yet
+    late: list[Use] = []  # likewise, of commits that were late
+
+
+class Replicate(Message, frozen=True):
+    """A primary's next update of a slice. The backup applies it first; then the primary does.
+
+    The gradient of the pieces that `has` names lies in lent memory, or follows.
+    """
+
+    slice: int
+    version: int  # that the slice has before it
+    clocks: list[tuple[str, int, int]]
+    fences: list[tuple[str, int]]
+    has: list[int]  # pieces with a gradient
+    overrides: list[tuple[int, dict[str, Option]]]  # group, hyperparameters
+    scale: float
+    wants_digest: bool = False
+    uses: list[Use] = []  # slice 0: what these commits have used of leases
+    late: list[Use] = []  # likewise, where they were late
+    roll: Roll | None = None  # with spare workers: of the round that they are in, or were late by
+    ballot: Ballot | None = None  # in a ring: it is held until all have voted for that
+    codec: str = ""  # in a ring: by which the bytes that follow are encoded
+    sizes: list[int] = []  # of the units of the slice, as in Stage
+
+
+class Vote(Message, frozen=True):
+    """In a ring, from a server to all others: all that this round is made of here is held by everyone."""
+
+    ballot: Ballot
+
+
+class Introduce(Message, frozen=True):
+    """In a ring with a circle, from a server to all others: what torch.distributed wants them to know of it."""
+
+    generation: int
+    key: str
+    value: bytes
+
+
+class LendSums(Message, frozen=True):
+    """In a ring with deputies, from one to its neighbours: where sums will lie. The memory comes with the frame."""
+
+    generation: int
+    num_bytes: int
+    places: list[tuple[int, int]]  # slice, offset
+
+
+class HostSum(Message, frozen=True):
+    """From a deputy to the primary of a slice: the sum of its host's gradients. Its bytes follow, as wide as they are
+    added up."""
+
+    generation: int
+    round: int  # of this generation, counted from 0
+    slice: int
+    anew: bool = False  # in the place of one that was made early, and did not hold
+
+
+class WholeSum(Message, frozen=True):
+    """A round's sum of a slice: from its primary to deputies, from them to their neighbours. Its bytes follow, or lie
+    in lent memory: then they are there until this is answered."""
+
+    generation: int
+    round: int
+    slice: int
+    anew: bool = False
+
+
+class Replicated(Message, frozen=True):
+    """The backup has it, and is at this version."""
+
+    version: int
+    digest: bytes = b""
+
+
+class Stage(Message, frozen=True):
+    """Bytes (over sockets) or a place in shared memory wait at the server for this clock.
+
+    What it says counts at the commit: ranges of parameter ids pushed, the weight, hyperparameters that differ
+    from the registered ones by (segment, group). `skip`: an overflow, the round is to change nothing.
+    """
+
+    clock: int
+    stretch: int
+    slot: int
+    pushed: Ranges
+    weight: float
+    skip: bool
+    clip_norm: float | None
+    overrides: list[tuple[int, int, dict[str, Option]]]
+    slices: list[int]  # whose bytes follow
+    back_at: int | None  # the position at which a worker comes back from a rest; the same at every server
+    commit: bool  # with one server the commit rides on the last bucket
+    pull: list[int]  # slices whose bytes go back over a socket with the answer
+    parts: bool = False  # say which slices are applied while others are not yet
+    rows: list[int] | None = None  # room for row-sparse gradients; refused today
+    uses: list[Use] = []  # what of leases this commit has used
+    num_segments: int = 0  # that this worker has registered
+    codec: str = ""  # by which slices are encoded, those that `sizes` has sizes for
+    sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; none: as it lies
+    ready: list[int] = []  # before the commit: slices that lie in shared memory as they will be, it seems
+    changed: list[int] = []  # at the commit: slices staged before it that are not any more what they were then
+    early: bool = False  # at the commit: slices were staged before it, to be added up
+
+
+class CommitStaged(Message, frozen=True):
+    """What is staged for this clock counts from now on."""
+
+    clock: int
+    pull: list[int]
+    parts: bool = False
+    roll: Roll | None = None  # with spare workers and several servers: the word of the one that has slice 0
+
+
+class Committed(Message, frozen=True):
+    """The commit is applied: versions of all slices of this server, in the order of their ids.
+
+    With `slices`, and in a part that comes before the end: versions of these; over a socket their bytes follow.
+    """
+
+    clock: int
+    versions: list[int]
+    slices: list[int] = []
+    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+    late: bool = False  # its round was closed before: nothing of it is applied
+    roll: Roll | None = None  # with spare workers and several servers: what the others are to be told
+    skipped: bool = False  # an overflow of some worker: the round has changed nothing
+    codec: str = ""  # as in Stage
+    sizes: list[list[int]] = []
+
+
+class AskClip(Message, frozen=True):
+    """The answer to a commit with clip_norm and several servers: this server's share of the round's norm."""
+
+    clock: int
+    squared_norm: float
+    roll: Roll | None = None  # as in Committed
+
+
+class GiveClip(Message, frozen=True):
+    """The squared norm over all servers: the round of this clock may be applied. Answered with Committed."""
+
+    clock: int
+    squared_norm: float
+    pull: list[int]
+    parts: bool = False
+
+
+class Prefer(Message, frozen=True):
+    """The order in which this worker needs its slices; they are applied in it. What is not named comes last."""
+
+    slices: list[int]
+
+
+class Rest(Message, frozen=True):
+    """This worker takes part in no more rounds of its stretch; `away`: of none at all until its next push."""
+
+    stretch: int
+    away: bool
+
+
+class AskPlace(Message, frozen=True):
+    """Where does the slowest worker stand? Asked by one that comes back from a rest."""
+
+
+class GivenPlace(Message, frozen=True):
+    """The position of the slowest active worker at this server."""
+
+    position: int
+
+
+class Pull(Message, frozen=True):
+    """Parameters of some slices, at least as new as `min_version`; over a socket their bytes follow."""
+
+    slices: list[int]
+    min_version: int | None
+    bytes_wanted: bool
+    rows: list[int] | None = None  # room for row-sparse parameters; refused today
+
+
+class Pulled(Message, frozen=True):
+    """Versions of the slices asked for; their bytes follow over a socket."""
+
+    versions: list[int]
+    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+
+
+class Verify(Message, frozen=True):
+    """Were these slices still at these versions, untouched, after the copy that was just made?"""
+
+    slices: list[int]
+    versions: list[int]
+
+
+class Verified(Message, frozen=True):
+    """The slices that were not, with their versions now."""
+
+    stale: list[int]
+    versions: list[int]
+    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+
+
+class Pin(Message, frozen=True):
+    """No update of these slices until `Unpin`, or until the connection ends."""
+
+    slices: list[int]
+
+
+class Unpin(Message, frozen=True):
+    """The pinned copy is made."""
+
+    slices: list[int]
+
+
+class AskState(Message, frozen=True):
+    """A rule's state on some slices; `key`: only this of it."""
+
+    slices: list[int]
+    key: str = ""
+
+
+class GivenState(Message, frozen=True):
+    """The state asked for."""
+
+    entries: list[StateEntry]
+
+
+class LoadState(Message, frozen=True):
+    """The chief gives rules their state; what is not named is forgotten.
+
+    `about`: nothing is given yet; from 1 on until 2 is said, some servers may have it and others not: no cut is made.
+    """
+
+    slices: list[int]
+    entries: list[StateEntry]
+    about: int = 0
