@@ -28,7 +28,7 @@ def order(num_samples: int, seed: int, epoch: int) -> list[int]:
     return Order(num_samples, seed, epoch).at(np.arange(num_samples)).tolist()
 
 
-class Desk:
+class LeaseQueue:
     """A coordinator of leases. Workers wait at it as they do at a real one; in rounds, steps wait for each other."""
 
     def __init__(self, num_workers: int = 1, *, in_rounds: bool = True) -> None:
@@ -183,14 +183,14 @@ class Desk:
 class Answered:
     """A question that is not waited for; here it is answered when somebody looks."""
 
-    def __init__(self, desk: Desk, job: FakeJob, message: Message) -> None:
+    def __init__(self, desk: LeaseQueue, job: FakeJob, message: Message) -> None:
         self._answer: Message | None = None
         self._error: SynclineError | None = None
         self._thread = threading.Thread(target=self._ask, args=(desk, job, message), daemon=True)
         self._thread.start()
         self._thread.join(0.01)  # most are answered at once
 
-    def _ask(self, desk: Desk, job: FakeJob, message: Message) -> None:
+    def _ask(self, desk: LeaseQueue, job: FakeJob, message: Message) -> None:
         try:
             self._answer = desk.answer(job, message, once=True)
             if desk.loses_answers:
@@ -215,7 +215,7 @@ class Answered:
 class FakeJob:
     """A worker's job, with real leases; it writes down when it rests."""
 
-    def __init__(self, desk: Desk, rank: int, world_size: int) -> None:
+    def __init__(self, desk: LeaseQueue, rank: int, world_size: int) -> None:
         self.desk, self.rank, self.world_size = desk, rank, world_size
         self.owner = (f"worker-{rank}", rank + 1)
         self.own_step = self.num_rests = self.num_pauses = self.num_caught_up = 0
@@ -264,4 +264,4 @@ class FakeJob:
 
 def alone() -> FakeJob:
     """The only worker of a job."""
-    return Desk()[0]
+    return LeaseQueue()[0]

@@ -9,7 +9,7 @@ from tests.patience import PATIENCE
 from tests.store.made import make
 
 from syncline.core.checkpoint.manifest import SavedScript
-from syncline.core.wire.checkpoints import EndSave, Expect, GivenTakenUp, WriteScript, WrittenScript
+from syncline.core.wire.checkpoints import EndSave, Expect, GivenResume, WriteScript, WrittenScript
 from syncline.net.rpc import Call, Endpoint
 from syncline.store.folders import open_folder
 from syncline.worker.job import Job
@@ -48,6 +48,6 @@ def finish(folder: pathlib.Path, *scripts: SavedScript) -> str:
 def takes_up(job: Job, folder: pathlib.Path, digest: str) -> None:
     """As if this worker's job had begun with that checkpoint."""
     taken_up: Any = job.memory.taken_up
-    taken_up._ask = lambda message: GivenTakenUp(str(folder), digest)
+    taken_up._ask = lambda message: GivenResume(str(folder), digest)
     taken_up._is_known = taken_up.is_over = False
     taken_up.begin(job.state)

@@ -9,22 +9,22 @@ from syncline.bench.match import play
 from syncline.bench.row import Effort
 from syncline.bench.sides import ProcessSide
 from syncline.bench.task import Task
-from syncline.bench.turns import Seat, Table, take_turns
+from syncline.bench.turns import ReplicaSet, Table, take_turns
 
 
 def test_the_clock_runs_from_settled_to_settled(tmp_path: Path):
     """Three operations are not counted; what a device still has under way belongs to neither clock."""
     events: list[str] = []
-    seat, table = Seat("ours", 0), Table(tmp_path, lambda: None)
+    replica_set, table = ReplicaSet("ours", 0), Table(tmp_path, lambda: None)
 
     def player() -> None:
         settle, operation = (lambda event=event: events.append(event) for event in ("settle", "operation"))
-        take_turns(table.path, seat, operation, settle=settle, num_uncounted=3)
+        take_turns(table.path, replica_set, operation, settle=settle, num_uncounted=3)
 
     thread = threading.Thread(target=player)
     thread.start()
     try:
-        table.wait_for({seat})
+        table.wait_for({replica_set})
         assert table.turn("ours", 2) > 0
     finally:
         table.close()

@@ -19,11 +19,11 @@ from syncline.core.membership import JobState
 from syncline.core.rule import Rule
 from syncline.core.slice_state import Copy
 from syncline.core.wire.checkpoints import (
-    CloseGate,
+    CloseSnapshotBarrier,
     Expect,
-    GateClosed,
     Mark,
-    TakeUp,
+    Resume,
+    SnapshotBarrierClosed,
     WriteMarked,
     WriteScript,
     WrittenMarked,
@@ -31,9 +31,9 @@ from syncline.core.wire.checkpoints import (
 )
 from syncline.core.wire.control import (
     AskCopies,
-    Beat,
     GiveCopies,
     GivenCopies,
+    Heartbeat,
     Host,
     Install,
     Join,
@@ -46,7 +46,7 @@ from syncline.core.wire.control import (
     Uploaded,
     Watch,
 )
-from syncline.core.wire.leases import AskUses, GaveBack, Recall, Uses
+from syncline.core.wire.leases import AskLeaseAcks, GaveBack, Recall, Uses
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ProtocolError, StoreError
 from syncline.net.memory import pair
@@ -136,14 +136,14 @@ class Played:
             request.reply(Prepared(standings, 0, self.clocks, self.reach))
         elif isinstance(message, AskCopies):
             request.reply(GivenCopies([c for c in self.copies if c.slice in message.slices]))
-        elif isinstance(message, AskUses):
+        elif isinstance(message, AskLeaseAcks):
             request.reply(Uses(list(self.uses)))
         elif isinstance(message, Recall):
             request.reply(GaveBack(list(self.gives_back)))
-        elif isinstance(message, Install | Host | SeedTo | GiveCopies | Expect | Mark | TakeUp):
+        elif isinstance(message, Install | Host | SeedTo | GiveCopies | Expect | Mark | Resume):
             self.marked = self.slices() if isinstance(message, Mark) else self.marked
             request.reply(Done())
-        elif isinstance(message, CloseGate):
+        elif isinstance(message, CloseSnapshotBarrier):
             request.reply(self.close_gate(message))
         elif isinstance(message, WriteMarked):
             request.reply(self.write_marked(message))
@@ -152,7 +152,7 @@ class Played:
 
     # -- saves --------------------------------------------------------------------------------------------
 
-    def close_gate(self, message: CloseGate) -> GateClosed:
+    def close_gate(self, message: CloseSnapshotBarrier) -> SnapshotBarrierClosed:
         """What it has; what it is told that others have comes in."""
         known = {clock[:2]: clock for clock in self.clocks}
         for clock in message.through:
@@ -160,13 +160,13 @@ class Played:
         self.clocks = list(known.values())
         uses = self.uses if 0 in self.slices() else []
         versions = self.num_updates * len(self.slices()) + self.num_versions
-        return GateClosed(self.clocks, uses, num_updates=self.num_updates, versions=versions)
+        return SnapshotBarrierClosed(self.clocks, uses, num_updates=self.num_updates, versions=versions)
 
     def slices(self) -> dict[int, Slice]:
         """Of which it is the primary."""
         coordinator = self.job.coordinator
-        seats = coordinator.membership.state.seats
-        return {p.id: p for p in coordinator.registry.layout.slices() if seats[p.id].primary == self.name}
+        replica_sets = coordinator.membership.state.replica_sets
+        return {p.id: p for p in coordinator.registry.layout.slices() if replica_sets[p.id].primary == self.name}
 
     def write_marked(self, message: WriteMarked) -> WrittenMarked:
         slices = self.marked
@@ -245,8 +245,10 @@ class Job:
         self["worker-0"].ask(Uploaded(0))
         return answer
 
-    def seats(self) -> dict[int, tuple[str, str]]:
-        return {n: (s.primary, ",".join(s.backups)) for n, s in self.coordinator.membership.state.seats.items()}
+    def replica_sets(self) -> dict[int, tuple[str, str]]:
+        return {
+            n: (s.primary, ",".join(s.backups)) for n, s in self.coordinator.membership.state.replica_sets.items()
+        }
 
     def beat_before_looks(self, steps: Mapping[str, Iterator[int]]) -> None:
         """These workers beat before each look at who is stuck, with their next step: no beat is late then, however
@@ -257,7 +259,7 @@ class Job:
 
         def beat_and_look(now: float) -> None:
             for name in steps.keys() & self.coordinator.membership.state.members.keys():
-                self[name].ask(Beat(step=next(steps[name])))
+                self[name].ask(Heartbeat(step=next(steps[name])))
             look(now)
 
         watching.look = beat_and_look  # type: ignore[method-assign]

@@ -10,14 +10,14 @@ import pytest
 from tests.coordinator.played import SECONDS, ask, jobs, until
 from tests.coordinator.saves import begun, folder
 
-from syncline.core.wire.checkpoints import CloseGate, Expect, Finish, Mark, Save, Saved, WriteMarked
+from syncline.core.wire.checkpoints import CloseSnapshotBarrier, Expect, Finish, Mark, Save, Saved, WriteMarked
 from syncline.core.wire.message import Done
 from syncline.errors import ConnectionLost
 
 __all__ = ["folder", "jobs"]
 
 
-@pytest.mark.parametrize("message", [CloseGate, Mark])
+@pytest.mark.parametrize("message", [CloseSnapshotBarrier, Mark])
 def test_a_save_that_is_being_cut_is_nobodys_who_asks_now(jobs: Any, folder: pathlib.Path, message: Any) -> None:
     """Its commit was held by the gate, and is in no slice that was marked: it gets the next one."""
     job = begun(jobs, folder)
@@ -39,7 +39,7 @@ def ask_later(job: Any, name: str) -> Any:
 
 def answer_held(server: Any) -> None:
     (request,) = server.held
-    if isinstance(request.message, CloseGate):
+    if isinstance(request.message, CloseSnapshotBarrier):
         request.reply(server.close_gate(request.message))
     else:
         server.marked = server.slices()
@@ -72,7 +72,7 @@ def test_in_rounds_the_asker_does_not_wait_for_those_who_wait_for_it(
     job = begun(jobs, folder)
     job["worker-1"].holds.add(Expect)
     assert job["worker-0"].ask(Save()).name == ""
-    assert not job["server-0"].all(CloseGate)
+    assert not job["server-0"].all(CloseSnapshotBarrier)
     job["worker-1"].held[0].reply(Done())
     until(lambda: job.disk.last.saves.num_saved == 1, "it is made when all have come to a boundary")
 
@@ -111,15 +111,15 @@ def test_whoever_is_waited_for_by_nobody_waits_for_its_save(
 def test_nothing_spins_while_a_slice_is_nowhere(jobs: Any, folder: pathlib.Path) -> None:
     """Its server is gone and it has no other yet: there is nothing to do before that is known."""
     job = begun(jobs, folder)
-    saving, seats = job.coordinator.saving, job.coordinator.membership.state.seats
+    saving, replica_sets = job.coordinator.saving, job.coordinator.membership.state.replica_sets
     job["worker-0"].holds.add(Expect)
     job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["worker-0"].held), "it is expected")
     with job.coordinator.lock:
-        known, seats[0] = seats[0], type(seats[0])(0, "server-9")
+        known, replica_sets[0] = replica_sets[0], type(replica_sets[0])(0, "server-9")
         job["worker-0"].held[0].reply(Done())
         assert not saving.has_work(saving._under_way.began + 1e6)
-        seats[0] = known
+        replica_sets[0] = known
 
 
 def test_what_only_slices_of_few_updates_have_got_is_saved_at_the_end(jobs: Any, folder: pathlib.Path) -> None:

@@ -30,7 +30,7 @@ def test_slices_registered_while_backups_get_their_seats_are_hosted_anew_when_th
     assert chief.ask(registration()).upload == 0
     hold(server, Prepare)
     chief.endpoint.call(Uploaded(0))
-    until(lambda: bool(server.held), "the seats are on their way")
+    until(lambda: bool(server.held), "the replica sets are on their way")
     second = chief.ask(registration("v", ordinal=1))
     server.holds.clear()
     job.kill("server-1")
@@ -51,13 +51,13 @@ def test_a_registration_that_is_taken_back_while_backups_get_their_seats_is_no_t
     refused = server.held.pop()
     server.holds = {Prepare}
     chief.endpoint.call(Uploaded(0))
-    until(lambda: bool(server.held), "the seats are on their way")
+    until(lambda: bool(server.held), "the replica sets are on their way")
     refused.refuse(ProtocolError("no memory"))
     with pytest.raises(ProtocolError):
         call.wait(SECONDS)
     server.holds.clear()
     job.kill("server-1")
-    until(lambda: {primary for primary, _ in job.seats().values()} == {"server-0"}, "the watch goes on")
+    until(lambda: {primary for primary, _ in job.replica_sets().values()} == {"server-0"}, "the watch goes on")
 
 
 def test_a_disk_that_is_full_for_one_save_leaves_nobody_waiting(jobs: Any) -> None:
@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_for_one_save_leaves_nobody_waiting(jobs: Any) -> No
 def test_a_server_that_has_just_joined_is_not_taken_for_one_that_is_out() -> None:
     """The change was begun before it came; its word reaches us after the roster that names the newcomer."""
     hosting = Hosting.__new__(Hosting)
-    hosting._out, hosting._seats, hosting._primaries = set(), {}, {}
+    hosting._out, hosting._replica_sets, hosting._primaries = set(), {}, {}
     old, new = Member("server-0", "server", 1, "a", since=1), Member("server-1", "server", 9, "a", since=8)
     hosting.hear([old, new], ())
     hosting.fence_servers([("server-0", 1)], 7)
@@ -101,8 +101,8 @@ def test_a_server_that_came_late_gets_no_new_parameters_before_it_knows_the_work
 
         job.run(first)
         state = job._process.coordinator.membership.state
-        (seat,) = state.seats.values()
-        (idle,) = {"server-0", "server-1"} - {seat.primary}
+        (replica_set,) = state.replica_sets.values()
+        (idle,) = {"server-0", "server-1"} - {replica_set.primary}
         job.kill(idle)
         until(lambda: idle not in state.members and not state.is_changing, "it is out")
         job.add_server(idle)
@@ -132,7 +132,7 @@ def test_no_slice_is_given_to_a_server_that_has_not_heard_of_it(jobs: Any) -> No
     job.register()
     server, event = job["server-0"], job.coordinator.event
     job.kill("server-1")
-    until(lambda: set(job.seats().values()) == {("server-0", "")}, "all of it is on one")
+    until(lambda: set(job.replica_sets().values()) == {("server-0", "")}, "all of it is on one")
     server.heard.clear()
 
     def slowly(text: str) -> None:

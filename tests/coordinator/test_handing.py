@@ -9,10 +9,10 @@ from tests.coordinator.played import SECONDS, Job, jobs, until
 
 from syncline.core.leasing.loader import Loader
 from syncline.core.slice_state import Copy
-from syncline.core.wire.control import Beat, Install, Leave, Over, Rejoin
+from syncline.core.wire.control import Heartbeat, Install, Leave, Over, Rejoin
 from syncline.core.wire.leases import (
     AskLease,
-    AskUses,
+    AskLeaseAcks,
     Confirm,
     GivenLease,
     LeaveEpoch,
@@ -47,12 +47,12 @@ def lease(job: Job, name: str) -> GivenLease:
 
 
 def primary(job: Job) -> Any:
-    return job[job.seats()[0][0]]
+    return job[job.replica_sets()[0][0]]
 
 
 def used(job: Job, *leases: GivenLease) -> None:
     """The server of slice 0 says with its beat that all of these was used."""
-    primary(job).ask(Beat(uses=[(one.lease, 0, len(one.span)) for one in leases]))
+    primary(job).ask(Heartbeat(uses=[(one.lease, 0, len(one.span)) for one in leases]))
 
 
 def take_all(job: Job, name: str) -> list[GivenLease]:
@@ -104,12 +104,12 @@ def test_what_a_backup_was_not_told_is_confirmed_to_it_when_it_is_promoted(jobs:
     uses = [(one.lease, 0, len(one.span))]
     used(job, one)
     until(lambda: bool(primary(job).all(Confirm)), "it is kept")
-    name, backup = job.seats()[0]
+    name, backup = job.replica_sets()[0]
     job.kill(name)
-    until(lambda: job.seats()[0][0] == backup, "the backup is promoted")
+    until(lambda: job.replica_sets()[0][0] == backup, "the backup is promoted")
     before = len(job[backup].all(Confirm))
     num_done = job.coordinator.membership.state.leases.epochs["a"][0].num_done
-    job[backup].ask(Beat(uses=uses))
+    job[backup].ask(Heartbeat(uses=uses))
     until(lambda: len(job[backup].all(Confirm)) > before, "it may forget that now")
     assert job[backup].all(Confirm)[-1].uses == uses
     assert job.coordinator.membership.state.leases.epochs["a"][0].num_done == num_done == len(one.span)
@@ -132,7 +132,7 @@ def test_the_dead_ones_leases_go_back_after_the_server_has_said_what_counts(jobs
     leases = take_all(job, "worker-0")
     first = leases[0]
     server = primary(job)
-    server.holds.add(AskUses)
+    server.holds.add(AskLeaseAcks)
     waiting = ask(job, "worker-1", waits=True)
     job.kill("worker-0")
     until(lambda: bool(server.all(Install)), "it is fenced")
@@ -207,7 +207,7 @@ def test_one_that_left_in_order_leaves_its_leases_too_and_nothing_is_suspected(j
     job["worker-0"].ask(Leave())
     waiting = ask(job, "worker-1")
     assert waiting.wait(SECONDS).lease
-    assert not job.coordinator.membership.state.leases.epochs["a"][0].doubts
+    assert not job.coordinator.membership.state.leases.epochs["a"][0].suspect_batches
 
 
 def test_whoever_has_nothing_to_do_gets_what_others_have_not_begun(jobs: Any) -> None:
@@ -288,6 +288,6 @@ def test_with_one_replica_the_living_say_what_the_lost_server_knew(jobs: Any) ->
     job["worker-0"].uses = [(one.lease, 0, len(one.span))]
     job["worker-0"].copies = [Copy(0, 3, {}, 3)]
     job.kill(primary(job).name)
-    until(lambda: bool(job["worker-0"].all(AskUses)), "it is asked")
+    until(lambda: bool(job["worker-0"].all(AskLeaseAcks)), "it is asked")
     until(lambda: job.coordinator.handing.leasing.epoch("a", 0).num_done == len(one.span), "and believed")  # type: ignore[union-attr]
     assert any("it counts as read" in line for line in job.log)

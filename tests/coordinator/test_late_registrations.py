@@ -11,7 +11,7 @@ from tests.coordinator.saves import begun, folder
 
 from syncline.core.layout import Parameter
 from syncline.core.rule import Rule
-from syncline.core.wire.checkpoints import Save, TakeUp
+from syncline.core.wire.checkpoints import Resume, Save
 from syncline.core.wire.control import Register, Registered, Rejoin, Uploaded
 from syncline.errors import LayoutError, StoreError
 
@@ -41,10 +41,10 @@ def taken_up(jobs: Any, folder: pathlib.Path, **settings: Any) -> Any:
 def test_what_came_after_the_save_starts_with_its_own_values(jobs: Any, folder: pathlib.Path) -> None:
     saved_before(jobs, folder)
     job = taken_up(jobs, folder)
-    num_read = len(job["server-0"].all(TakeUp))
+    num_read = len(job["server-0"].all(Resume))
     answer = register(job, "v", ordinal=1)
     assert isinstance(answer, Registered) and answer.upload == 1, "the chief is asked for its values"
-    assert len(job["server-0"].all(TakeUp)) == num_read
+    assert len(job["server-0"].all(Resume)) == num_read
     assert any("'v' was registered later than 000001-step-7 was saved" in line for line in job.log)
     with pytest.raises(LayoutError, match=r"'u'.*none of that name"):
         register(jobs(checkpoint=str(folder)).begin(), "u")

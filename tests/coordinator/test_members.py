@@ -11,19 +11,19 @@ import pytest
 from tests.coordinator.played import SECONDS, jobs, until
 
 from syncline.core.members import Standing
-from syncline.core.seats import Seat, protection
+from syncline.core.replica_sets import ReplicaSet, protection
 from syncline.core.slice_state import life_of
 from syncline.core.wire.control import (
     AskRoster,
     AskStatus,
     AskWhy,
     Barrier,
-    Beat,
     Died,
     Enter,
     Entered,
     GivenStatus,
     GivenWhy,
+    Heartbeat,
     Install,
     Leave,
     Over,
@@ -99,7 +99,7 @@ def test_a_worker_that_comes_back_enters_after_the_highest_round_that_any_server
     answer = again.joined(again.ask_to_join())
     assert answer.late and answer.incarnation > 4
     job["server-0"].standings = [Standing("worker-0", 3, clock=7)]
-    job["server-1"].standings = [Standing("worker-0", 3, clock=8, stretch=2, stretch_began=5)]
+    job["server-1"].standings = [Standing("worker-0", 3, clock=8, phase=2, phase_began=5)]
     entered = again.ask(Enter())
     assert entered == Entered(2, entered.back_at)
     for server in ("server-0", "server-1"):
@@ -176,7 +176,7 @@ def test_silence_is_noticed(jobs: Any) -> None:
     silent.append("worker-1")
     beaten.clear()
     for name in staying:
-        job[name].ask(Beat())
+        job[name].ask(Heartbeat())
     assert beaten == staying
     until(lambda: "worker-1" not in job.coordinator.membership.state.members, "evicted")
     assert set(job.coordinator.membership.state.members) == set(staying)
@@ -201,7 +201,7 @@ def test_a_coordinator_that_comes_back_goes_on_with_what_it_had_begun(jobs: Any)
         member.connect()
         member.ask(Rejoin(name, member.incarnation))
     until(lambda: bool(second["worker-0"].all(Roster)), "told")
-    assert {seat.primary for seat in second["worker-0"].all(Roster)[-1].seats} == {"server-0"}
+    assert {replica_set.primary for replica_set in second["worker-0"].all(Roster)[-1].replica_sets} == {"server-0"}
     assert second["server-0"].all(Prepare)[-1].moves
     again = second.play("worker", "")
     with pytest.raises(ValueError, match="no worker more is expected"):
@@ -214,7 +214,7 @@ def test_a_full_disk_stops_changes_and_nothing_else(jobs: Any) -> None:
     job.kill("worker-1")
     until(lambda: any("the disk is full" in line for line in job.log), "said")
     assert not job["server-0"].all(Prepare), "nobody is told what is not kept"
-    assert job["worker-0"].ask(Beat()) == Done()
+    assert job["worker-0"].ask(Heartbeat()) == Done()
     job.disk.full = False
     until(lambda: bool(job["server-0"].all(Install)), "made as soon as there is space")
 
@@ -222,7 +222,7 @@ def test_a_full_disk_stops_changes_and_nothing_else(jobs: Any) -> None:
 def test_why_names_who_is_waited_for_and_when_it_is_evicted(jobs: Any) -> None:
     job = jobs().begin()
     wait = Wait("", 812, ["worker-1"], 3.1, "round")
-    job["server-0"].ask(Beat(waits=[wait]))
+    job["server-0"].ask(Heartbeat(waits=[wait]))
     answer = job["worker-0"].ask(AskWhy(812))
     assert isinstance(answer, GivenWhy)
     assert re.match(r"step 812 has waited [0-9.]+ s", answer.reason)
@@ -232,7 +232,7 @@ def test_why_names_who_is_waited_for_and_when_it_is_evicted(jobs: Any) -> None:
 def test_status_shows_everyone(jobs: Any) -> None:
     job = jobs(replicas=2, slice_bytes=4096).begin()
     job.register()
-    job["worker-1"].ask(Beat(rtt_seconds=0.002, step=5))
+    job["worker-1"].ask(Heartbeat(rtt_seconds=0.002, step=5))
     left, right = pair(Peer("launcher", "launcher", 0), Peer("coordinator", "coordinator", 0))
     Endpoint(right, Stamp("job"), job.coordinator)
     answer = Endpoint(left, Stamp("job")).call(AskStatus()).wait(SECONDS)
@@ -241,11 +241,11 @@ def test_status_shows_everyone(jobs: Any) -> None:
     assert set(by_name) == {"server-0", "server-1", "worker-0", "worker-1"}
     assert (by_name["worker-1"].step, by_name["worker-1"].rtt_seconds) == (5, 0.002)
     assert by_name["server-0"].num_primary and by_name["server-0"].num_backup
-    seats = job.coordinator.membership.state.seats.values()
-    assert answer.status.protection == protection(2, ["a", "a"], seats), "the same words as at the start"
+    replica_sets = job.coordinator.membership.state.replica_sets.values()
+    assert answer.status.protection == protection(2, ["a", "a"], replica_sets), "the same words as at the start"
     assert "process-level only" in answer.status.protection
-    one_alone = [Seat(0, "server-0"), *list(seats)[1:]]
-    alone = f"1 of {len(seats)} slices has no backup now: it lives as long as its server"
+    one_alone = [ReplicaSet(0, "server-0"), *list(replica_sets)[1:]]
+    alone = f"1 of {len(replica_sets)} slices has no backup now: it lives as long as its server"
     assert alone in protection(2, ["a", "b"], one_alone)
     left.close()
 
@@ -305,7 +305,7 @@ def test_a_server_that_dies_within_a_change_is_part_of_the_next(jobs: Any) -> No
     assert last.fenced and last.moves
     until(lambda: not job.disk.last.is_changing, "settled")
     with pytest.raises(ConnectionLost):
-        job["server-2"].ask(Beat())
+        job["server-2"].ask(Heartbeat())
 
 
 def test_a_thousand_joins_and_deaths_leave_nothing_behind(jobs: Any) -> None:
@@ -315,7 +315,7 @@ def test_a_thousand_joins_and_deaths_leave_nothing_behind(jobs: Any) -> None:
     def live_and_die() -> None:
         member = job.play("worker", "worker-1")
         member.joined(member.ask_to_join())
-        member.ask(Beat(step=1))
+        member.ask(Heartbeat(step=1))
         member.ask(Enter())
         member.endpoint.close("killed")
         again = job.play("worker", "worker-1")  # whoever takes its name knows that it is dead
@@ -359,10 +359,10 @@ def test_a_worker_that_beats_and_does_not_advance_is_evicted_when_others_have_wa
 
 def test_when_everyone_is_quarantined_the_job_ends_and_says_so(jobs: Any) -> None:
     job = jobs(workers=2, servers=1).begin()
-    job["worker-0"].ask(Beat(is_quarantined=True))
-    job["worker-1"].ask(Beat())
+    job["worker-0"].ask(Heartbeat(is_quarantined=True))
+    job["worker-1"].ask(Heartbeat())
     time.sleep(0.2)
     assert job.coordinator.membership.outcome is None
-    job["worker-1"].ask(Beat(is_quarantined=True))
+    job["worker-1"].ask(Heartbeat(is_quarantined=True))
     until(lambda: bool(job["worker-0"].all(Over)), "over")
     assert "quarantined" in job["worker-0"].all(Over)[0].reason

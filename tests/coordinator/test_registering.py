@@ -27,7 +27,8 @@ def hold(member: Played, kind: type[Any]) -> None:
 
 
 def test_a_segment_that_could_not_be_hosted_is_out_of_the_journal(jobs: Any) -> None:
-    """The next coordinator would have it otherwise, without seats, and number all later segments differently."""
+    """The next coordinator would have it otherwise, without replica sets, and number all later segments
+    differently."""
     job = jobs(slice_bytes=4096).begin()
     job.register()
     hold(job["server-1"], Host)
@@ -38,7 +39,10 @@ def test_a_segment_that_could_not_be_hosted_is_out_of_the_journal(jobs: Any) -> 
     job["server-1"].held[0].refuse(ProtocolError("no memory"))
     with pytest.raises(ProtocolError, match="no memory"):
         call.wait(PATIENCE)
-    assert sorted(job.disk.segments) == [0] and job.disk.last.seats.keys() == job.coordinator.registry.seats.keys()
+    assert (
+        sorted(job.disk.segments) == [0]
+        and job.disk.last.replica_sets.keys() == job.coordinator.registry.replica_sets.keys()
+    )
     again = jobs(disk=job.disk, slice_bytes=4096)
     assert [segment.index for segment in again.coordinator.registry.layout.segments] == [0]
     smaller = job["worker-0"].ask(registration("v", 2048, ordinal=1))
@@ -49,17 +53,24 @@ def check_it_is_uploaded_again(chief: Played, answer: Any) -> None:
     """The first word of values that are gone by now does not count; the second does."""
     assert isinstance(answer, Registered) and answer.upload == 0
     told = chief.all(Roster)[-1]
-    assert {seat.primary for seat in told.seats} == {seat.primary for seat in answer.seats} == {"server-0"}
+    assert (
+        {replica_set.primary for replica_set in told.replica_sets}
+        == {replica_set.primary for replica_set in answer.replica_sets}
+        == {"server-0"}
+    )
     assert chief.ask(Uploaded(0)) == Done()
 
 
 def test_values_that_went_with_a_server_before_the_chief_s_word_are_uploaded_again(jobs: Any) -> None:
-    """Its slices are hosted anew, full of zeros, when the late word comes: they must not become the values."""
+    """Its slices are hosted again, full of zeros, when the late word comes: they must not become the values."""
     job = jobs(slice_bytes=4096).begin()
     chief = job["worker-0"]
     assert chief.ask(registration()).upload == 0
     job.kill("server-1")
-    until(lambda: {p for p, _ in job.seats().values()} == {"server-0"} and not job.disk.last.is_changing, "settled")
+    until(
+        lambda: {p for p, _ in job.replica_sets().values()} == {"server-0"} and not job.disk.last.is_changing,
+        "settled",
+    )
     answer = chief.ask(Uploaded(0))
     assert not job.disk.last.ready
     check_it_is_uploaded_again(chief, answer)
@@ -79,7 +90,8 @@ def test_so_are_values_whose_server_dies_before_they_have_a_backup(jobs: Any) ->
 
 
 def test_so_are_values_whose_server_dies_while_their_backups_are_given_seats(jobs: Any) -> None:
-    """The plan is taken back, and with it the backups: nobody has the values, whatever the seats said just before."""
+    """The plan is taken back, and with it the backups: nobody has the values, whatever the replica sets said just
+    before."""
     job = jobs(replicas=2, slice_bytes=4096).begin()
     chief = job["worker-0"]
     assert chief.ask(registration()).upload == 0
@@ -99,7 +111,7 @@ def test_a_word_that_comes_while_a_server_s_death_is_seen_to_waits(jobs: Any) ->
     assert chief.ask(registration()).upload == 0
     hold(job["server-0"], Host)
     job.kill("server-1")
-    until(lambda: bool(job["server-0"].held), "being hosted anew")
+    until(lambda: bool(job["server-0"].held), "being hosted again")
     call = chief.endpoint.call(Uploaded(0))
     assert not call.arrives(0.05)
     job["server-0"].holds.clear()

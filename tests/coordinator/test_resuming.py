@@ -15,10 +15,10 @@ from syncline.core.leasing.loader import Loader
 from syncline.core.rule import Rule
 from syncline.core.slice_state import Copy, life_of
 from syncline.core.wire.checkpoints import (
-    AskTakenUp,
-    GivenTakenUp,
+    AskResume,
+    GivenResume,
+    Resume,
     Save,
-    TakeUp,
 )
 from syncline.core.wire.control import GiveCopies, Register, Registered
 from syncline.core.wire.leases import AskLease, OpenEpoch
@@ -52,22 +52,22 @@ def test_a_job_goes_on_from_the_newest_that_its_folder_holds(jobs: Any, folder: 
     job = jobs(checkpoint=str(folder), save_every="1h", slice_bytes=4096, servers=3).begin()
     answer = register(job)
     assert isinstance(answer, Registered) and answer.upload is None, "the chief is not asked for its values"
-    told = [message for k in range(3) for message in job[f"server-{k}"].all(TakeUp)]
-    assert sorted(number for message in told for number in message.slices) == sorted(job.seats())
+    told = [message for k in range(3) for message in job[f"server-{k}"].all(Resume)]
+    assert sorted(number for message in told for number in message.slices) == sorted(job.replica_sets())
     assert {message.folder for message in told} == {str(folder / "000001-step-7")}
     assert not any(message.clocks or message.fresh for message in told)
     assert any("takes up" in line and "step 7, epoch 1, saved" in line for line in job.log), job.log
     state = job.disk.last
     assert state.leases.epochs["train"][0].num_done == 4 and not state.leases.epochs["train"][0].leases
     assert state.saves.lineage == manifest(folder).lineage
-    assert job["worker-1"].ask(AskTakenUp()) == GivenTakenUp(str(folder / "000001-step-7"), told[0].digest)
+    assert job["worker-1"].ask(AskResume()) == GivenResume(str(folder / "000001-step-7"), told[0].digest)
 
 
 def test_fresh_begins_beside_it(jobs: Any, folder: pathlib.Path) -> None:
     saved_before(jobs, folder)
     job = jobs(checkpoint=str(folder), fresh=True, slice_bytes=4096).begin()
     job.register()
-    assert job["worker-0"].ask(AskTakenUp()) == GivenTakenUp()
+    assert job["worker-0"].ask(AskResume()) == GivenResume()
     assert job.disk.last.saves.lineage != manifest(folder).lineage
     for name in ("server-0", "server-1"):
         job[name].num_updates = 1
@@ -87,7 +87,7 @@ def test_another_rule_starts_afresh_and_says_so(jobs: Any, folder: pathlib.Path)
     saved_before(jobs, folder)
     job = jobs(checkpoint=str(folder), slice_bytes=4096).begin()
     register(job, rule="SGD")
-    assert job["server-0"].all(TakeUp)[0].fresh == [(0, 0)]
+    assert job["server-0"].all(Resume)[0].fresh == [(0, 0)]
     assert any("the rule was Add in the checkpoint and is SGD now" in line for line in job.log)
 
 
@@ -117,14 +117,14 @@ def test_a_place_without_a_checkpoint_ends_a_job_that_was_to_start_from_it(jobs:
 def test_a_server_lost_while_it_reads_has_its_slices_read_by_another(jobs: Any, folder: pathlib.Path) -> None:
     saved_before(jobs, folder)
     job = jobs(checkpoint=str(folder), slice_bytes=4096).begin()
-    job["server-1"].holds.add(TakeUp)
+    job["server-1"].holds.add(Resume)
     message = Register(0, [Parameter("w", "float32", (4096,))], [Rule("Add").spec], "mean")
     call = job["worker-0"].endpoint.call(message)
     until(lambda: bool(job["server-1"].held), "it reads")
     job.kill("server-1")
     answer = call.wait(SECONDS)
     assert isinstance(answer, Registered) and answer.upload is None
-    assert sorted({n for m in job["server-0"].all(TakeUp) for n in m.slices}) == [0, 1, 2, 3]
+    assert sorted({n for m in job["server-0"].all(Resume) for n in m.slices}) == [0, 1, 2, 3]
 
 
 # -- one replica ------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def lost(jobs: Any, folder: pathlib.Path, version: int, clock: int) -> Any:
     job = begun(jobs, folder)
     job["worker-0"].ask(Save())
     lives = [life_of(f"worker-{k}", job[f"worker-{k}"].incarnation) for k in range(2)]
-    numbers = [number for number, (primary, _) in job.seats().items() if primary == "server-1"]
+    numbers = [number for number, (primary, _) in job.replica_sets().items() if primary == "server-1"]
     job["worker-0"].copies = [Copy(n, version, dict.fromkeys(lives, clock), version) for n in numbers]
     job.kill("server-1")
     until(lambda: any("came back" in line for line in job.log), "they are restored")
@@ -144,7 +144,7 @@ def lost(jobs: Any, folder: pathlib.Path, version: int, clock: int) -> Any:
 
 def test_a_lost_slice_comes_back_from_a_checkpoint_that_is_no_older(jobs: Any, folder: pathlib.Path) -> None:
     job = lost(jobs, folder, version=7, clock=7)
-    (told,) = job["server-0"].all(TakeUp)
+    (told,) = job["server-0"].all(Resume)
     assert told.clocks and told.known == [7] * len(told.slices)
     assert not job["worker-0"].all(GiveCopies)
     (line,) = [line for line in job.log if "came back" in line]
@@ -153,20 +153,20 @@ def test_a_lost_slice_comes_back_from_a_checkpoint_that_is_no_older(jobs: Any, f
 
 def test_a_fresher_copy_is_preferred(jobs: Any, folder: pathlib.Path) -> None:
     job = lost(jobs, folder, version=8, clock=8)
-    assert not job["server-0"].all(TakeUp) and job["worker-0"].all(GiveCopies)
+    assert not job["server-0"].all(Resume) and job["worker-0"].all(GiveCopies)
 
 
 def test_a_commit_that_its_worker_was_told_of_is_never_missing(jobs: Any, folder: pathlib.Path) -> None:
     """A void commit advances the clock and no version: the next one would find a gap."""
     job = lost(jobs, folder, version=7, clock=8)
-    assert not job["server-0"].all(TakeUp) and job["worker-0"].all(GiveCopies)
+    assert not job["server-0"].all(Resume) and job["worker-0"].all(GiveCopies)
 
 
 def test_a_damaged_checkpoint_brings_nothing_back(jobs: Any, folder: pathlib.Path) -> None:
     job = begun(jobs, folder)
     job["worker-0"].ask(Save())
     (folder / "000001-step-7" / "manifest.json").write_text("{}")
-    job["worker-0"].copies = [Copy(n, 6, {}, 7) for n in job.seats()]
+    job["worker-0"].copies = [Copy(n, 6, {}, 7) for n in job.replica_sets()]
     job.kill("server-1")
     until(lambda: any("came back from the copy of worker-0" in line for line in job.log), "from the copy")
     assert any("cannot bring back what was lost" in line for line in job.log)

@@ -16,19 +16,19 @@ from syncline.core.layout import Parameter
 from syncline.core.leasing.loader import Loader
 from syncline.core.rule import Rule
 from syncline.core.wire.checkpoints import (
-    CloseGate,
+    CloseSnapshotBarrier,
     EndSave,
     Expect,
     Finish,
     Mark,
-    OpenGate,
+    OpenSnapshotBarrier,
     Save,
     Saved,
     WriteMarked,
     WriteScript,
 )
-from syncline.core.wire.control import AskStatus, Barrier, Beat, Install, Leave, Passed, Register, Registered
-from syncline.core.wire.leases import AskLease, AskUses, OpenEpoch, Uses
+from syncline.core.wire.control import AskStatus, Barrier, Heartbeat, Install, Leave, Passed, Register, Registered
+from syncline.core.wire.leases import AskLease, AskLeaseAcks, OpenEpoch, Uses
 from syncline.core.wire.message import Done
 from syncline.errors import ConfigError, StoreError
 from syncline.store import checkpoints
@@ -42,8 +42,8 @@ def test_a_save_is_expected_then_cut_then_written_then_over(jobs: Any, folder: p
     saved = job["worker-0"].ask(Save())
     assert saved == Saved("000001-step-7", 7)
     kinds = [type(message) for message in job["server-0"].heard]
-    assert [k for k in kinds if k in (CloseGate, Mark, WriteMarked, EndSave)] == [
-        CloseGate, Mark, WriteMarked, EndSave,
+    assert [k for k in kinds if k in (CloseSnapshotBarrier, Mark, WriteMarked, EndSave)] == [
+        CloseSnapshotBarrier, Mark, WriteMarked, EndSave,
     ]  # fmt: skip
     kinds = [type(message) for message in job["worker-1"].heard]
     assert [k for k in kinds if k in (Expect, WriteScript, EndSave)] == [
@@ -64,7 +64,7 @@ def test_servers_that_are_apart_are_told_what_to_let_in(jobs: Any, folder: pathl
     ahead = ("worker-0", job["worker-0"].incarnation, 8)
     job["server-1"].clocks = [ahead, job["server-1"].clocks[1]]
     job["worker-0"].ask(Save())
-    turns = job["server-0"].all(CloseGate)
+    turns = job["server-0"].all(CloseSnapshotBarrier)
     assert [turn.turn for turn in turns] == [0, 1] and ahead in turns[1].through
     assert job["worker-0"].all(WriteScript)[0].clock == 8
 
@@ -84,12 +84,12 @@ def test_no_cut_while_a_worker_is_to_say_what_it_has_used(jobs: Any, folder: pat
     job = begun(jobs, folder)
     job["worker-1"].ask(OpenEpoch("train", 0, Loader(40, 4)))
     lease = job["worker-1"].ask(AskLease("train", 0, []))
-    job["worker-1"].holds.add(AskUses)
+    job["worker-1"].holds.add(AskLeaseAcks)
     with job.coordinator.lock:
         job.coordinator.membership.state.leases.unheard = {"worker-1": job["worker-1"].incarnation}
     call = job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["worker-1"].held), "it is asked what it has used")
-    assert not call.arrives(0.2) and not job["server-0"].all(CloseGate)
+    assert not call.arrives(0.2) and not job["server-0"].all(CloseSnapshotBarrier)
     job["worker-1"].held[0].reply(Uses([(lease.lease, 0, 4)]))
     assert isinstance(call.wait(SECONDS), Saved)
     assert manifest(folder).leases.epochs["train"][0].num_done == 4
@@ -111,7 +111,7 @@ def test_the_chief_is_waited_for(jobs: Any, folder: pathlib.Path, monkeypatch: A
     job["worker-0"].holds.add(Expect)
     call = job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["worker-0"].held), "it is asked")
-    assert not call.arrives(0.3) and not job["server-0"].all(CloseGate)
+    assert not call.arrives(0.3) and not job["server-0"].all(CloseSnapshotBarrier)
     job["worker-0"].held[0].reply(Done())
     assert isinstance(call.wait(SECONDS), Saved)
 
@@ -133,7 +133,7 @@ def test_a_full_disk_costs_the_save_and_the_job_goes_on(jobs: Any, folder: pathl
 
 def test_a_server_that_is_lost_while_it_writes_has_the_save_made_again(jobs: Any, folder: pathlib.Path) -> None:
     job = begun(jobs, folder, replicas=2)
-    until(lambda: all(backup for _, backup in job.seats().values()), "backups")
+    until(lambda: all(backup for _, backup in job.replica_sets().values()), "backups")
     job["server-1"].holds.add(WriteMarked)
     call = job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["server-1"].held), "it is asked")
@@ -148,17 +148,17 @@ def test_a_cut_that_does_not_come_to_be_level_is_given_up_after_three_tries(
     monkeypatch.setattr("syncline.coordinator.saving.CUT_SECONDS", 0.05)
     monkeypatch.setattr("syncline.coordinator.saving.AGAIN_SECONDS", 0.01)
     job = begun(jobs, folder)
-    job["server-1"].holds.add(CloseGate)
+    job["server-1"].holds.add(CloseSnapshotBarrier)
     with pytest.raises(StoreError, match="after 3 tries"):
         job["worker-0"].ask(Save())
-    numbers = [message.number for message in job["server-1"].all(CloseGate)]
+    numbers = [message.number for message in job["server-1"].all(CloseSnapshotBarrier)]
     assert numbers == sorted(set(numbers)) and len(numbers) == 3
-    assert [m.number for m in job["server-1"].all(OpenGate)] == numbers, "commits go on each time"
+    assert [m.number for m in job["server-1"].all(OpenSnapshotBarrier)] == numbers, "commits go on each time"
 
 
 def test_a_death_in_the_middle_of_a_cut_comes_first(jobs: Any, folder: pathlib.Path) -> None:
     job = begun(jobs, folder)
-    job["server-1"].holds.add(CloseGate)
+    job["server-1"].holds.add(CloseSnapshotBarrier)
     call = job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["server-1"].held), "the gates are being closed")
     job["server-1"].holds.clear()
@@ -166,16 +166,20 @@ def test_a_death_in_the_middle_of_a_cut_comes_first(jobs: Any, folder: pathlib.P
         job[name].clocks = job[name].clocks[:1]
     job.kill("worker-1")
     assert isinstance(call.wait(SECONDS), Saved)
-    heard = [type(m) for m in job["server-1"].heard if isinstance(m, CloseGate | OpenGate | Install | Mark)]
-    assert heard == [CloseGate, OpenGate, Install, CloseGate, Mark]
+    heard = [
+        type(m)
+        for m in job["server-1"].heard
+        if isinstance(m, CloseSnapshotBarrier | OpenSnapshotBarrier | Install | Mark)
+    ]
+    assert heard == [CloseSnapshotBarrier, OpenSnapshotBarrier, Install, CloseSnapshotBarrier, Mark]
 
 
 def test_saves_come_by_steps(jobs: Any, folder: pathlib.Path) -> None:
     job = begun(jobs, folder, save_every="5steps")
     until(lambda: job.coordinator.saving._due_step == 5, "it has begun to count")
-    job["server-0"].ask(Beat(num_updates=4))
+    job["server-0"].ask(Heartbeat(num_updates=4))
     assert not job["worker-0"].all(Expect)
-    job["server-0"].ask(Beat(num_updates=5))
+    job["server-0"].ask(Heartbeat(num_updates=5))
     until(lambda: bool(job.disk.last.saves.last), "it is time")
     assert job.coordinator.saving._due_step == 12, "from what was saved on"
 
@@ -297,14 +301,14 @@ def test_a_mirror_that_refuses_costs_the_second_copy_only(
 def test_who_registers_during_a_cut_waits_for_it(jobs: Any, folder: pathlib.Path) -> None:
     """A slice without its values must not be in a checkpoint."""
     job = begun(jobs, folder)
-    job["server-1"].holds.add(CloseGate)
+    job["server-1"].holds.add(CloseSnapshotBarrier)
     saving = job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["server-1"].held), "the gates are being closed")
     message = Register(1, [Parameter("v", "float32", (4,))], [Rule("Add").spec], "mean")
     registering = job["worker-0"].endpoint.call(message)
     assert not registering.arrives(0.1)
     job["server-1"].holds.clear()
-    job["server-1"].held[0].reply(job["server-1"].close_gate(CloseGate(1)))
+    job["server-1"].held[0].reply(job["server-1"].close_gate(CloseSnapshotBarrier(1)))
     assert isinstance(saving.wait(SECONDS), Saved)
     assert isinstance(registering.wait(SECONDS), Registered)
     assert [p.name for segment in manifest(folder).segments for p in segment.parameters] == ["w"]

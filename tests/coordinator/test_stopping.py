@@ -179,9 +179,9 @@ def test_time_goes_on_through_the_coordinators_death(jobs: Any) -> None:
     job.coordinator.stopping.state.seconds = 100.0
     with job.coordinator.lock:
         job.coordinator.keep()
-    for away, counted in ((20.0, 20.0), (1000.0, 60.0), (-1000.0, 0.0)):
+    for at_barrier, counted in ((20.0, 20.0), (1000.0, 60.0), (-1000.0, 0.0)):
         state = job.disk.last
-        state.steering.counted_at -= away  # the clock of the wall may jump; nobody trains so long without one
+        state.steering.counted_at -= at_barrier  # the clock of the wall may jump; nobody trains so long without one
         disk = Disk()
         disk.save(msgspec.msgpack.encode(state))
         second = jobs(disk=disk, workers=2, servers=1, max_time="1h")

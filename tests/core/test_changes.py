@@ -6,9 +6,9 @@ import pytest
 
 from syncline.core.members import Standing
 from syncline.core.policy import parse_policy
-from syncline.core.reconfigure import Change
+from syncline.core.reconfigure import Reconfiguration
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import ERA, LOOP, Rounds
-from syncline.core.seats import Seat
 from syncline.core.wire.control import Prepared
 
 
@@ -18,16 +18,17 @@ def change(
     staying: dict[str, int] | None = None,
     *,
     moves: bool = False,
-    stretch: int = 0,
+    phase: int = 0,
     stretches: dict[str, int] | None = None,
-) -> Change:
-    return Change(
-        7, {"server-1": 8, "server-0": 5}, fenced=fenced or {}, entering=entering or {}, seats=[Seat(0, "server-0")],
-        moves=moves, staying=staying, stretch=stretch, stretches=stretches,
+) -> Reconfiguration:
+    return Reconfiguration(
+        7, {"server-1": 8, "server-0": 5}, fenced=fenced or {}, entering=entering or {},
+        replica_sets=[ReplicaSet(0, "server-0")],
+        moves=moves, staying=staying, phase=phase, stretches=stretches,
     )  # fmt: skip
 
 
-def answered(one: Change, *answers: Prepared) -> Change:
+def answered(one: Reconfiguration, *answers: Prepared) -> Reconfiguration:
     for server, answer in zip(one.servers, answers, strict=True):
         last = one.prepared(server, answer)
     assert last
@@ -55,12 +56,12 @@ def test_what_is_on_any_copy_counts_on_all() -> None:
     one = answered(change({"worker-1": 4}), copy, Prepared([Standing("worker-1", 4, clock=8)], 0))
     assert one.settle() == [("worker-1", 4, 9)]
     moved = answered(change(staying={"worker-1": 4}, moves=True), copy, Prepared([], 0))
-    assert moved.settle() == [("worker-1", 4, 9)], "it may die before it has made that anew"
+    assert moved.settle() == [("worker-1", 4, 9)], "it may die before it has made that again"
 
 
 def test_who_is_the_primary_of_nothing_is_not_asked_where_workers_stand() -> None:
     """It hears no commits: what it knows is from the last time that primaries changed, and was dropped since."""
-    was = Prepared([Standing("worker-1", 4, clock=9, stretch=7, position=9)], 0, is_primary=False)
+    was = Prepared([Standing("worker-1", 4, clock=9, phase=7, position=9)], 0, is_primary=False)
     now = Prepared([Standing("worker-1", 4, clock=8, position=8)], 0)
     one = answered(change({"worker-1": 4}, {"worker-5": 9}), was, now)
     assert one.settle() == [("worker-1", 4, 8)] and one.turn() == (0, 8) and one.back_at() == 8
@@ -75,20 +76,20 @@ def test_who_comes_while_all_others_stand_aside_is_not_behind_them(kind: str) ->
         rounds.commit("worker-1", 4, clock, 0, "")
         rounds.commit("worker-2", 5, clock, 0, "")
     for name, life in (("worker-1", 4), ("worker-2", 5)):
-        rounds.rest(name, life, 0, away=kind == "away")
+        rounds.rest(name, life, 0, at_barrier=kind == "away")
     known = Prepared(list(rounds.standings.values()), 0)
     one = answered(change(entering={"worker-3": 9}), known, Prepared([], 0, is_primary=False))
     assert one.back_at() == 100
     for standing in one.standings():
         rounds.enter(standing)
-    rounds.commit("worker-3", 9, 1, one.places()["worker-3"].stretch, "", one.back_at())
+    rounds.commit("worker-3", 9, 1, one.places()["worker-3"].phase, "", one.back_at())
     rounds.commit("worker-1", 4, 101, 1, "")
     assert rounds.may_answer("worker-1", 101) == (True, "within the bound")
 
 
 def test_before_anything_is_registered_all_are_heard() -> None:
-    one = Change(7, {"server-0": 5}, fenced={}, entering={"worker-5": 9}, seats=[], moves=False)
-    one.prepared("server-0", Prepared([Standing("worker-1", 4, stretch=3)], 0, is_primary=False))
+    one = Reconfiguration(7, {"server-0": 5}, fenced={}, entering={"worker-5": 9}, replica_sets=[], moves=False)
+    one.prepared("server-0", Prepared([Standing("worker-1", 4, phase=3)], 0, is_primary=False))
     assert one.turn() == (3, 0)
 
 
@@ -109,7 +110,7 @@ def test_a_step_that_some_slices_cannot_come_to_is_told() -> None:
     assert lost(here, there(8, "server-2#7")) == told
     assert lost(here, there(8, "server-1#8")) == told, "its own slices"
     assert lost(here, there(8, "server-0#3")) == told, "another life of that name has come, with nothing"
-    assert lost(here, there(8, "server-2#7"), staying={"worker-1": 4}) == [], "it lives, and makes it anew"
+    assert lost(here, there(8, "server-2#7"), staying={"worker-1": 4}) == [], "it lives, and makes it again"
 
 
 def test_another_incarnation_of_the_name_is_not_settled() -> None:
@@ -128,21 +129,21 @@ def test_where_primaries_change_the_steps_of_all_are_settled() -> None:
 
 
 def test_those_who_enter_begin_after_the_highest_round_that_any_server_has_opened() -> None:
-    here, there = Standing("worker-0", 2, clock=5, stretch=1, stretch_began=3), Standing("worker-0", 2, clock=4)
+    here, there = Standing("worker-0", 2, clock=5, phase=1, phase_began=3), Standing("worker-0", 2, clock=4)
     one = answered(change(entering={"worker-5": 9}), Prepared([there], 0), Prepared([here], 0))
     (entered,) = one.install([]).standings
     assert (entered.name, entered.incarnation, entered.clock) == ("worker-5", 9, 0)
-    assert entered.turn() == (1, 2), "its first commit is the third of stretch 1"
+    assert entered.turn() == (1, 2), "its first commit is the third of phase 1"
 
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_who_enters_again_goes_on_with_its_clock_in_the_round_after_all_that_were_opened(moves: bool) -> None:
     """It came late to a barrier, and was away meanwhile: one server has gone a round further than the other."""
-    away = Standing("worker-2", 7, clock=4, stretch=ERA, away=True)
-    here, there = (Standing("worker-1", 2, clock=k, stretch=ERA) for k in (6, 5))
+    at_barrier = Standing("worker-2", 7, clock=4, phase=ERA, at_barrier=True)
+    here, there = (Standing("worker-1", 2, clock=k, phase=ERA) for k in (6, 5))
     one = answered(
         change(entering={"worker-2": 7}, staying={"worker-1": 2, "worker-2": 7}, moves=moves),
-        Prepared([here, away], 0), Prepared([there, away], 0),
+        Prepared([here, at_barrier], 0), Prepared([there, at_barrier], 0),
     )  # fmt: skip
     (back,) = [standing for standing in one.standings() if standing.name == "worker-2"]
     assert (back.clock, back.turn(), back.active) == (4, (ERA, 6), True)
@@ -151,8 +152,8 @@ def test_who_enters_again_goes_on_with_its_clock_in_the_round_after_all_that_wer
 
 def test_those_who_enter_behind_a_barrier_are_in_the_new_era() -> None:
     """The first commit from behind the barrier may not be there yet, and levels everyone when it comes."""
-    old = Standing("worker-0", 2, clock=5, away=True)
-    one = answered(change(entering={"worker-5": 9}, stretch=ERA), Prepared([old], 0), Prepared([old], 0))
+    old = Standing("worker-0", 2, clock=5, at_barrier=True)
+    one = answered(change(entering={"worker-5": 9}, phase=ERA), Prepared([old], 0), Prepared([old], 0))
     assert one.turn() == (ERA, 0) and one.standings()[0].turn() == (ERA, 0)
 
 
@@ -165,7 +166,7 @@ def test_those_who_enter_stand_beside_the_slowest() -> None:
 
 
 def test_where_primaries_change_everyone_is_told_of_everyone() -> None:
-    stay, out = Standing("worker-0", 2, clock=5, resting=True), Standing("worker-1", 3, clock=5)
+    stay, out = Standing("worker-0", 2, clock=5, inactive=True), Standing("worker-1", 3, clock=5)
     left = Standing("worker-2", 4, clock=1, left=True)
     one = answered(
         change({"worker-1": 3}, staying={"worker-0": 2}, moves=True),
@@ -179,13 +180,13 @@ def test_whom_no_server_knows_any_more_stays_nevertheless() -> None:
     """The only server of a job died with all standings: they live, and the next one must take their commits."""
     one = answered(change(staying={"worker-0": 2}, moves=True), Prepared([], 0), Prepared([], 0))
     (found,) = one.standings()
-    assert (found.name, found.incarnation, found.stretch) == ("worker-0", 2, -1)
+    assert (found.name, found.incarnation, found.phase) == ("worker-0", 2, -1)
 
 
 def test_who_enters_is_beside_those_in_the_loop_not_beside_one_that_has_left_it() -> None:
     """Its rounds would wait for those in the loop, and they, for the end of the epoch, for it."""
-    inside = Standing("worker-1", 2, clock=20, stretch=LOOP, stretch_began=3, resting=True)
-    outside = Standing("worker-2", 3, clock=30, stretch=2 * LOOP - 1, stretch_began=30, resting=True)
+    inside = Standing("worker-1", 2, clock=20, phase=LOOP, phase_began=3, inactive=True)
+    outside = Standing("worker-2", 3, clock=30, phase=2 * LOOP - 1, phase_began=30, inactive=True)
     assert answered(change(entering={"worker-5": 9}), Prepared([inside], 0), Prepared([outside], 0)).turn() == (
         LOOP,
         17,
@@ -198,13 +199,13 @@ def test_who_enters_is_beside_those_in_the_loop_not_beside_one_that_has_left_it(
 
 def test_who_enters_is_beside_those_in_its_own_loop() -> None:
     """One has left the loop early, and is in the next: beside it, the others' rounds would wait for each other."""
-    ahead = Standing("worker-0", 2, clock=3, stretch=LOOP, stretch_began=2)
+    ahead = Standing("worker-0", 2, clock=3, phase=LOOP, phase_began=2)
     inside = Standing("worker-1", 3, clock=7)
     entering = {"worker-2": 9}
     one = answered(
         change(entering=entering, stretches={"worker-2": 0}), Prepared([ahead, inside], 0), Prepared([], 0)
     )
-    assert one.places()["worker-2"].stretch == 0 and one.standings()[0].turn() == (0, 7)
+    assert one.places()["worker-2"].phase == 0 and one.standings()[0].turn() == (0, 7)
     late = answered(
         change(entering=entering, stretches={"worker-2": 5 * LOOP}), Prepared([ahead, inside], 0), Prepared([], 0)
     )
@@ -216,11 +217,11 @@ def test_who_enters_is_beside_those_in_its_own_loop() -> None:
 def test_who_enters_a_loop_that_all_others_have_left_is_not_at_its_end() -> None:
     """From there its first pause would end the loop: it would be in the next one's rounds, and others wait for it
     and it for them (ring, seeds 3000467 and 3000859)."""
-    gone = Standing("worker-0", 2, clock=9, stretch=2 * LOOP - 1, stretch_began=9, resting=True)
+    gone = Standing("worker-0", 2, clock=9, phase=2 * LOOP - 1, phase_began=9, inactive=True)
     one = answered(
         change(entering={"worker-2": 9}, stretches={"worker-2": LOOP}), Prepared([gone], 0), Prepared([gone], 0)
     )
-    assert one.places()["worker-2"].stretch == LOOP and one.standings()[0].turn() == (LOOP, 0)
+    assert one.places()["worker-2"].phase == LOOP and one.standings()[0].turn() == (LOOP, 0)
     rounds: Rounds[str] = Rounds(parse_policy("sync"), [])
     rounds.begin_anew([gone, *one.standings()], {("worker-0", 2): 9})
     assert rounds.commit("worker-2", 9, 1, LOOP, "2@1").apply, "those who have left the loop are not waited for"

@@ -6,13 +6,13 @@ from syncline.core.checkpoint.snapshot import CUT_SECONDS, Cut, ledger_at, taken
 from syncline.core.leasing.leases import LeaseState, Leasing
 from syncline.core.leasing.loader import Loader
 from syncline.core.leasing.ranges import Span, count
-from syncline.core.wire.checkpoints import GateClosed, Noted
+from syncline.core.wire.checkpoints import Noted, SnapshotBarrierClosed
 
 A, B = ("worker-0", 1), ("worker-1", 2)
 
 
-def closed(*clocks: tuple[str, int, int], **rest: object) -> GateClosed:
-    return GateClosed(list(clocks), **rest)  # type: ignore[arg-type]
+def closed(*clocks: tuple[str, int, int], **rest: object) -> SnapshotBarrierClosed:
+    return SnapshotBarrierClosed(list(clocks), **rest)  # type: ignore[arg-type]
 
 
 def test_equal_clocks_are_level_and_a_worker_that_is_missing_has_none() -> None:

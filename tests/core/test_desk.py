@@ -6,7 +6,7 @@ import msgspec
 
 from syncline.config import JobConfig
 from syncline.core.leasing.loader import Loader
-from syncline.core.leasing.queue import Desk
+from syncline.core.leasing.queue import LeaseQueue
 from syncline.core.membership import JobState, Membership
 from syncline.core.slice_state import Identity
 from syncline.core.wire.leases import AskLease, GivenLease, OpenEpoch
@@ -23,19 +23,19 @@ def membership(policy: str = "async") -> Membership:
     return members
 
 
-def desk(policy: str = "async") -> Desk[str]:
-    made: Desk[str] = Desk(membership(policy))
+def desk(policy: str = "async") -> LeaseQueue[str]:
+    made: LeaseQueue[str] = LeaseQueue(membership(policy))
     for owner in (ONE, TWO):
         made.leasing.open(owner, "a", 0, DATA, 2)
     return made
 
 
-def ask(at: Desk[str], owner: Identity, request: str = "", **more: object) -> dict[str, GivenLease]:
+def ask(at: LeaseQueue[str], owner: Identity, request: str = "", **more: object) -> dict[str, GivenLease]:
     at.ask(owner, msgspec.structs.replace(AskLease("a", 0, []), **more), request, 0.0)
     return {asked.request: given for asked, given in at.answers()[0]}
 
 
-def take_all(at: Desk[str], owner: Identity) -> list[GivenLease]:
+def take_all(at: LeaseQueue[str], owner: Identity) -> list[GivenLease]:
     found: list[GivenLease] = []
     while True:
         given = ask(at, owner, "now", left=1, newest=found[-1].lease if found else 0)["now"]
@@ -47,7 +47,7 @@ def take_all(at: Desk[str], owner: Identity) -> list[GivenLease]:
 def test_a_chief_whose_script_has_ended_is_not_waited_for() -> None:
     """It stays a member until the last save is made, and opens no loader any more."""
     members = membership()
-    here: Desk[str] = Desk(members)
+    here: LeaseQueue[str] = LeaseQueue(members)
     assert here.seed("worker-1", OpenEpoch("a", 0, DATA, 5)) is None
     members.finishing.add("worker-0")
     assert here.seed("worker-1", OpenEpoch("a", 0, DATA, 5)) == 5
@@ -76,14 +76,14 @@ def test_leases_of_the_dead_stay_while_a_commit_of_theirs_waits_for_its_round() 
 def test_what_was_given_back_is_given_back_also_to_the_next_coordinator() -> None:
     """A coordinator dies before it has kept what a worker gave back, and the worker reads none of it any more."""
     members = membership()
-    before: Desk[str] = Desk(members)
+    before: LeaseQueue[str] = LeaseQueue(members)
     for owner in (ONE, TWO):
         before.leasing.open(owner, "a", 0, DATA, 2)
     leases = take_all(before, ONE)
     kept = msgspec.msgpack.encode(members.state)
     given = [(one.lease, 0) for one in leases]
     before.leasing.gave_back(ONE, "a", 0, given)
-    after: Desk[str] = Desk(Membership(msgspec.msgpack.decode(kept, type=JobState)))
+    after: LeaseQueue[str] = LeaseQueue(Membership(msgspec.msgpack.decode(kept, type=JobState)))
     answer = ask(after, ONE, "more", newest=leases[-1].lease, given=given)["more"]
     assert answer.lease and answer.lease not in {one.lease for one in leases}
 
@@ -102,7 +102,7 @@ def test_who_could_not_be_asked_to_give_back_is_asked_again() -> None:
 def test_workers_are_to_say_what_they_used_until_each_has_said_it() -> None:
     """Slice 0 came back from a copy. A coordinator that dies meanwhile leaves that to the next."""
     members = membership()
-    here: Desk[str] = Desk(members)
+    here: LeaseQueue[str] = LeaseQueue(members)
     here.leasing.open(ONE, "a", 0, DATA, 2)
     (one, *_) = take_all(here, ONE)
     here.uses_are_lost()
@@ -112,7 +112,9 @@ def test_workers_are_to_say_what_they_used_until_each_has_said_it() -> None:
     assert here.unheard() == [ONE, TWO] and epoch is not None and epoch.num_done == 2, "commits of it are under way"
     here.heard(ONE, [(one.lease, 0, 4)], [], is_all=True)
     assert here.unheard() == [TWO] and epoch.num_done == 4
-    after: Desk[str] = Desk(Membership(msgspec.msgpack.decode(msgspec.msgpack.encode(members.state), type=JobState)))
+    after: LeaseQueue[str] = LeaseQueue(
+        Membership(msgspec.msgpack.decode(msgspec.msgpack.encode(members.state), type=JobState))
+    )
     assert after.unheard() == [TWO]
     members.evict("worker-1", "is dead")
     assert not here.unheard()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from syncline.core.checkpoint.snapshot import Gate, behind_to_tell, clocks_to_tell, gate_of, on_all
+from syncline.core.checkpoint.snapshot import SnapshotBarrier, behind_to_tell, clocks_to_tell, gate_of, on_all
 
 A, B = ("worker-0", 1), ("worker-1", 2)
 
 
 def test_nothing_passes_in_the_first_turn() -> None:
-    gate = Gate(1)
+    gate = SnapshotBarrier(1)
     assert not gate.lets_pass("commit", A, 1, is_whole=True)
     assert not gate.lets_pass("clip", A, 1, is_whole=True)
     assert not gate.lets_pass("rest", A, 0, is_whole=True)
@@ -39,13 +39,13 @@ def test_what_is_lacking_of_through() -> None:
 
 
 def test_only_what_is_newer_takes_its_place() -> None:
-    gate = Gate(2, 1)
+    gate = SnapshotBarrier(2, 1)
     assert gate.is_replaced_by(2, 2) and gate.is_replaced_by(3, 0)
     assert not gate.is_replaced_by(2, 1) and not gate.is_replaced_by(2, 0) and not gate.is_replaced_by(1, 7)
 
 
 def test_who_has_left_here_and_not_elsewhere_is_told_as_it_was_named() -> None:
-    assert clocks_to_tell(Gate(1), {A: 4, B: 3}, {A}) == [(*A, 4)]
+    assert clocks_to_tell(SnapshotBarrier(1), {A: 4, B: 3}, {A}) == [(*A, 4)]
     assert clocks_to_tell(gate_of(1, 1, [(*B, 3)]), {A: 4, B: 3}, {A}) == [(*A, 4), (*B, 3)]
     assert clocks_to_tell(gate_of(1, 1, [(*B, 3)]), {A: 4}, {A}) == [(*A, 4), (*B, 3)], "its slices came later"
 

@@ -104,14 +104,14 @@ def test_a_batch_at_which_three_workers_fail_is_set_aside() -> None:
     assert [(suspect.span, suspect.workers) for suspect in one.aside] == [
         (Span(4, 8), ["worker-0", "worker-1", "worker-2"])
     ]
-    assert one.num_todo == 16 and not one.doubts
+    assert one.num_todo == 16 and not one.suspect_batches
 
 
 def test_a_lease_that_its_worker_never_heard_of_is_under_no_suspicion() -> None:
     one = epoch(24, 4)
     one.deal(1, [(A, 4), (B, 4)], 3)
     one.out(B, failed=True)
-    assert not one.doubts
+    assert not one.suspect_batches
 
 
 def test_a_shard_that_ends() -> None:

@@ -84,7 +84,7 @@ def test_nobody_gets_more_than_the_most() -> None:
 
 
 def test_a_pause_counts_at_once() -> None:
-    """Late once, right after a message: the allowance is there with the next one, wherever in a stretch that is."""
+    """Late once, right after a message: the allowance is there with the next one, wherever in a phase that is."""
     watch = liveness()
     watch.watch("worker-0", 0.0)
     now = beat(watch, "worker-0", 0.0, 0.45, 1)
@@ -134,7 +134,7 @@ def test_a_closed_connection_shortens_the_wait() -> None:
 
 
 def test_coming_back_clears_the_suspicion() -> None:
-    """A switch was restarted: the member connects anew in time and lives by its usual deadline."""
+    """A switch was restarted: the member connects again in time and lives by its usual deadline."""
     watch = liveness()
     watch.watch("worker-0", 0.0)
     watch.suspect("worker-0", 0.1, "closed")
@@ -225,7 +225,7 @@ def test_whoever_has_found_the_new_coordinator_is_one_like_all() -> None:
 
 
 def test_a_restart_keeps_what_is_known_of_a_slow_member() -> None:
-    """Its longer deadline is the one it has whole; a new process under its name starts anew."""
+    """Its longer deadline is the one it has whole; a new process under its name starts again."""
     watch = liveness()
     watch.watch("worker-0", 0.0)
     last = beat(watch, "worker-0", 0.0, 1.8, 10)
@@ -320,7 +320,7 @@ def test_a_clock_that_runs_backward_kills_nobody() -> None:
 
 
 def test_a_clock_that_ran_backward_still_lets_old_pauses_be_forgotten() -> None:
-    """Were its stretch left in the future, one pause before the jump would lengthen its deadline for ever."""
+    """Were its phase left in the future, one pause before the jump would lengthen its deadline for ever."""
     watch = liveness()
     watch.watch("worker-0", 1000.0)
     beat(watch, "worker-0", 1000.0, 1.9, 1)

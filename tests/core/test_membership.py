@@ -10,8 +10,8 @@ import pytest
 from syncline.config import JobConfig
 from syncline.core.members import Address
 from syncline.core.membership import Barriers, JobState, Membership, Outcome
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import ERA
-from syncline.core.seats import Seat
 from syncline.core.wire.control import Passed
 from syncline.errors import ConfigError
 
@@ -181,10 +181,18 @@ def test_an_evicted_worker_is_to_be_fenced_under_the_incarnation_that_took_part(
 
 def test_a_servers_death_promotes_backups_and_names_what_nobody_has() -> None:
     members = formed(1, 3)
-    seats = [Seat(0, "server-0", ("server-1",)), Seat(1, "server-1", ("server-0",)), Seat(2, "server-0")]
-    members.state.seats = {seat.slice: seat for seat in seats}
+    replica_sets = [
+        ReplicaSet(0, "server-0", ("server-1",)),
+        ReplicaSet(1, "server-1", ("server-0",)),
+        ReplicaSet(2, "server-0"),
+    ]
+    members.state.replica_sets = {replica_set.slice: replica_set for replica_set in replica_sets}
     assert members.evict("server-0", "was killed") == [2]
-    assert list(members.state.seats.values()) == [Seat(0, "server-1"), Seat(1, "server-1"), Seat(2, "")]
+    assert list(members.state.replica_sets.values()) == [
+        ReplicaSet(0, "server-1"),
+        ReplicaSet(1, "server-1"),
+        ReplicaSet(2, ""),
+    ]
     assert members.state.lost == [2]
     assert members.evict("server-2", "was killed") == [], "what was lost before is not lost again"
     assert members.evict("server-1", "was killed") == [0, 1]
@@ -228,7 +236,7 @@ def test_a_name_that_is_awaited_is_not_given_to_somebody_else() -> None:
 def test_all_that_counts_outlives_the_coordinator() -> None:
     members = formed(2, 2)
     members.evict("worker-0", "was killed")
-    members.state.seats[3] = Seat(3, "server-0", ("server-1",))
+    members.state.replica_sets[3] = ReplicaSet(3, "server-0", ("server-1",))
     data = msgspec.msgpack.encode(members.state)
     again = Membership(msgspec.msgpack.decode(data, type=JobState))
     assert again.state == members.state and again.workers() == members.workers()
@@ -280,10 +288,10 @@ def test_a_worker_that_leaves_is_not_waited_for_at_barriers() -> None:
 
 
 def test_behind_a_barrier_a_stretch_begins_that_nobody_was_in() -> None:
-    """Workers rest unequally often; the stretch behind the barrier is later than any of theirs, for all alike."""
+    """Workers rest unequally often; the phase behind the barrier is later than any of theirs, for all alike."""
     barriers, seen = Barriers(), [0, 7, 3]
-    for worker, stretch in enumerate(seen):
-        barriers.arrive("epoch", 1, f"worker-{worker}", stretch)
+    for worker, phase in enumerate(seen):
+        barriers.arrive("epoch", 1, f"worker-{worker}", phase)
     first = barriers.next_stretch()
     assert first > max(seen)
     barriers.arrive("epoch", 2, "worker-0", first + 2)
@@ -294,8 +302,8 @@ def test_a_barrier_that_all_have_passed_is_open() -> None:
     """An answer that was lost, or a coordinator that came back: whoever asks again must not wait for ever."""
     barriers = Barriers()
     assert barriers.arrive("epoch", 1, "worker-0")
-    (stretch,) = barriers.pass_all(barriers.ready(["worker-0"]))
-    again = Barriers(stretch, barriers.passed)
+    (phase,) = barriers.pass_all(barriers.ready(["worker-0"]))
+    again = Barriers(phase, barriers.passed)
     assert not again.arrive("epoch", 1, "worker-0")
     assert again.arrive("epoch", 2, "worker-0") and again.arrive("other", 1, "worker-0")
 
@@ -310,12 +318,12 @@ def test_who_comes_late_to_a_barrier_that_all_have_passed_stays_away() -> None:
 def test_new_slices_go_to_servers_that_know_where_workers_stand() -> None:
     """One that came late has no standings before its first move; when nobody has, all are as good."""
     members = formed(2, 2)
-    members.state.seats = {0: Seat(0, "server-0"), 1: Seat(1, "server-1")}
+    members.state.replica_sets = {0: ReplicaSet(0, "server-0"), 1: ReplicaSet(1, "server-1")}
     members.evict("server-1", "died")
     members.join("server", "server-1", "here", None, process="again")
     assert members.servers() == ["server-0", "server-1"] and members.hosts() == ["server-0"]
-    members.state.seats[1] = Seat(1, "server-1")
+    members.state.replica_sets[1] = ReplicaSet(1, "server-1")
     assert members.hosts() == ["server-0", "server-1"]
-    members.state.seats = {}
+    members.state.replica_sets = {}
     members.evict("server-0", "died")
     assert members.hosts() == ["server-1"]

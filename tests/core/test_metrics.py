@@ -76,7 +76,7 @@ def test_a_report_that_comes_twice_counts_once() -> None:
     merging = Merging(MetricState())
     assert merging.is_new("worker-0", 1, 1) and not merging.is_new("worker-0", 1, 1)
     assert merging.is_new("worker-0", 1, 2) and not merging.is_new("worker-0", 1, 1)
-    assert merging.is_new("worker-0", 2, 1), "the next life counts anew"
+    assert merging.is_new("worker-0", 2, 1), "the next life counts again"
     assert not merging.is_new("worker-0", 1, 3), "and the one before is over"
 
 

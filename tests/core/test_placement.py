@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.core.layout import ALIGN, Layout, Parameter, Segment, arrange, place
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rule import Rule
-from syncline.core.seats import Seat
 
 CUT = (Rule("Adam", lr=0.1),)
 MIXED = (Rule("Adam", lr=0.1), Rule("Adafactor", lr=0.1))
@@ -30,12 +30,12 @@ def models(draw: st.DrawFn, groups: int = 1, largest: int = 50_000) -> list[Para
     ]
 
 
-Placed = tuple[Segment, list[Seat]]
+Placed = tuple[Segment, list[ReplicaSet]]
 
 
 def loads_of(placed: Placed, servers: list[str]) -> dict[str, int]:
-    segment, seats = placed
-    where = {seat.slice: seat.primary for seat in seats}
+    segment, replica_sets = placed
+    where = {replica_set.slice: replica_set.primary for replica_set in replica_sets}
     return {s: sum(part.num_bytes for part in segment.slices if where[part.id] == s) for s in servers}
 
 
@@ -91,9 +91,11 @@ def test_slices_are_of_the_size_asked_for_and_tile_the_segment(
     parameters: list[Parameter], count: int, slice_bytes: int, first: int
 ) -> None:
     """A byte in no slice is on no server; one in two slices is on two, and they drift apart."""
-    segment, seats = place(arrange(parameters, MIXED, "mean"), servers_of(count), {}, slice_bytes, first)
-    assert [seat.slice for seat in seats] == [part.id for part in segment.slices], "a seat for every slice"
-    assert all(seat.primary in servers_of(count) and not seat.backups for seat in seats)
+    segment, replica_sets = place(arrange(parameters, MIXED, "mean"), servers_of(count), {}, slice_bytes, first)
+    assert [replica_set.slice for replica_set in replica_sets] == [part.id for part in segment.slices], (
+        "a replica set for every slice"
+    )
+    assert all(replica_set.primary in servers_of(count) and not replica_set.backups for replica_set in replica_sets)
     assert [part.id for part in segment.slices] == list(range(first, first + len(segment.slices)))
     parts = sorted(segment.slices, key=lambda part: part.offset)
     assert all(one.offset + one.num_bytes == two.offset for one, two in itertools.pairwise(parts))
@@ -106,10 +108,12 @@ def test_slices_are_of_the_size_asked_for_and_tile_the_segment(
 
 def test_four_mebibytes_of_one_tensor_over_two_servers() -> None:
     """The picture of the docs: 24 MiB, slices of 4 MiB, three each."""
-    segment, seats = place(
+    segment, replica_sets = place(
         arrange([Parameter("w", "float32", (6 << 20,))], CUT, "mean"), servers_of(2), {}, 4 << 20, 0
     )
-    assert [(seat.primary, part.num_bytes) for seat, part in zip(seats, segment.slices, strict=True)] == [
+    assert [
+        (replica_set.primary, part.num_bytes) for replica_set, part in zip(replica_sets, segment.slices, strict=True)
+    ] == [
         *[("server-0", 4 << 20)] * 3,
         *[("server-1", 4 << 20)] * 3,
     ]
@@ -131,7 +135,7 @@ def test_equal_models_are_placed_equally(count: int) -> None:
 
 
 def test_a_hundred_registrations_stay_even() -> None:
-    """Rounding must not add up: with each segment the levels are looked at anew."""
+    """Rounding must not add up: with each segment the levels are looked at again."""
     servers, layout = servers_of(3), Layout()
     loads = dict.fromkeys(servers, 0)
     for index in range(100):

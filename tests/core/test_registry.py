@@ -27,7 +27,7 @@ def test_the_chiefs_registration_makes_the_layout() -> None:
     known = registry()
     decision = ask(known, "worker-0", 0, W, B)
     assert decision.kind == "create" and decision.segment is known.layout.segments[0]
-    assert {known.seats[part.id].primary for part in decision.segment.slices} == {"server-0", "server-1"}
+    assert {known.replica_sets[part.id].primary for part in decision.segment.slices} == {"server-0", "server-1"}
     assert known.layout.where["b"][0] is decision.segment
 
 
@@ -152,11 +152,16 @@ def test_a_segment_that_could_not_be_hosted_leaves_no_trace() -> None:
     """Too little memory on one server: the chief hears of it, and may register again, smaller."""
     known = registry()
     ask(known, "worker-0", 0, W, B)
-    before = (list(known.layout.segments), dict(known.layout.where), known.layout.num_slices, dict(known.seats))
+    before = (
+        list(known.layout.segments),
+        dict(known.layout.where),
+        known.layout.num_slices,
+        dict(known.replica_sets),
+    )
     failed = ask(known, "worker-0", 1, C).segment
     assert failed is not None
     known.take_back(failed)
-    assert before == (known.layout.segments, known.layout.where, known.layout.num_slices, known.seats)
+    assert before == (known.layout.segments, known.layout.where, known.layout.num_slices, known.replica_sets)
     known.take_back(failed)
     assert len(known.layout.segments) == 1, "taken back once"
     again = ask(known, "worker-0", 1, C)

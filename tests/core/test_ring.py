@@ -8,8 +8,8 @@ import pytest
 
 from syncline.config import JobConfig
 from syncline.core.membership import JobState, Membership
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.ring import check_ring, partner_of, protection_of, ring_settings, trust_told
-from syncline.core.seats import Seat
 from syncline.core.settings import check_settings
 from syncline.errors import ConfigError
 
@@ -69,7 +69,7 @@ def test_what_a_death_costs() -> None:
     assert "process-level" not in protection_of(config, ["a", "b"])
     assert "nobody else has a copy" in protection_of(config, ["a"])
     assert "1 of 2 slices" in protection_of(
-        config, ["a", "b"], [Seat(0, "server-0"), Seat(1, "server-1", "server-0")]
+        config, ["a", "b"], [ReplicaSet(0, "server-0"), ReplicaSet(1, "server-1", "server-0")]
     )
     assert protection_of(JobConfig(replicas=1), ["a"]).startswith("1 replica")
 

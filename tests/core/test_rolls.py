@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from syncline.core.members import Standing, merged
 from syncline.core.policy import Policy
-from syncline.core.rounds import Roll, Rolls, Rounds, Verdict, after_barrier, unanswered
+from syncline.core.rounds import RoundMembership, RoundMemberships, Rounds, Verdict, after_barrier, unanswered
 from syncline.errors import ProtocolError
 
 Members = tuple[tuple[str, int], ...]
@@ -23,15 +23,15 @@ def rounds_of(num_workers: int, spare: int = 1, *, decides: bool = False) -> Rou
     return rounds
 
 
-def commit(rounds: Rounds[str], worker: int, clock: int, stretch: int = 0) -> Verdict[str]:
-    return rounds.commit(f"worker-{worker}", 10 + worker, clock, stretch, "")
+def commit(rounds: Rounds[str], worker: int, clock: int, phase: int = 0) -> Verdict[str]:
+    return rounds.commit(f"worker-{worker}", 10 + worker, clock, phase, "")
 
 
 def applied(verdict: Verdict[str]) -> list[Members]:
     return [tuple((c.worker, c.clock) for c in each) for each in verdict.apply]
 
 
-def told(rounds: Rounds[str], worker: int, clock: int) -> Roll:
+def told(rounds: Rounds[str], worker: int, clock: int) -> RoundMembership:
     roll = rounds.roll_to_tell(f"worker-{worker}", 10 + worker, clock)
     assert roll is not None
     return roll
@@ -41,13 +41,13 @@ def told(rounds: Rounds[str], worker: int, clock: int) -> Roll:
 
 
 def test_of_every_worker_the_last_word_is_kept() -> None:
-    first = Roll(0, 1, [("worker-0", 10, 1), ("worker-1", 11, 1)])
-    second = Roll(0, 2, [("worker-0", 10, 2)], [("worker-2", 12, 1)])
-    rolls = Rolls([second, first, first])
+    first = RoundMembership(0, 1, [("worker-0", 10, 1), ("worker-1", 11, 1)])
+    second = RoundMembership(0, 2, [("worker-0", 10, 2)], [("worker-2", 12, 1)])
+    rolls = RoundMemberships([second, first, first])
     assert rolls.newest == second and rolls.entries() == [first, second]
     assert rolls.find("worker-0", 10, 1) is None, "it was answered by all, else it had not gone on"
     assert rolls.find("worker-1", 11, 1) == first and rolls.find("worker-2", 12, 1) == second
-    rolls.learn(Roll(0, 3, [("worker-1", 15, 1)]))
+    rolls.learn(RoundMembership(0, 3, [("worker-1", 15, 1)]))
     assert first not in rolls.entries(), "another life of that name: what was of the first is settled"
 
 
@@ -145,7 +145,7 @@ def test_while_primaries_change_no_round_is_closed() -> None:
 
 def test_nobody_who_is_gone_is_waited_for() -> None:
     standings = {"worker-0": Standing("worker-0", 10, clock=1), "worker-1": Standing("worker-1", 21)}
-    roll = Roll(0, 1, [("worker-0", 10, 1), ("worker-1", 11, 1), ("worker-2", 12, 1)])
+    roll = RoundMembership(0, 1, [("worker-0", 10, 1), ("worker-1", 11, 1), ("worker-2", 12, 1)])
     assert unanswered(roll, standings) == ["worker-0"]
     standings["worker-0"].left = True
     assert unanswered(roll, standings) == [] and unanswered(None, standings) == []
@@ -175,7 +175,7 @@ def test_a_round_before_a_barrier_holds_nobody_up_behind_it() -> None:
     here = rounds_of(3, spare=2, decides=True)
     assert applied(commit(here, 0, 1)) == [(("worker-0", 1),)]
     for worker in range(3):
-        here.rest(f"worker-{worker}", 10 + worker, 0, away=True)
+        here.rest(f"worker-{worker}", 10 + worker, 0, at_barrier=True)
     assert applied(commit(here, 2, 1, after_barrier(0))) == [(("worker-2", 1),)]
     assert told(here, 2, 1).before is None
 
@@ -208,7 +208,7 @@ def test_what_a_round_waits_for_in_words() -> None:
         commit(here, worker, 1)
         commit(here, worker, 2)
     assert here.waiting_reason() == "the round waits for worker-0, worker-1, one of them"
-    there.learn(Roll(0, 1, [(f"worker-{k}", 10 + k, 1) for k in range(4)]))
+    there.learn(RoundMembership(0, 1, [(f"worker-{k}", 10 + k, 1) for k in range(4)]))
     assert commit(there, 0, 1).reason == "the round waits for worker-1, worker-2, worker-3"
 
 
@@ -235,7 +235,7 @@ def test_another_that_decides_from_now_on_keeps_to_what_any_server_knows() -> No
 def test_one_server_that_is_left_closes_no_round_before_it_has_the_last_one() -> None:
     """Of its slices some have it, others came from the server that is gone, without it."""
     here = rounds_of(3, spare=2, decides=True)
-    here.learn(Roll(0, 1, [("worker-0", 10, 1)], [("worker-1", 11, 1)]))
+    here.learn(RoundMembership(0, 1, [("worker-0", 10, 1)], [("worker-1", 11, 1)]))
     here.is_alone = True
     clocks = {("worker-1", 11): 1}
     here.begin_anew([Standing(f"worker-{k}", 10 + k, clock=1) for k in range(3)], clocks)
@@ -245,15 +245,15 @@ def test_one_server_that_is_left_closes_no_round_before_it_has_the_last_one() ->
 
 
 def test_a_rest_from_before_a_round_is_no_sign_that_it_is_everywhere() -> None:
-    roll = Roll(0, 1, [("worker-0", 10, 2)])
-    rested = {"worker-0": Standing("worker-0", 10, clock=1, resting=True)}
-    assert unanswered(roll, rested) == ["worker-0"]
-    rested["worker-0"].clock = 2
-    assert unanswered(roll, rested) == []
+    roll = RoundMembership(0, 1, [("worker-0", 10, 2)])
+    last_inactive = {"worker-0": Standing("worker-0", 10, clock=1, inactive=True)}
+    assert unanswered(roll, last_inactive) == ["worker-0"]
+    last_inactive["worker-0"].clock = 2
+    assert unanswered(roll, last_inactive) == []
 
 
 def test_who_rests_since_a_round_that_is_lost_with_a_slice_is_not_waited_for() -> None:
-    """It was answered, so it does not make it anew; its clock is set back to what the worker's copy has."""
+    """It was answered, so it does not make it again; its clock is set back to what the worker's copy has."""
     here = rounds_of(3, decides=True)
     for worker in (0, 1):
         commit(here, worker, 1)
@@ -277,9 +277,9 @@ def test_who_stands_where_the_one_that_is_gone_has_put_it() -> None:
     standing = there.standings["worker-2"]
     assert standing.turn() == (0, 3) and standing.late == 1
     assert commit(there, 2, 1).kind == "late"
-    rested = Standing("worker-2", 12, clock=1, stretch=4, stretch_began=1, resting=True)
-    there.begin_anew([rested], {("worker-2", 12): 1})
-    assert rested.turn() == (4, 0) and rested.resting, "it has rested since"
+    last_inactive = Standing("worker-2", 12, clock=1, phase=4, phase_began=1, inactive=True)
+    there.begin_anew([last_inactive], {("worker-2", 12): 1})
+    assert last_inactive.turn() == (4, 0) and last_inactive.inactive, "it has rested since"
 
 
 # -- all of them ---------------------------------------------------------------------------------------------
@@ -290,8 +290,8 @@ class Told(NamedTuple):
 
     what: str
     clock: int
-    stretch: int
-    roll: Roll | None
+    phase: int
+    roll: RoundMembership | None
 
 
 class Job:
@@ -340,7 +340,7 @@ class Job:
         self._say(worker, range(len(self.servers)), what, None)
         self.stretches[worker] += what == "rest"
 
-    def _say(self, worker: int, servers: list[int] | range, what: str, roll: Roll | None) -> None:
+    def _say(self, worker: int, servers: list[int] | range, what: str, roll: RoundMembership | None) -> None:
         for server in servers:
             self.network[worker, server].append(Told(what, self.clocks[worker], self.stretches[worker], roll))
 
@@ -348,13 +348,13 @@ class Job:
         told_, rounds = self.network[worker, server].pop(0), self.servers[server]
         name = (f"worker-{worker}", 10 + worker)
         if told_.what == "rest":
-            self._take(server, rounds.rest(*name, told_.stretch))
+            self._take(server, rounds.rest(*name, told_.phase))
         elif told_.what == "leave":
             self._take(server, rounds.leave(*name))
         else:
             if told_.roll is not None:
                 rounds.learn(told_.roll)
-            self._take(server, commit(rounds, worker, told_.clock, told_.stretch))
+            self._take(server, commit(rounds, worker, told_.clock, told_.phase))
 
     def _take(self, server: int, verdict: Verdict[str]) -> None:
         for members in applied(verdict):

@@ -23,9 +23,9 @@ def rounds_of(policy: Policy | str, num_workers: int) -> Rounds[str]:
     return Rounds(chosen, [(f"worker-{k}", 10 + k) for k in range(num_workers)])
 
 
-def commit(rounds: Rounds[str], worker: int, clock: int, stretch: int = 0) -> Verdict[str]:
+def commit(rounds: Rounds[str], worker: int, clock: int, phase: int = 0) -> Verdict[str]:
     name = f"worker-{worker}"
-    return rounds.commit(name, 10 + worker, clock, stretch, f"{name}@{clock}")
+    return rounds.commit(name, 10 + worker, clock, phase, f"{name}@{clock}")
 
 
 def applied(verdict: Verdict[str]) -> list[Round]:
@@ -126,34 +126,34 @@ def test_a_new_stretch_waits_for_those_still_in_the_old_one() -> None:
     """Worker 1 is an epoch ahead: its first round of it has worker 0 in it, however slow worker 0 is."""
     rounds = rounds_of(SYNC, 2)
     rounds.rest("worker-1", 11, 0)
-    assert applied(commit(rounds, 1, 1, stretch=1)) == []
+    assert applied(commit(rounds, 1, 1, phase=1)) == []
     assert rounds.waiting_reason() == "the round waits for worker-0"
     assert applied(commit(rounds, 0, 1)) == [(("worker-0", 1),)]
-    assert applied(rounds.rest("worker-0", 10, 0)) == [], "it rests, and will be in the next stretch"
-    assert applied(commit(rounds, 0, 2, stretch=1)) == [(("worker-0", 2), ("worker-1", 1))]
+    assert applied(rounds.rest("worker-0", 10, 0)) == [], "it rests, and will be in the next phase"
+    assert applied(commit(rounds, 0, 2, phase=1)) == [(("worker-0", 2), ("worker-1", 1))]
 
 
 def test_a_stretch_that_was_rested_from_is_over() -> None:
     rounds = rounds_of(SYNC, 2)
     commit(rounds, 0, 1)
     rounds.rest("worker-0", 10, 0)
-    with pytest.raises(ProtocolError, match="worker-0 commits in stretch 0, which it has rested from"):
+    with pytest.raises(ProtocolError, match="worker-0 commits in phase 0, which it has rested from"):
         commit(rounds, 0, 2)
-    commit(rounds, 0, 2, stretch=1)
-    with pytest.raises(ProtocolError, match="worker-0 commits in stretch 0"):
-        commit(rounds, 0, 3, stretch=0)
+    commit(rounds, 0, 2, phase=1)
+    with pytest.raises(ProtocolError, match="worker-0 commits in phase 0"):
+        commit(rounds, 0, 3, phase=0)
     assert rounds.rest("worker-0", 10, 0).apply == ()
-    assert rounds.standings["worker-0"].active, "an old rest that comes late is not one from the new stretch"
+    assert rounds.standings["worker-0"].active, "an old rest that comes late is not one from the new phase"
 
 
 def events_of(worker: int, stretches: list[int]) -> Iterator[tuple[str, int, int, int]]:
-    """What one worker does in its life: so many commits per stretch, a rest after each, and it leaves."""
+    """What one worker does in its life: so many commits per phase, a rest after each, and it leaves."""
     clock = 0
-    for stretch, count in enumerate(stretches):
+    for phase, count in enumerate(stretches):
         for _ in range(count):
             clock += 1
-            yield ("commit", worker, clock, stretch)
-        yield ("rest", worker, clock, stretch)
+            yield ("commit", worker, clock, phase)
+        yield ("rest", worker, clock, phase)
     yield ("leave", worker, clock, len(stretches))
 
 
@@ -171,13 +171,13 @@ def run_sync(script: list[list[int]], seed: int) -> list[Round]:
         if event is None:
             del lives[worker]
             continue
-        kind, _, clock, stretch = event
+        kind, _, clock, phase = event
         if kind == "commit":
             waits[worker] = clock
-            verdict = commit(rounds, worker, clock, stretch)
-            assert chance.random() < 0.7 or commit(rounds, worker, clock, stretch).kind != "new"
+            verdict = commit(rounds, worker, clock, phase)
+            assert chance.random() < 0.7 or commit(rounds, worker, clock, phase).kind != "new"
         elif kind == "rest":
-            verdict = rounds.rest(f"worker-{worker}", 10 + worker, stretch)
+            verdict = rounds.rest(f"worker-{worker}", 10 + worker, phase)
         else:
             verdict = rounds.leave(f"worker-{worker}", 10 + worker)
         for each in applied(verdict):
@@ -189,12 +189,12 @@ def run_sync(script: list[list[int]], seed: int) -> list[Round]:
 
 
 def expected_rounds(script: list[list[int]]) -> list[Round]:
-    """By the definition alone: the k-th commits of a stretch of all who make that many, stretch by stretch."""
+    """By the definition alone: the k-th commits of a phase of all who make that many, phase by phase."""
     found = []
-    for stretch in range(max(map(len, script))):
-        before = [sum(each[:stretch]) for each in script]
-        for k in range(1, max(each[stretch] for each in script if stretch < len(each)) + 1):
-            there = [w for w, each in enumerate(script) if stretch < len(each) and each[stretch] >= k]
+    for phase in range(max(map(len, script))):
+        before = [sum(each[:phase]) for each in script]
+        for k in range(1, max(each[phase] for each in script if phase < len(each)) + 1):
+            there = [w for w, each in enumerate(script) if phase < len(each) and each[phase] >= k]
             found += [tuple((f"worker-{w}", before[w] + k) for w in there)]
     return found
 
@@ -252,7 +252,7 @@ def test_a_worker_that_comes_back_from_a_rest_is_not_behind() -> None:
     rounds.rest("worker-1", 11, 0)
     for clock in range(1, 21):
         commit(rounds, 0, clock)
-    commit(rounds, 1, 1, stretch=1)
+    commit(rounds, 1, 1, phase=1)
     assert rounds.may_answer("worker-0", 20)[0]
     assert rounds.may_answer("worker-1", 1)[0]
     for clock in (21, 22):
@@ -277,18 +277,18 @@ def run_bounded(script: list[list[int]], bound: int, window: int, seed: int) -> 
                 free.append(worker)
         assert free, f"stuck: {[rounds.may_answer(f'worker-{w}', c) for w, c, _ in parked]} (seed {seed})"
         worker = chance.choice(free)
-        kind, _, clock, stretch = lives[worker].pop(0)
+        kind, _, clock, phase = lives[worker].pop(0)
         if kind == "commit":
             if worker not in active:
                 ahead[worker] = max(ahead[worker], min((ahead[w] for w in active), default=0))
                 active.add(worker)
-            log += applied(commit(rounds, worker, clock, stretch))
+            log += applied(commit(rounds, worker, clock, phase))
             ahead[worker] += 1
             parked.append((worker, clock, ahead[worker]))
         else:
             active.discard(worker)
             if kind == "rest":
-                rounds.rest(f"worker-{worker}", 10 + worker, stretch)
+                rounds.rest(f"worker-{worker}", 10 + worker, phase)
             else:
                 rounds.leave(f"worker-{worker}", 10 + worker)
         for entry in list(parked):
@@ -341,7 +341,7 @@ def test_nobody_waits_for_a_worker_at_a_barrier(policy: str) -> None:
     """It comes there early and the others still have batches: waiting for its commits, they would never come."""
     rounds = rounds_of(policy, 2)
     commit(rounds, 0, 1)
-    rounds.rest("worker-1", 11, 0, away=True)
+    rounds.rest("worker-1", 11, 0, at_barrier=True)
     assert rounds.may_answer("worker-0", 1)[0] and rounds.missing() == []
     assert applied(commit(rounds, 0, 2)) == [(("worker-0", 2),)]
     assert not rounds.standings["worker-1"].active
@@ -350,12 +350,12 @@ def test_nobody_waits_for_a_worker_at_a_barrier(policy: str) -> None:
 def test_behind_a_barrier_all_stand_level_in_a_new_era() -> None:
     """One has rested twice as often and is ten commits behind: behind the barrier neither counts any more."""
     rounds = rounds_of("bounded:1", 2)
-    for stretch in range(2):
-        rounds.rest("worker-1", 11, stretch)
+    for phase in range(2):
+        rounds.rest("worker-1", 11, phase)
     for clock in range(1, 11):
         commit(rounds, 0, clock)
     for worker in (0, 1):
-        rounds.rest(f"worker-{worker}", 10 + worker, 0, away=True)
+        rounds.rest(f"worker-{worker}", 10 + worker, 0, at_barrier=True)
     behind = after_barrier(1)
     commit(rounds, 0, 11, behind)
     assert rounds.may_answer("worker-0", 11)[0]
@@ -368,10 +368,10 @@ def test_behind_a_barrier_all_stand_level_in_a_new_era() -> None:
 def test_behind_a_barrier_a_round_has_everyone_in_it_again() -> None:
     rounds = rounds_of("sync", 3)
     for worker in (0, 1, 2):
-        rounds.rest(f"worker-{worker}", 10 + worker, 0, away=True)
+        rounds.rest(f"worker-{worker}", 10 + worker, 0, at_barrier=True)
     behind = after_barrier(0)
     assert applied(commit(rounds, 1, 1, behind)) == []
     assert rounds.waiting_reason() == "the round waits for worker-0, worker-2"
-    with pytest.raises(ProtocolError, match="worker-2 commits in stretch 0, which it has rested from"):
+    with pytest.raises(ProtocolError, match="worker-2 commits in phase 0, which it has rested from"):
         commit(rounds, 2, 1, 0)
     assert after_barrier(behind + 5) > after_barrier(5) == behind > 5

@@ -1,4 +1,4 @@
-"""Rounds when generations change: fences, settled steps, those who enter, commits that are made anew."""
+"""Rounds when generations change: fences, settled steps, those who enter, commits that are made again."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_orphan_is_one_also_when_a_later_life_has_taken_its_place() -> None:
     commit(rounds, 1, 1)
     rounds.fence("worker-1", 11)
     rounds.leave_fenced("worker-1", 11)
-    rounds.enter(Standing("worker-1", 20, stretch_began=-1))
+    rounds.enter(Standing("worker-1", 20, phase_began=-1))
     assert rounds.num_orphans() == 1 and rounds.reach("worker-1", 11) == 1 and rounds.reach("worker-1", 20) == 0
     commit(rounds, 0, 1)
     assert items(commit(rounds, 2, 1)) == [("0@1", "1@1", "2@1")]
@@ -94,7 +94,7 @@ def test_who_enters_takes_part_from_its_round_on_and_none_waits_for_it_before() 
     rounds = rounds_of("sync", 1)
     for clock in (1, 2):
         commit(rounds, 0, clock)
-    rounds.enter(Standing("worker-1", 11, stretch_began=-2))
+    rounds.enter(Standing("worker-1", 11, phase_began=-2))
     assert items(commit(rounds, 1, 1)) == []
     assert items(commit(rounds, 0, 3)) == [("0@3", "1@1")]
 
@@ -102,13 +102,13 @@ def test_who_enters_takes_part_from_its_round_on_and_none_waits_for_it_before() 
 def test_who_enters_again_before_its_first_commit_gets_a_later_round() -> None:
     """The answer was lost with the coordinator. Who has begun keeps its place."""
     rounds = rounds_of("sync", 1)
-    rounds.enter(Standing("worker-1", 11, stretch_began=-2))
-    rounds.enter(Standing("worker-1", 11, stretch_began=-5))
+    rounds.enter(Standing("worker-1", 11, phase_began=-2))
+    rounds.enter(Standing("worker-1", 11, phase_began=-5))
     assert rounds.standings["worker-1"].turn() == (0, 5)
     commit(rounds, 1, 1)
-    rounds.enter(Standing("worker-1", 11, stretch_began=-9))
+    rounds.enter(Standing("worker-1", 11, phase_began=-9))
     assert rounds.standings["worker-1"].turn() == (0, 6)
-    rounds.enter(Standing("worker-1", 12, stretch_began=-9))
+    rounds.enter(Standing("worker-1", 12, phase_began=-9))
     assert rounds.standings["worker-1"].incarnation == 12
 
 
@@ -118,9 +118,9 @@ def test_who_was_away_and_enters_again_is_in_the_others_rounds() -> None:
     for clock in (1, 2):
         commit(rounds, 0, clock)
         commit(rounds, 1, clock)
-    rounds.rest("worker-1", 11, 0, away=True)
+    rounds.rest("worker-1", 11, 0, at_barrier=True)
     assert items(commit(rounds, 0, 3)) == [("0@3",)]
-    rounds.enter(Standing("worker-1", 11, clock=2, stretch_began=-1))
+    rounds.enter(Standing("worker-1", 11, clock=2, phase_began=-1))
     assert items(commit(rounds, 0, 4)) == []
     assert items(commit(rounds, 1, 3)) == [("0@4", "1@3")]
 
@@ -143,12 +143,12 @@ def test_where_slices_came_or_went_open_commits_are_made_anew_from_what_every_sl
 
 
 def test_the_word_of_the_server_that_heard_more_counts() -> None:
-    here = [Standing("worker-0", 2, clock=5), Standing("worker-1", 3, clock=5, resting=True)]
-    there = [Standing("worker-0", 2, clock=6), Standing("worker-1", 3, clock=5, away=True, position=9)]
+    here = [Standing("worker-0", 2, clock=5), Standing("worker-1", 3, clock=5, inactive=True)]
+    there = [Standing("worker-0", 2, clock=6), Standing("worker-1", 3, clock=5, at_barrier=True, position=9)]
     found = merged([here, there])
     assert found["worker-0"].clock == 6
-    assert (found["worker-1"].resting, found["worker-1"].away, found["worker-1"].position) == (True, True, 9)
-    assert not here[1].away, "what was reported is not changed"
+    assert (found["worker-1"].inactive, found["worker-1"].at_barrier, found["worker-1"].position) == (True, True, 9)
+    assert not here[1].at_barrier, "what was reported is not changed"
     assert merged([there, here]) == found
     later = merged([here, [Standing("worker-0", 7)]])
     assert later["worker-0"].incarnation == 7
@@ -156,7 +156,7 @@ def test_the_word_of_the_server_that_heard_more_counts() -> None:
 
 def test_the_next_round_is_the_highest_that_any_server_has_opened() -> None:
     assert next_turn([]) == (0, 0)
-    low, high = Standing("worker-0", 1, clock=9), Standing("worker-1", 2, clock=4, stretch=ERA, stretch_began=3)
+    low, high = Standing("worker-0", 1, clock=9), Standing("worker-1", 2, clock=4, phase=ERA, phase_began=3)
     assert next_turn([low, high]) == (ERA, 1)
 
 
@@ -165,10 +165,10 @@ def test_who_enters_behind_a_barrier_keeps_its_round_when_the_first_commit_of_th
     heard, not_yet = rounds_of("sync", 1), rounds_of("sync", 1)
     for rounds in (heard, not_yet):
         commit(rounds, 0, 1)
-        rounds.rest("worker-0", 10, 0, away=True)
+        rounds.rest("worker-0", 10, 0, at_barrier=True)
     heard.commit("worker-0", 10, 2, ERA, "0@2")
     for rounds in (heard, not_yet):
-        rounds.enter(Standing("worker-1", 11, stretch=ERA, stretch_began=-1))
+        rounds.enter(Standing("worker-1", 11, phase=ERA, phase_began=-1))
     assert items(not_yet.commit("worker-0", 10, 2, ERA, "0@2")) == [("0@2",)], "it enters with the round after this"
     for rounds in (heard, not_yet):
         rounds.commit("worker-1", 11, 1, ERA, "1@1")
@@ -177,7 +177,7 @@ def test_who_enters_behind_a_barrier_keeps_its_round_when_the_first_commit_of_th
 
 def test_the_first_to_enter_finds_nobody() -> None:
     rounds = rounds_of("sync", 0)
-    rounds.enter(Standing("worker-0", 10, stretch=ERA))
+    rounds.enter(Standing("worker-0", 10, phase=ERA))
     assert items(rounds.commit("worker-0", 10, 1, ERA, "0@1")) == [("0@1",)]
 
 
@@ -185,9 +185,9 @@ def test_a_late_word_from_before_the_barrier_takes_nobody_out_of_the_new_era() -
     """Said again after a new roster, or replayed: one server would apply the round without a worker (seed 4466)."""
     rounds = rounds_of("sync", 2)
     for worker in (0, 1):
-        rounds.rest(f"worker-{worker}", 10 + worker, 0, away=True)
+        rounds.rest(f"worker-{worker}", 10 + worker, 0, at_barrier=True)
     rounds.commit("worker-0", 10, 1, ERA, "0@1")
-    assert items(rounds.rest("worker-1", 11, 0, away=True)) == []
+    assert items(rounds.rest("worker-1", 11, 0, at_barrier=True)) == []
     assert items(rounds.commit("worker-1", 11, 1, ERA, "1@1")) == [("0@1", "1@1")]
 
 
@@ -196,7 +196,7 @@ def test_a_round_that_is_whole_because_somebody_entered_is_released_then() -> No
     rounds = rounds_of("sync", 2)
     commit(rounds, 0, 1)
     assert items(rounds.release()) == []
-    rounds.enter(Standing("worker-1", 12, stretch_began=-1))
+    rounds.enter(Standing("worker-1", 12, phase_began=-1))
     assert items(rounds.release()) == [("0@1",)]
     assert items(rounds.release()) == []
 
@@ -204,7 +204,7 @@ def test_a_round_that_is_whole_because_somebody_entered_is_released_then() -> No
 def test_who_enters_behind_a_barrier_ends_the_rounds_of_the_era_before_it() -> None:
     rounds = rounds_of("sync", 2)
     commit(rounds, 0, 1)
-    rounds.enter(Standing("worker-2", 12, stretch=ERA))
+    rounds.enter(Standing("worker-2", 12, phase=ERA))
     assert items(rounds.release()) == [("0@1",)]
 
 
@@ -212,12 +212,12 @@ def test_who_enters_behind_a_barrier_in_a_change_of_primaries_takes_all_into_the
     """Else those who were away at the barrier still are, until their first commits: one server would apply a round
     before such a commit comes, without it, another with it (ring, seed 3001301)."""
     rounds = rounds_of("sync", 2)
-    away = [Standing(f"worker-{k}", 10 + k, clock=5, away=True, position=5) for k in (0, 1)]
-    rounds.begin_anew([*away, Standing("worker-2", 12, stretch=ERA)], {("worker-0", 10): 5, ("worker-1", 11): 5})
+    at_barrier = [Standing(f"worker-{k}", 10 + k, clock=5, at_barrier=True, position=5) for k in (0, 1)]
+    rounds.begin_anew([*at_barrier, Standing("worker-2", 12, phase=ERA)], {("worker-0", 10): 5, ("worker-1", 11): 5})
     assert [s.turn() for s in rounds.standings.values()] == [(ERA, 0)] * 3
     assert items(rounds.commit("worker-1", 11, 6, ERA, "1@6")) == []
     assert items(rounds.commit("worker-2", 12, 1, ERA, "2@1")) == [], "worker-0 is in this round"
     assert items(rounds.commit("worker-0", 10, 6, ERA, "0@6")) == [("0@6", "1@6", "2@1")]
-    again = [Standing("worker-0", 10, clock=6, stretch=ERA, stretch_began=5), Standing("worker-1", 11, clock=5)]
+    again = [Standing("worker-0", 10, clock=6, phase=ERA, phase_began=5), Standing("worker-1", 11, clock=5)]
     rounds.begin_anew(again, {("worker-0", 10): 6, ("worker-1", 11): 5})
     assert rounds.standings["worker-0"].turn() == (ERA, 1), "who is in the era already stays where it is"

@@ -24,8 +24,8 @@ class Worker:
 
     todo: list[str]
     clock: int = 0
-    stretch: int = 0
-    rested: bool = False
+    phase: int = 0
+    last_inactive: bool = False
     turn: int = 0
     unanswered: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     asked: dict[int, int] = dataclasses.field(default_factory=dict)  # by server: where the slowest stands
@@ -78,7 +78,7 @@ class Job:
         """A worker's next deed, as the client does it: who comes back from a rest asks first where to stand."""
         worker = self.workers[name]
         word = worker.todo[0]
-        if word == "commit" and worker.rested:
+        if word == "commit" and worker.last_inactive:
             worker.asked = dict.fromkeys(SERVERS, -1)
             self.send(name, "ask", 0, None)
             return
@@ -86,8 +86,8 @@ class Job:
         if word == "commit":
             self.commit(name, None)
         elif word == "rest":
-            worker.stretch += worker.rested
-            worker.rested = True
+            worker.phase += worker.last_inactive
+            worker.last_inactive = True
             self.send(name, "rest", 0, None)
         elif word == "barrier":
             worker.at_barrier = True
@@ -98,17 +98,17 @@ class Job:
 
     def commit(self, name: str, back_at: int | None) -> None:
         worker = self.workers[name]
-        worker.stretch, worker.rested = worker.stretch + worker.rested, False
+        worker.phase, worker.last_inactive = worker.phase + worker.last_inactive, False
         worker.clock += 1
         worker.unanswered[worker.clock] = set(SERVERS)
         self.send(name, "commit", worker.clock, back_at)
 
     def send(self, name: str, word: str, clock: int, back_at: int | None) -> None:
         for server in SERVERS:
-            self.network[name, server].append((word, clock, self.workers[name].stretch, back_at))
+            self.network[name, server].append((word, clock, self.workers[name].phase, back_at))
 
     def hear(self, name: str, server: int) -> None:
-        word, clock, stretch, back_at = self.network[name, server].pop(0)
+        word, clock, phase, back_at = self.network[name, server].pop(0)
         worker, rounds = self.workers[name], self.servers[server]
         if word == "ask":
             worker.asked[server] = rounds.slowest()
@@ -118,18 +118,18 @@ class Job:
                 self.commit(name, most)
             return
         if word == "commit":
-            verdict = rounds.commit(name, 1, clock, stretch, None, back_at)
+            verdict = rounds.commit(name, 1, clock, phase, None, back_at)
         elif word == "leave":
             verdict = rounds.leave(name, 1)
         else:
-            verdict = rounds.rest(name, 1, stretch, away=word == "away")
+            verdict = rounds.rest(name, 1, phase, at_barrier=word == "away")
         for each in verdict.apply:
             self.applied[server].append(tuple((c.worker, c.clock) for c in each))
             self.parked[server] += [(c.worker, c.clock) for c in each]
         self.answer(server)
         if word == "away" and not any(self.network[name, other] for other in SERVERS):
             worker.turn += 1
-            self.barriers.arrive("end", worker.turn, name, worker.stretch + worker.rested)
+            self.barriers.arrive("end", worker.turn, name, worker.phase + worker.last_inactive)
             self.release_barriers()
 
     def answer(self, server: int) -> None:
@@ -145,10 +145,10 @@ class Job:
         there = [name for name, worker in self.workers.items() if worker.todo]
         whole = self.barriers.ready(there)
         self.barriers.forget(whole)
-        for stretch in self.barriers.pass_all(whole):
+        for phase in self.barriers.pass_all(whole):
             for name in there:
                 worker = self.workers[name]
-                worker.stretch, worker.rested, worker.at_barrier = stretch, False, False
+                worker.phase, worker.last_inactive, worker.at_barrier = phase, False, False
 
 
 parts = st.lists(st.integers(0, 5), max_size=3)

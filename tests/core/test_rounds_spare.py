@@ -19,12 +19,12 @@ def rounds_of(spare: int, num_workers: int) -> Rounds[str]:
     return Rounds(Policy("sync", spare=spare), [(f"worker-{k}", 10 + k) for k in range(num_workers)])
 
 
-def commit(rounds: Rounds[str], worker: int, clock: int, stretch: int = 0) -> Verdict[str]:
-    return rounds.commit(f"worker-{worker}", 10 + worker, clock, stretch, "")
+def commit(rounds: Rounds[str], worker: int, clock: int, phase: int = 0) -> Verdict[str]:
+    return rounds.commit(f"worker-{worker}", 10 + worker, clock, phase, "")
 
 
-def rest(rounds: Rounds[str], worker: int, stretch: int = 0) -> list[Round]:
-    return applied(rounds.rest(f"worker-{worker}", 10 + worker, stretch))
+def rest(rounds: Rounds[str], worker: int, phase: int = 0) -> list[Round]:
+    return applied(rounds.rest(f"worker-{worker}", 10 + worker, phase))
 
 
 def applied(verdict: Verdict[str]) -> list[Round]:
@@ -84,13 +84,13 @@ def test_who_is_left_behind_in_an_old_stretch_goes_on_with_the_others() -> None:
     rounds = rounds_of(1, 3)
     for worker in (0, 1):
         rest(rounds, worker)
-        commit(rounds, worker, 1, stretch=1)
-    assert commit(rounds, 2, 1, stretch=0).kind == "late"
-    assert applied(commit(rounds, 2, 2, stretch=0)) == []
-    assert applied(commit(rounds, 0, 2, stretch=1)) == [(("worker-0", 2), ("worker-2", 2))]
-    assert rest(rounds, 2, stretch=0) == [] and not rounds.standings["worker-2"].active
-    assert commit(rounds, 1, 2, stretch=1).kind == "late"
-    assert commit(rounds, 2, 3, stretch=1).kind == "new", "it comes back from its rest"
+        commit(rounds, worker, 1, phase=1)
+    assert commit(rounds, 2, 1, phase=0).kind == "late"
+    assert applied(commit(rounds, 2, 2, phase=0)) == []
+    assert applied(commit(rounds, 0, 2, phase=1)) == [(("worker-0", 2), ("worker-2", 2))]
+    assert rest(rounds, 2, phase=0) == [] and not rounds.standings["worker-2"].active
+    assert commit(rounds, 1, 2, phase=1).kind == "late"
+    assert commit(rounds, 2, 3, phase=1).kind == "new", "it comes back from its rest"
 
 
 def test_behind_a_barrier_all_are_level_again() -> None:
@@ -98,9 +98,9 @@ def test_behind_a_barrier_all_are_level_again() -> None:
     for clock in (1, 2):
         for worker in (0, 1):
             commit(rounds, worker, clock)
-    era = after_barrier(0)
-    assert applied(commit(rounds, 2, 1, stretch=era)) == []
-    assert applied(commit(rounds, 1, 3, stretch=era)) == [(("worker-1", 3), ("worker-2", 1))]
+    barrier_epoch = after_barrier(0)
+    assert applied(commit(rounds, 2, 1, phase=barrier_epoch)) == []
+    assert applied(commit(rounds, 1, 3, phase=barrier_epoch)) == [(("worker-1", 3), ("worker-2", 1))]
 
 
 def test_who_enters_does_so_after_the_last_closed_round() -> None:
@@ -108,7 +108,7 @@ def test_who_enters_does_so_after_the_last_closed_round() -> None:
     for clock in (1, 2):
         for worker in (0, 1):
             commit(rounds, worker, clock)
-    rounds.enter(Standing("worker-3", 13, stretch=0, stretch_began=-2))
+    rounds.enter(Standing("worker-3", 13, phase=0, phase_began=-2))
     assert applied(commit(rounds, 3, 1)) == []
     commit(rounds, 0, 3)
     assert applied(commit(rounds, 1, 3)) == [(("worker-0", 3), ("worker-1", 3), ("worker-3", 1))]
@@ -116,11 +116,11 @@ def test_who_enters_does_so_after_the_last_closed_round() -> None:
 
 def lives(worker: int, stretches: list[int]) -> Iterator[tuple[str, int, int]]:
     clock = 0
-    for stretch, count in enumerate(stretches):
+    for phase, count in enumerate(stretches):
         for _ in range(count):
             clock += 1
-            yield ("commit", clock, stretch)
-        yield ("rest", clock, stretch)
+            yield ("commit", clock, phase)
+        yield ("rest", clock, phase)
     yield ("leave", clock, len(stretches))
 
 
@@ -147,13 +147,13 @@ def test_random_lives(script: list[list[int]], spare: int, seed: int) -> None:
         if event is None:
             del going[worker]
             continue
-        kind, clock, stretch = event
+        kind, clock, phase = event
         if kind == "commit":
             made += 1
             waiting[name] = clock
-            verdict = commit(rounds, worker, clock, stretch)
+            verdict = commit(rounds, worker, clock, phase)
         elif kind == "rest":
-            verdict = rounds.rest(name, 10 + worker, stretch)
+            verdict = rounds.rest(name, 10 + worker, phase)
         else:
             verdict = rounds.leave(name, 10 + worker)
         if verdict.kind == "late":
@@ -167,7 +167,7 @@ def test_random_lives(script: list[list[int]], spare: int, seed: int) -> None:
             for member, at in members:
                 assert waiting.pop(member) == at
         if kind == "commit" and chance.random() < 0.2:
-            assert commit(rounds, worker, clock, stretch).kind in ("open", "already applied", "late")
+            assert commit(rounds, worker, clock, phase).kind in ("open", "already applied", "late")
     assert sorted(counted + late) == sorted({*counted, *late}) and len(counted) + len(late) == made
     assert not late or spare
     assert not list(rounds.open_commits())

@@ -112,7 +112,7 @@ def test_a_slice_moves_with_its_version_clocks_and_fences() -> None:
 
 
 def test_the_clock_of_a_worker_at_a_server_is_the_least_of_its_slices() -> None:
-    """A promoted slice may lack the last round, or know nothing of a worker: from there on commits are made anew."""
+    """A promoted slice may lack the last round, or know nothing of a worker: from there on commits are made again."""
     states = [SliceState(clocks={ONE: 5, TWO: 2}), SliceState(clocks={ONE: 4}), SliceState(clocks={ONE: 5, TWO: 3})]
     assert least_clocks(states) == {ONE: 4, TWO: 0}
     assert least_clocks([]) == {}
@@ -123,7 +123,7 @@ def test_the_clock_of_a_worker_at_a_server_is_the_least_of_its_slices() -> None:
 
 
 def test_the_freshest_copy_comes_back_with_what_each_worker_was_told() -> None:
-    """What was acknowledged to worker-0 is never made anew: where it is missing it is revoked, not awaited."""
+    """What was acknowledged to worker-0 is never made again: where it is missing it is revoked, not awaited."""
     copies = {
         ("worker-0", 3): [Copy(7, 4, {"worker-0#3": 6, "worker-1#4": 2}, 9)],
         ("worker-1", 4): [Copy(7, 8, {"worker-0#3": 5, "worker-1#4": 4}, 8), Copy(8, 1, {}, 1)],

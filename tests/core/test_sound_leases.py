@@ -9,7 +9,7 @@ import pytest
 
 from syncline.core.checkpoint.soundness import check_leases, overlap
 from syncline.core.leasing.leases import SHARD_POSITIONS, LeaseState, Leasing
-from syncline.core.leasing.ledger import Doubt, Epoch, Lease
+from syncline.core.leasing.ledger import Epoch, Lease, SuspectBatch
 from syncline.core.leasing.loader import Loader
 from syncline.core.leasing.ranges import Span, comb
 from syncline.errors import StoreError
@@ -54,7 +54,7 @@ WRONG = {
     "batches of 0": Epoch(100, 0, [Span(0, 100)]),
     "101 samples": Epoch(101, 5, [Span(0, 100)]),
     "to 101 of 100": Epoch(100, 5, [Span(0, 101)]),
-    "doubts.* to 200": Epoch(100, 5, [Span(0, 10)], doubts=[Doubt(Span(100, 200), [])]),
+    "doubts.* to 200": Epoch(100, 5, [Span(0, 10)], suspect_batches=[SuspectBatch(Span(100, 200), [])]),
     "there twice": Epoch(100, 5, [Span(0, 50), Span(49, 60)]),
     "twice": Epoch(100, 5, [comb(0, 5, 10, 4), comb(3, 5, 10, 4)]),
     "from 10 on are": Epoch(100, 5, [Span(10, 20)], {3: lease(3, Span(0, 20), 11)}),

@@ -1,4 +1,4 @@
-"""Which slices of a ring go to all servers: what takes fewer bytes, by the seats alone."""
+"""Which slices of a ring go to all servers: what takes fewer bytes, by the replica sets alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from syncline.config import JobConfig
 from syncline.core.codecs.named import codecs_of
 from syncline.core.layout import Parameter
 from syncline.core.registry import Registry
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.ring import Spread
 from syncline.core.rule import RuleSpec
-from syncline.core.seats import Seat
 
 
 def spread(number: int, hosts: str, **settings: str) -> set[int]:
@@ -22,8 +22,8 @@ def spread(number: int, hosts: str, **settings: str) -> set[int]:
         registry.register("worker-0", True, ordinal, [Parameter(name, "float32", (size,), 0)], rules, "mean")
     names = [f"server-{k}" for k in range(number)]
     parts = [(segment, part) for segment in registry.layout.segments for part in segment.slices]
-    seats = {part.id: Seat(part.id, names[0], tuple(names[1:])) for _, part in parts}
-    return set(Spread(config, codecs_of(config)).of(parts, seats, dict(zip(names, hosts, strict=True))))
+    replica_sets = {part.id: ReplicaSet(part.id, names[0], tuple(names[1:])) for _, part in parts}
+    return set(Spread(config, codecs_of(config)).of(parts, replica_sets, dict(zip(names, hosts, strict=True))))
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_what_is_remembered_goes_on() -> None:
     assert second.read(loss=2.0) == [] and second.read(loss=2.0) and second.state.factor == 0.5
     third = from_checkpoint(msgspec.to_builtins(second.state), 20.0)
     assert third.factor == 0.5 and third.num_tries == 1 and third.number > second.state.number
-    assert from_checkpoint({"plateaus": 3}, 1.0).plateaus == {}, "what cannot be read is begun anew"
+    assert from_checkpoint({"plateaus": 3}, 1.0).plateaus == {}, "what cannot be read is begun again"
 
 
 def test_what_has_fired_counts_as_long_as_its_rule_is_there() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from syncline.core.slice_state import Identity
 from syncline.core.validation import Validating, ValidationState, of_candidates
-from syncline.core.wire.validation import AskStint, GivenStint
+from syncline.core.wire.validation import AskValidationShard, GivenValidationShard
 from syncline.errors import ConfigError
 
 
@@ -23,10 +23,10 @@ def begun(num_workers: int = 3, candidates: tuple[str, ...] = ("weights",)) -> t
     return core, owners
 
 
-def ask(core: Validating, owner: Identity, done: GivenStint | None = None) -> GivenStint:
+def ask(core: Validating, owner: Identity, done: GivenValidationShard | None = None) -> GivenValidationShard:
     sums = {"x": float(sum(range(done.begin, done.end)))} if done is not None else {}
-    number = done.stint if done is not None else 0
-    return core.ask(owner, AskStint(1, "", "weights", 100, 7, number, sums))
+    number = done.validation_shard if done is not None else 0
+    return core.ask(owner, AskValidationShard(1, "", "weights", 100, 7, number, sums))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -34,7 +34,7 @@ def test_every_sample_counts_once_whoever_dies_or_asks_twice(seed: int) -> None:
     """The state goes through the journal at every turn, as when the coordinator dies and comes back."""
     chance = random.Random(seed)
     core, owners = begun()
-    given: dict[Identity, GivenStint] = {}
+    given: dict[Identity, GivenValidationShard] = {}
     for _ in range(1000):
         core = Validating(msgspec.msgpack.decode(msgspec.msgpack.encode(core.state), type=ValidationState))
         now = core.state.now
@@ -46,7 +46,7 @@ def test_every_sample_counts_once_whoever_dies_or_asks_twice(seed: int) -> None:
             now.out(owner)
             given.pop(owner, None)
         elif not now.is_in(owner):
-            assert ask(core, owner) == GivenStint(0)
+            assert ask(core, owner) == GivenValidationShard(0)
         else:
             answer = ask(core, owner, given.get(owner))
             if chance.random() < 0.8:  # else the answer got lost, and the same is said again
@@ -61,7 +61,7 @@ def test_every_sample_counts_once_whoever_dies_or_asks_twice(seed: int) -> None:
 def test_a_stint_is_large_first_and_made_of_whole_batches() -> None:
     core, owners = begun(2)
     sizes, done = [], None
-    while (done := ask(core, owners[0], done)).stint:
+    while (done := ask(core, owners[0], done)).validation_shard:
         sizes.append(done.end - done.begin)
     assert sizes == sorted(sizes, reverse=True)
     assert all(size % 7 == 0 for size in sizes[:-1])
@@ -95,11 +95,11 @@ def test_data_and_metrics_must_be_the_same_everywhere() -> None:
     core, owners = begun(2)
     first = ask(core, owners[0])
     with pytest.raises(ConfigError, match="50 samples in batches of 7 here, 100 in"):
-        core.ask(owners[1], AskStint(1, "", "weights", 50, 7))
+        core.ask(owners[1], AskValidationShard(1, "", "weights", 50, 7))
     second = ask(core, owners[1])
     ask(core, owners[0], first)
     with pytest.raises(ConfigError, match="some batches have x, y"):
-        core.ask(owners[1], AskStint(1, "", "weights", 100, 7, second.stint, {"y": 1.0}))
+        core.ask(owners[1], AskValidationShard(1, "", "weights", 100, 7, second.validation_shard, {"y": 1.0}))
 
 
 def test_candidates_of_a_metric() -> None:

@@ -1,4 +1,4 @@
-"""Votes of a ring: what counts, and what is left of it when seats change."""
+"""Votes of a ring: what counts, and what is left of it when replica sets change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_round_has_one_ballot_whoever_sees_it() -> None:
 
 
 def test_of_an_older_generation_no_vote_counts_and_of_a_later_one_it_is_kept() -> None:
-    """The same round may be made anew, with others in it: what was voted on before is another."""
+    """The same round may be made again, with others in it: what was voted on before is another."""
     votes, anew = begun(), Ballot(5, "worker-0", 1, 7)
     votes.vote(FIRST, "server-0")
     votes.vote(anew, "server-1")  # it has heard of the change before us

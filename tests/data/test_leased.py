@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.leased import Desk, FakeJob, alone, order
+from tests.leased import FakeJob, LeaseQueue, alone, order
 
 from syncline.core.leasing.leases import SHARD_POSITIONS
 from syncline.data import ArraySource, IterableSource, batches, samples_at
@@ -54,13 +54,13 @@ def shards() -> IterableSource:
 
 @pytest.mark.parametrize("in_rounds", [True, False])
 def test_every_sample_goes_to_one_worker(in_rounds: bool) -> None:
-    desk, source = Desk(3, in_rounds=in_rounds), numbers(101)
+    desk, source = LeaseQueue(3, in_rounds=in_rounds), numbers(101)
     world = desk.run(lambda job: train(job, source, shuffle=True))
     assert sorted(itertools.chain(*itertools.chain(*world))) == list(range(101)) and desk.left == 0
 
 
 def test_shards_too() -> None:
-    desk, source = Desk(2, in_rounds=False), shards()
+    desk, source = LeaseQueue(2, in_rounds=False), shards()
     world = desk.run(lambda job: train(job, source, shuffle=True))
     assert sorted(itertools.chain(*itertools.chain(*world))) == [100 * s + k for s in range(4) for k in range(6)]
     assert desk.left == 0
@@ -83,7 +83,7 @@ def test_a_source_has_passes_of_its_own_under_each_name() -> None:
 
 
 def test_a_job_keeps_no_source_alive() -> None:
-    """One that is opened anew for every epoch would otherwise stay for the life of the job, with all it has read."""
+    """One that is opened again for every epoch would otherwise stay for the life of the job, with all it has read."""
     job, refs = alone(), []
     for _ in range(3):
         source = numbers(8)
@@ -93,7 +93,7 @@ def test_a_job_keeps_no_source_alive() -> None:
     gc.collect()
     assert [ref() for ref in refs] == [None] * 3
     (notice,) = set(job.noticed)
-    assert "opened anew begin with the same order again: open it once" in notice
+    assert "opened again begin with the same order again: open it once" in notice
 
 
 def test_two_sources_of_one_kind_are_no_source_that_was_opened_anew() -> None:
@@ -141,7 +141,7 @@ def test_positions_of_the_log_are_samples_again(shuffle: bool) -> None:
 
 
 def test_the_last_batch_may_be_left_out() -> None:
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     source = numbers(21)
     world = desk.run(lambda job: train(job, source, drop_last=True))
     assert sorted(map(len, itertools.chain(*world))) == [4] * 4 and desk.left == 0
@@ -157,7 +157,7 @@ def test_the_last_batches_of_shards_cannot_be_left_out(in_job: bool) -> None:
 
 
 def test_sources_of_different_length_are_refused_with_both_named() -> None:
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     of_thread.job = desk[0]
     batches(numbers(20), 4)
     of_thread.job = desk[1]
@@ -168,7 +168,7 @@ def test_sources_of_different_length_are_refused_with_both_named() -> None:
 
 
 def test_a_loop_that_is_left_gives_back() -> None:
-    desk, source = Desk(2, in_rounds=False), numbers(40)
+    desk, source = LeaseQueue(2, in_rounds=False), numbers(40)
     of_thread.job = desk[0]
     for _ in batches(source, 4):
         desk[0].step()

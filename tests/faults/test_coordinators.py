@@ -155,8 +155,8 @@ def cut_mid_frame(proxy: Proxy) -> None:
 
 
 def corrupt(proxy: Proxy) -> None:
-    """Headers and bodies of what comes next, in both directions; the connection ends and is made anew, where a length
-    was changed after some seconds: a part of what never comes is waited for."""
+    """Headers and bodies of what comes next, in both directions; the connection ends and is made again, where a
+    length was changed after some seconds: a part of what never comes is waited for."""
     for offset in (0, 9, 40):
         proxy.corrupt(offset, "up")
         time.sleep(0.7)

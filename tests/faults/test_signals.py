@@ -93,7 +93,8 @@ def test_a_server_and_a_worker_in_the_same_step_are_said_and_the_job_goes_on(
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
 def test_the_coordinator_dies_while_a_backup_is_seeded(hurt: Callable[..., Any], policy: str) -> None:
-    """The copy is under way and nobody is left to seat it: the next coordinator has it made again, or takes it."""
+    """The copy is under way and nobody is left to replica set it: the next coordinator has it made again, or takes
+    it."""
     job = hurt(*REPLICAS, "--policy", policy, fault="server-1@seed.got=sleep:3")
     job.until((job.folder / "runs" / "hurt" / "fault-server-1").exists)
     job.hit("coordinator")

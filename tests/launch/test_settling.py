@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from syncline import config as configuration
-from syncline.core.seats import protection
+from syncline.core.replica_sets import protection
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.hosts import assign, parse_workers, quietest, settle_workers

@@ -20,7 +20,7 @@ import pytest
 from syncline.config import JobConfig
 from syncline.core.layout import Parameter, Ranges, Segment, arrange
 from syncline.core.leasing.ranges import Span
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.rule import Option, Rule
 from syncline.core.wire.control import Leave
 from syncline.core.wire.message import Message
@@ -46,7 +46,14 @@ SPECIAL: dict[object, object] = {
     JobConfig: JobConfig(),
     Span: Span(5, 11, 4, 2),
     Ranges: ((0, 3), (5, 6)),
-    Roll: Roll(1, 2, [("worker-0", 5, 5)], [("worker-1", 6, 5)], [("worker-0", 1)], Roll(1, 1, [("worker-2", 7, 4)])),
+    RoundMembership: RoundMembership(
+        1,
+        2,
+        [("worker-0", 5, 5)],
+        [("worker-1", 6, 5)],
+        [("worker-0", 1)],
+        RoundMembership(1, 1, [("worker-2", 7, 4)]),
+    ),
     int: 5,
     float: 0.5,
     bool: True,

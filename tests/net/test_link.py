@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.patience import PATIENCE
 
-from syncline.core.wire.control import AskWhy, Beat, Join, Over, Rejoin
+from syncline.core.wire.control import AskWhy, Heartbeat, Join, Over, Rejoin
 from syncline.core.wire.message import Done
 from syncline.net import memory
 from syncline.net.link import Link
@@ -92,7 +92,7 @@ class Slow(Hears):
     def handle(self, request: Request) -> None:
         if isinstance(request.message, Rejoin):
             self.order.append("came back")
-        elif isinstance(request.message, Beat):
+        elif isinstance(request.message, Heartbeat):
             self.beats += 1
             if not self.answers_beats.is_set():
                 self._asked.append(request)
@@ -115,7 +115,7 @@ def member_of(coordinator: Slow, dial: Callable[[], Connection]) -> Link:
         dial, Hears([]), Stamp("job"),
         patience_seconds=60.0, say=lambda text: None, fenced=lambda error: None, gone=lambda reason: None,
     )  # fmt: skip
-    link.begin("worker-0", 1, beat=Beat, beat_seconds=0.001, silent_seconds=0.01, on_roster=lambda roster: None)
+    link.begin("worker-0", 1, beat=Heartbeat, beat_seconds=0.001, silent_seconds=0.01, on_roster=lambda roster: None)
     return link
 
 
@@ -164,7 +164,7 @@ def test_who_has_no_news_by_a_bug_beats_all_the_same() -> None:
 
     class Counts(Hears):
         def handle(self, request: Request) -> None:
-            if isinstance(request.message, Beat):
+            if isinstance(request.message, Heartbeat):
                 beats.append(request.message)
                 enough.set() if len(beats) > 2 else None
             request.reply(Done())
@@ -174,7 +174,7 @@ def test_who_has_no_news_by_a_bug_beats_all_the_same() -> None:
         Endpoint(right, Stamp("job"), Counts([]))
         return left
 
-    def make() -> Beat:
+    def make() -> Heartbeat:
         raise KeyError("x")
 
     link = Link(

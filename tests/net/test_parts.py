@@ -179,7 +179,7 @@ def test_a_waiter_reads_the_answers_of_others_too(reading: Make) -> None:
     thread = threading.Thread(target=lambda: found.append(calls[0].wait(SECONDS).reason), name="Thread-waits")
     thread.start()
     for request in reversed(requests):
-        request.reply(GivenWhy(str(request.message.stretch)))
+        request.reply(GivenWhy(str(request.message.phase)))
     assert calls[1].wait(SECONDS).reason == "1"
     thread.join(SECONDS)
     assert found == ["0"]

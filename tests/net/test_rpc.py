@@ -115,7 +115,7 @@ def test_answers_may_come_in_any_order(link: Make) -> None:
     calls = [worker.call(Rest(number, False)) for number in range(10)]
     requests = [at_server.next() for _ in calls]
     for request in reversed(requests):
-        request.reply(GivenWhy(str(request.message.stretch)))
+        request.reply(GivenWhy(str(request.message.phase)))
     assert [call.wait(SECONDS).reason for call in calls] == [str(number) for number in range(10)]
 
 

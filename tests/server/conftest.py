@@ -14,11 +14,11 @@ from tests.patience import PATIENCE
 from syncline.config import JobConfig
 from syncline.core.layout import ITEM_BYTES, Parameter, Segment, Slice, to_ranges
 from syncline.core.members import Member, Standing
-from syncline.core.reconfigure import Change
+from syncline.core.reconfigure import Reconfiguration
 from syncline.core.registry import Registry
-from syncline.core.rounds import Roll
+from syncline.core.replica_sets import ReplicaSet, without
+from syncline.core.rounds import RoundMembership
 from syncline.core.rule import RuleSpec
-from syncline.core.seats import Seat, without
 from syncline.core.wire.control import Host, Joined, Prepared, SeedTo
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import CommitStaged, Stage, Upload
@@ -56,7 +56,7 @@ class Worker:
         self.stamp = Stamp("job")
         self.stamp.incarnation, self.stamp.generation = incarnation, house.generation
         self.endpoints: dict[str, Endpoint] = {}
-        self.stretch = 0
+        self.phase = 0
 
     def to(self, server: str) -> Endpoint:
         known = self.endpoints.get(server)
@@ -80,15 +80,13 @@ class Worker:
         fields: dict[str, Any] = {
             "weight": 1.0, "skip": False, "clip_norm": None, "overrides": [], "back_at": None, "pull": [], **rest,
         }  # fmt: skip
-        message = Stage(
-            clock=clock, stretch=self.stretch, slot=0, pushed=pushed, slices=numbers, commit=commit, **fields
-        )
+        message = Stage(clock=clock, phase=self.phase, slot=0, pushed=pushed, slices=numbers, commit=commit, **fields)
         return self.ask(server, message, buffers=buffers, payload_bytes=sum(map(len, buffers)))
 
     def commit(self, server: str, clock: int, grads: Values, **rest: Any) -> Call:
         return self.stage(server, clock, grads, commit=True, **rest)
 
-    def commit_staged(self, server: str, clock: int, roll: Roll | None = None) -> Call:
+    def commit_staged(self, server: str, clock: int, roll: RoundMembership | None = None) -> Call:
         return self.ask(server, CommitStaged(clock, [], roll=roll))
 
     def commit_all(self, clock: int, grads: Values, **rest: Any) -> list[Call]:
@@ -181,24 +179,24 @@ class House:
         for part in segment.slices:
             data = self.flat(values, segment.index)[part.offset : part.offset + part.num_bytes]
             message = Upload(segment.index, [part.id])
-            server = self.seats[part.id].primary
+            server = self.replica_sets[part.id].primary
             chief.ask(server, message, buffers=[buffer_of(data)], payload_bytes=part.num_bytes).wait(WAIT)
         return segment
 
     def sync_seats(self, segment: Segment) -> None:
         for name in self.servers:
-            mine = [part.id for part in segment.slices if self.seats[part.id].primary == name]
+            mine = [part.id for part in segment.slices if self.replica_sets[part.id].primary == name]
             self.tell(name, Host(segment, mine)).wait(WAIT)
 
     @property
-    def seats(self) -> dict[int, Seat]:
-        return self.registry.seats
+    def replica_sets(self) -> dict[int, ReplicaSet]:
+        return self.registry.replica_sets
 
     def parts(self, server: str) -> list[Slice]:
-        return [p for p in self.registry.layout.slices() if self.seats[p.id].primary == server]
+        return [p for p in self.registry.layout.slices() if self.replica_sets[p.id].primary == server]
 
     def primaries(self) -> list[str]:
-        return sorted({seat.primary for seat in self.seats.values()})
+        return sorted({replica_set.primary for replica_set in self.replica_sets.values()})
 
     def id_of(self, name: str) -> int:
         return self.registry.layout.parameter_id(name)
@@ -224,7 +222,7 @@ class House:
         segment, index = self.registry.layout.where[name]
         flat = np.zeros(segment.num_bytes, np.uint8)
         for part in segment.slices:
-            memory_ = self.servers[self.seats[part.id].primary]._hosting.slices[part.id].memory
+            memory_ = self.servers[self.replica_sets[part.id].primary]._hosting.slices[part.id].memory
             flat[part.offset : part.offset + part.num_bytes] = memory_
         parameter, offset = segment.parameters[index], segment.offsets[index]
         size = parameter.num_items * ITEM_BYTES[parameter.dtype]
@@ -244,12 +242,12 @@ class House:
         *,
         fenced: Mapping[str, int] | None = None,
         entering: Mapping[str, int] | None = None,
-        seats: Sequence[Seat] | None = None,
+        replica_sets: Sequence[ReplicaSet] | None = None,
         moves: bool = False,
-    ) -> Change:
+    ) -> Reconfiguration:
         self.generation += 1
-        if seats is not None:
-            self.seats.update((seat.slice, seat) for seat in seats)
+        if replica_sets is not None:
+            self.replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)
         fenced = fenced or {}
         staying = {
             m.name: m.incarnation
@@ -257,24 +255,24 @@ class House:
             if m.role == "worker" and fenced.get(m.name) != m.incarnation and m.name not in (entering or {})
         }
         servers = {m.name: m.incarnation for m in self.members if m.name in self.servers}
-        return Change(
+        return Reconfiguration(
             self.generation, servers, fenced=fenced, entering=entering or {},
-            seats=list(self.seats.values()), moves=moves, staying=staying,
+            replica_sets=list(self.replica_sets.values()), moves=moves, staying=staying,
         )  # fmt: skip
 
-    def prepare(self, change: Change) -> None:
+    def prepare(self, change: Reconfiguration) -> None:
         calls = {name: self.tell(name, change.prepare()) for name in change.servers}
         for name, call in calls.items():
             answer = call.wait(WAIT)
             assert isinstance(answer, Prepared)
             change.prepared(name, answer)
 
-    def install(self, change: Change) -> None:
+    def install(self, change: Reconfiguration) -> None:
         message = change.install([m for m in self.members if m.name not in change.fenced])
         for call in [self.tell(name, message) for name in change.servers]:
             call.wait(WAIT)
 
-    def carry_out(self, **what: Any) -> Change:
+    def carry_out(self, **what: Any) -> Reconfiguration:
         change = self.change(**what)
         self.prepare(change)
         self.install(change)
@@ -283,7 +281,7 @@ class House:
                 worker.stamp.generation = self.generation
         return change
 
-    def fence(self, name: str) -> Change:
+    def fence(self, name: str) -> Reconfiguration:
         """A worker is dead."""
         worker = self.workers.pop(name)
         worker.vanish()
@@ -297,15 +295,15 @@ class House:
         change = self.carry_out(entering={name: member.incarnation})
         worker = self.workers[name] = Worker(self, name, member.incarnation)
         (standing,) = [s for s in change.standings() if s.name == name]
-        worker.stretch = standing.stretch
+        worker.phase = standing.phase
         return worker, standing
 
     def seed(self, source: str, target: str, slices: Sequence[int] | None = None) -> None:
-        """Gives slices a backup, and has the seats say so."""
+        """Gives slices a backup, and has the replica sets say so."""
         numbers = [part.id for part in self.parts(source)] if slices is None else list(slices)
         member = next(m for m in self.members if m.name == target)
         self.tell(source, SeedTo(numbers, member)).wait(WAIT)
-        self.carry_out(seats=[Seat(number, source, (target,)) for number in numbers])
+        self.carry_out(replica_sets=[ReplicaSet(number, source, (target,)) for number in numbers])
 
     def kill(self, server: str) -> None:
         """A server is gone: its connections break."""
@@ -317,12 +315,12 @@ class House:
                 worker.endpoints.pop(server).close()
         self.members = [m for m in self.members if m.name != server]
 
-    def promote(self) -> Change:
-        """The seats without the servers that are gone."""
-        gone = {name for seat in self.seats.values() for name in seat.names}
-        seats, lost = without(self.seats.values(), gone - set(self.servers) - {""})
+    def promote(self) -> Reconfiguration:
+        """The replica sets without the servers that are gone."""
+        gone = {name for replica_set in self.replica_sets.values() for name in replica_set.names}
+        replica_sets, lost = without(self.replica_sets.values(), gone - set(self.servers) - {""})
         assert not lost
-        return self.carry_out(seats=seats, moves=True)
+        return self.carry_out(replica_sets=replica_sets, moves=True)
 
     def close(self) -> None:
         for worker in self.workers.values():

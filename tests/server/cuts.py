@@ -14,7 +14,7 @@ from syncline.core.checkpoint.manifest import Manifest
 from syncline.core.checkpoint.snapshot import Cut
 from syncline.core.checkpoint.soundness import checkpoint_name
 from syncline.core.layout import Layout
-from syncline.core.wire.checkpoints import GateClosed, Mark, WriteMarked, WrittenMarked
+from syncline.core.wire.checkpoints import Mark, SnapshotBarrierClosed, WriteMarked, WrittenMarked
 from syncline.core.wire.message import Message
 from syncline.net.rpc import Call
 from syncline.store import checkpoints
@@ -31,7 +31,7 @@ def close_gates(tell: Tell, servers: list[str], number: int = 1, most_turns: int
     for _ in range(most_turns):
         calls = {server: tell(server, cut.close()) for server in servers}
         answers = {server: call.wait(WAIT) for server, call in calls.items()}
-        if cut.decide({s: a for s, a in answers.items() if isinstance(a, GateClosed)}, 0.0) == "level":
+        if cut.decide({s: a for s, a in answers.items() if isinstance(a, SnapshotBarrierClosed)}, 0.0) == "level":
             return cut.clocks
     raise AssertionError("the servers did not come level")
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from syncline import Rule
 
-#: How sums go in a ring of one host: by deputies; straight to primaries, as they are, encoded, or over sockets.
+#: How sums go in a ring of one host: by host leaders; straight to primaries, as they are, encoded, or over sockets.
 WAYS: dict[str, dict[str, Any]] = {
-    "by deputies": {"num_cores": 64},
+    "by host leaders": {"num_cores": 64},
     "straight": {"num_cores": 1},
-    "by deputies for two": {"num_cores": 5},  # three have no cores to spare
+    "by host leaders for two": {"num_cores": 5},  # three have no cores to spare
     "encoded": {"codec": "bf16"},
     "sockets": {"transport": "tcp"},
 }
@@ -22,7 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def check_way(jobs: Any, way: str, num_workers: int) -> None:
     """Sums go this way in a ring that has come to so many."""
-    is_by_deputies = way == "by deputies" or (way == "by deputies for two" and num_workers == 2)
+    is_by_deputies = way == "by host leaders" or (way == "by host leaders for two" and num_workers == 2)
     relays = [server._voting.relays._relay for server in jobs._process._servers.values()]
     assert [relay is not None for relay in relays] == [is_by_deputies] * num_workers
 

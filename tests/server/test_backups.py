@@ -79,5 +79,7 @@ def test_a_fence_is_on_the_backup_when_the_generation_is_installed(make_house: M
     step(house, 1)
     house.fence("worker-1")
     check_equal(house)
-    fenced = [house.slot(seat.backups[0], number).state.fences for number, seat in house.seats.items()]
+    fenced = [
+        house.slot(replica_set.backups[0], number).state.fences for number, replica_set in house.replica_sets.items()
+    ]
     assert all(set(fences) == {"worker-1"} for fences in fenced)

@@ -117,7 +117,7 @@ def test_whatever_is_pushed_means_the_same(reduced: list[int]) -> None:
 
 
 def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[int]) -> None:
-    """Its sums never come; the others make the round anew, in another circle; a third one is made with who comes."""
+    """Its sums never come; the others make the round again, in another circle; a third one is made with who comes."""
     with local_job(workers=3, slice_bytes=256, **GLOO) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
@@ -151,7 +151,7 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
 def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket laid out meanwhile has another size than the peers' buckets: gloo would end their processes."""
     moving, num_moves, bad = set[str](), [0], list[str]()
-    take_seats, reduce, buckets = Hosting.take_seats, Circle._reduce, Sums.buckets
+    take_replica_sets, reduce, buckets = Hosting.take_replica_sets, Circle._reduce, Sums.buckets
 
     def slow_buckets(self: Any, *given: Any) -> Any:
         found = buckets(self, *given)
@@ -163,7 +163,7 @@ def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> Non
         moving.add(worker)
         num_moves[0] += 1
         time.sleep(0.02)
-        found = take_seats(self, *given)
+        found = take_replica_sets(self, *given)
         moving.discard(worker)
         return found
 

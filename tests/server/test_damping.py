@@ -71,16 +71,16 @@ def test_a_pull_while_the_backup_applies_changes_nothing(make_house: MakeHouse) 
     pulled meanwhile, primary and backup would differ."""
     house = make_house(2, 2, replicas=2, policy="async,damped", threads=2)
     house.register({"x": np.zeros(16, np.float32)})
-    (seat,) = house.seats.values()
-    other = "server-1" if seat.primary == "server-0" else "server-0"
-    house.seed(seat.primary, other)
+    (replica_set,) = house.replica_sets.values()
+    other = "server-1" if replica_set.primary == "server-0" else "server-0"
+    house.seed(replica_set.primary, other)
     fast, slow = house.workers["worker-0"], house.workers["worker-1"]
-    slow.commit(seat.primary, 1, {}).wait(WAIT)
+    slow.commit(replica_set.primary, 1, {}).wait(WAIT)
     for clock in (1, 2, 3):
-        fast.commit(seat.primary, clock, ones()).wait(WAIT)
-    slot, backup = house.slot(seat.primary, 0), house.slot(other, 0)
+        fast.commit(replica_set.primary, clock, ones()).wait(WAIT)
+    slot, backup = house.slot(replica_set.primary, 0), house.slot(other, 0)
     with backup.lock:  # its backup takes its time
-        waiting = Waiting(lambda: slow.commit(seat.primary, 2, ones()).wait(WAIT))
+        waiting = Waiting(lambda: slow.commit(replica_set.primary, 2, ones()).wait(WAIT))
         eventually(lambda: slot.in_flight is not None)
         with slot.lock:
             slot.state.seen["worker-1"] = slot.state.version

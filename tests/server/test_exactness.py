@@ -153,11 +153,11 @@ def test_who_rests_takes_part_in_no_round_until_it_pushes_again() -> None:
         def work(job: Job) -> list[float]:
             job.kv.register({"x": np.zeros(1)}, Rule("SGD", lr=1.0))
             seen = []
-            for stretch in range(2):
+            for phase in range(2):
                 for _ in range(3 if job.rank else 5):
                     job.kv.push({"x": np.full(1, 1.0 + job.rank)}).wait()
                 job.rest()
-                job.barrier(f"end of {stretch}")
+                job.barrier(f"end of {phase}")
                 seen.append(float(job.kv.pull()["x"][0]))
             return seen
 
@@ -204,7 +204,8 @@ def test_nobody_waits_for_who_is_at_a_barrier_and_behind_it_all_are_level(policy
 
 @pytest.mark.parametrize("policy", ["sync", "bounded:1", "async"])
 def test_who_comes_to_barriers_that_all_have_passed_is_in_the_rounds_again_with_its_next_push(policy: str) -> None:
-    """A script that began anew comes to old barriers: it must neither stop the others nor wait for their next one."""
+    """A script that began again comes to old barriers: it must neither stop the others nor wait for their next
+    one."""
     back, most = threading.Event(), 1_000_000
     with local_job(workers=2, servers=2, policy=policy, slice_bytes=64, wait_seconds=PATIENCE) as jobs:
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.rounds import Roll
-from syncline.core.seats import Seat
-from syncline.core.wire.checkpoints import CloseGate, GateClosed, Mark, OpenGate
+from syncline.core.replica_sets import ReplicaSet
+from syncline.core.rounds import RoundMembership
+from syncline.core.wire.checkpoints import CloseSnapshotBarrier, Mark, OpenSnapshotBarrier, SnapshotBarrierClosed
 from syncline.core.wire.control import Leave
 from syncline.core.wire.traffic import AskClip, Committed, GiveClip, LoadState, Rest
 from syncline.errors import ProtocolError
@@ -36,9 +36,9 @@ def three(make_house: MakeHouse, workers: int = 2, **settings: Any) -> House:
     return house
 
 
-def closed(house: House, server: str, number: int = 1, turn: int = 0, through: Any = ()) -> GateClosed:
-    answer = house.tell(server, CloseGate(number, turn, list(through))).wait(WAIT)
-    assert isinstance(answer, GateClosed)
+def closed(house: House, server: str, number: int = 1, turn: int = 0, through: Any = ()) -> SnapshotBarrierClosed:
+    answer = house.tell(server, CloseSnapshotBarrier(number, turn, list(through))).wait(WAIT)
+    assert isinstance(answer, SnapshotBarrierClosed)
     return answer
 
 
@@ -66,7 +66,7 @@ def test_a_closed_gate_holds_everything_until_the_mark(make_house: MakeHouse) ->
         worker.ask("server-0", Rest(0, False)),
         worker.commit("server-0", 3, x()),
     ]
-    worker.stretch = 1
+    worker.phase = 1
     assert not any(call.arrives(0.05) for call in calls) and sums(house) == [-1.0]
     house.tell("server-0", Mark(1)).wait(WAIT)
     calls[0].wait(WAIT)
@@ -83,12 +83,12 @@ def test_what_has_begun_is_waited_for(make_house: MakeHouse) -> None:
     slot = house.slot("server-0", 2)
     slot.pin()
     call = house.workers["worker-0"].commit("server-0", 1, x())
-    gate = house.tell("server-0", CloseGate(1))
+    gate = house.tell("server-0", CloseSnapshotBarrier(1))
     assert not gate.arrives(0.05)
     slot.unpin()
     house.servers["server-0"]._drain(slot)
     answer = gate.wait(WAIT)
-    assert isinstance(answer, GateClosed) and [clock for *_, clock in answer.clocks] == [1]
+    assert isinstance(answer, SnapshotBarrierClosed) and [clock for *_, clock in answer.clocks] == [1]
     call.wait(WAIT)
     assert answer.num_updates == 1
 
@@ -135,9 +135,9 @@ def test_open_gate_lets_all_go_on(make_house: MakeHouse) -> None:
     closed(house, "server-0", number=4)
     call = house.workers["worker-0"].commit("server-0", 1, x())
     assert not call.arrives(0.05)
-    house.tell("server-0", OpenGate(3))
+    house.tell("server-0", OpenSnapshotBarrier(3))
     assert not call.arrives(0.05), "that was another one"
-    house.tell("server-0", OpenGate(4))
+    house.tell("server-0", OpenSnapshotBarrier(4))
     call.wait(WAIT)
     with pytest.raises(ProtocolError, match="not closed any more"):
         house.tell("server-0", Mark(4)).wait(WAIT)
@@ -152,7 +152,7 @@ def test_a_generation_that_is_prepared_opens_the_gate(make_house: MakeHouse) -> 
     change = house.change()
     house.prepare(change)
     assert not call.arrives(0.05)
-    for message in (Mark(1), CloseGate(2)):
+    for message in (Mark(1), CloseSnapshotBarrier(2)):
         with pytest.raises(ProtocolError):
             house.tell("server-0", message).wait(WAIT)
     house.install(change)
@@ -184,7 +184,7 @@ def test_a_commit_that_one_server_has_and_the_others_do_not_yet(make_house: Make
     for server in house.servers:
         closed(house, server)
     through = through_of(house, worker_0=1)
-    calls = [house.tell(server, CloseGate(1, 1, through)) for server in house.servers]
+    calls = [house.tell(server, CloseSnapshotBarrier(1, 1, through)) for server in house.servers]
     assert calls[0].wait(WAIT).clocks == through  # type: ignore[attr-defined]
     assert not calls[1].arrives(0.05), "it waits for what is to come"
     for server in ("server-1", "server-2"):
@@ -278,7 +278,7 @@ def test_a_norm_for_a_round_that_nobody_has_waits_for_the_mark(make_house: MakeH
 
 def test_with_spare_workers_who_follows_comes_level_with_who_decides(make_house: MakeHouse) -> None:
     house = three(make_house, 3, policy="sync:spare=1")
-    decider = house.seats[0].primary
+    decider = house.replica_sets[0].primary
     others = [server for server in house.servers if server != decider]
     one, two, three_ = house.workers.values()
     for worker in (one, two, three_):
@@ -288,7 +288,7 @@ def test_with_spare_workers_who_follows_comes_level_with_who_decides(make_house:
     rolls = []
     for call in answers:
         answer = call.wait(WAIT)
-        assert isinstance(answer, Committed) and isinstance(answer.roll, Roll)
+        assert isinstance(answer, Committed) and isinstance(answer.roll, RoundMembership)
         rolls.append(answer.roll)
     assert rolls[2].late, "the third was late"
     for server in house.servers:
@@ -339,7 +339,7 @@ def test_no_cut_lies_between_the_servers_loads_of_state(make_house: MakeHouse) -
 
 
 def test_after_a_move_slices_of_one_server_come_level_too(make_house: MakeHouse) -> None:
-    """server-1's slices come to server-0 without the round that server-0 has: workers make it anew, and no cut is
+    """server-1's slices come to server-0 without the round that server-0 has: workers make it again, and no cut is
     made before."""
     house = make_house(2, 2, replicas=2)
     house.register(x(0.0))
@@ -347,7 +347,7 @@ def test_after_a_move_slices_of_one_server_come_level_too(make_house: MakeHouse)
     one, two = house.workers.values()
     for call in [worker.commit("server-0", 1, x()) for worker in (one, two)]:
         call.wait(WAIT)
-    house.carry_out(seats=[Seat(number, "server-0") for number in house.seats], moves=True)
+    house.carry_out(replica_sets=[ReplicaSet(number, "server-0") for number in house.replica_sets], moves=True)
     assert sums(house) == [-2.0, 0.0]
     answer = closed(house, "server-0")
     assert answer.clocks == through_of(house, worker_0=1, worker_1=1)

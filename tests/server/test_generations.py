@@ -39,8 +39,8 @@ def two_of(house: House) -> tuple[Worker, Worker]:
 def by_slice(house: House) -> dict[int, float]:
     """What each slice has come to; it is the same everywhere within one."""
     found = {}
-    for number, seat in house.seats.items():
-        values = house.slot(seat.primary, number).memory.view(np.float32)
+    for number, replica_set in house.replica_sets.items():
+        values = house.slot(replica_set.primary, number).memory.view(np.float32)
         assert (values == values[0]).all()
         found[number] = float(values[0])
     return found
@@ -146,7 +146,7 @@ def test_a_step_that_any_server_has_committed_counts_on_all(make_house: MakeHous
     for call in calls:
         call.wait(WAIT)
     assert set(by_slice(house).values()) == {-11.0 if policy == "sync" else -10.0}
-    for state in [house.slot(seat.primary, n).state for n, seat in house.seats.items()]:
+    for state in [house.slot(replica_set.primary, n).state for n, replica_set in house.replica_sets.items()]:
         assert state.fences == {"worker-1": two.incarnation} and state.clocks["worker-1", two.incarnation] == 1
 
 
@@ -304,12 +304,12 @@ def test_an_answer_in_sync_says_exactly_which_clocks_are_in_it(make_house: MakeH
     house.register(zeros())
     one, two = two_of(house)
     two.ask("server-0", Rest(0, False)).wait(WAIT)
-    two.stretch = 1
-    early = two.commit("server-0", 1, x(10))  # of the next stretch: not in the rounds of this one
+    two.phase = 1
+    early = two.commit("server-0", 1, x(10))  # of the next phase: not in the rounds of this one
     lives = [life_of(worker.name, worker.incarnation) for worker in (one, two)]
     assert one.commit("server-0", 1, x(1)).wait(WAIT).clocks == dict(zip(lives, (1, 0), strict=True))
     assert one.ask("server-0", Pull([0], None, False)).wait(WAIT).clocks == dict(zip(lives, (1, 0), strict=True))
-    one.stretch = 1
+    one.phase = 1
     assert one.commit("server-0", 2, x(1)).wait(WAIT).clocks == dict(zip(lives, (2, 1), strict=True))
     assert early.wait(WAIT).clocks == dict(zip(lives, (2, 1), strict=True))
 

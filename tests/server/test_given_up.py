@@ -45,7 +45,7 @@ def test_of_a_save_that_is_over_nothing_takes_up_memory(make_house: MakeHouse, t
 
 
 def test_a_writer_that_comes_late_lets_the_next_save_be(make_house: MakeHouse, tmp_path: Any) -> None:
-    """It has taken a slice to write when its save is given up, and comes to the slice when that is marked anew."""
+    """It has taken a slice to write when its save is given up, and comes to the slice when that is marked again."""
     house = made(make_house, 1)
     cut(house)
     marks = house.servers["server-0"]._saving._marks

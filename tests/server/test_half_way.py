@@ -8,8 +8,8 @@ import pytest
 from tests.server.test_generations import by_slice, two_of, x, zeros
 from tests.server.test_moves import replicated
 
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import ERA
-from syncline.core.seats import Seat
 from syncline.core.slice_state import life_of
 from syncline.core.wire.control import Prepared, Roster
 from syncline.core.wire.traffic import AskClip, Committed, GiveClip
@@ -29,7 +29,7 @@ def test_a_round_that_is_whole_by_an_entry_is_applied(make_house: MakeHouse) -> 
     call = two.commit("server-0", 1, x())
     assert not call.arrives(0.05)
     change = house.change(entering={"worker-2": 9})
-    change.stretch = ERA
+    change.phase = ERA
     house.prepare(change)
     house.install(change)
     call.wait(WAIT)
@@ -47,8 +47,8 @@ def test_a_server_says_how_far_its_slices_are_and_can_come(make_house: MakeHouse
     two.commit("server-1", 2, x()).wait(WAIT)
     mine, theirs = ([part.id for part in house.parts(server)] for server in ("server-0", "server-1"))
     house.kill("server-1")
-    seats = [Seat(n, "server-0") for n in [*mine, *theirs]]
-    change = house.change(fenced={"worker-1": two.incarnation}, seats=seats, moves=True)
+    replica_sets = [ReplicaSet(n, "server-0") for n in [*mine, *theirs]]
+    change = house.change(fenced={"worker-1": two.incarnation}, replica_sets=replica_sets, moves=True)
     answers = {name: house.tell(name, change.prepare()).wait(WAIT) for name in change.servers}
     answer = answers["server-0"]
     assert isinstance(answer, Prepared) and answer.is_primary
@@ -60,7 +60,7 @@ def test_a_server_says_how_far_its_slices_are_and_can_come(make_house: MakeHouse
 def test_who_is_the_primary_of_nothing_says_so(make_house: MakeHouse) -> None:
     house = make_house(2, 1, replicas=2)
     replicated(house)
-    house.carry_out(seats=[Seat(n, "server-1", ("server-0",)) for n in house.seats], moves=True)
+    house.carry_out(replica_sets=[ReplicaSet(n, "server-1", ("server-0",)) for n in house.replica_sets], moves=True)
     change = house.change()
     answers = [house.tell(server, change.prepare()).wait(WAIT) for server in change.servers]
     assert [isinstance(answer, Prepared) and answer.is_primary for answer in answers] == [False, True]
@@ -74,7 +74,7 @@ def test_from_a_server_that_is_out_no_update_is_taken(make_house: MakeHouse) -> 
     numbers = [part.id for part in house.parts("server-0")]
     worker.stage("server-0", 1, x()).wait(WAIT)
     house.members = [m for m in house.members if m.name != "server-0"]
-    change = house.change(seats=[Seat(n, "server-1") for n in house.seats], moves=True)
+    change = house.change(replica_sets=[ReplicaSet(n, "server-1") for n in house.replica_sets], moves=True)
     assert list(change.servers) == ["server-1"]
     house.prepare(change)
     call = worker.commit_staged("server-0", 1)
@@ -99,8 +99,8 @@ def test_who_has_not_heard_that_its_slices_are_gone_goes_on_until_it_does(
         for server in house.servers:
             worker.stage(server, 1, x()).wait(WAIT)
     fenced = {"worker-1": two.incarnation} if is_fenced else {}
-    seats = [Seat(number, "server-1", ("server-0",)) for number in numbers]
-    change = house.change(seats=seats, moves=True, fenced=fenced)
+    replica_sets = [ReplicaSet(number, "server-1", ("server-0",)) for number in numbers]
+    change = house.change(replica_sets=replica_sets, moves=True, fenced=fenced)
     house.holds("server-0", 0.01)
     house.prepare(change)
     house.tell("server-1", change.install(house.members)).wait(WAIT)
@@ -116,10 +116,10 @@ def test_when_all_have_heard_nothing_comes_from_who_was_the_primary(make_house: 
     house = make_house(2, 1, policy="async", replicas=2)
     replicated(house)
     numbers = [part.id for part in house.parts("server-0")]
-    house.carry_out(seats=[Seat(number, "server-1", ("server-0",)) for number in numbers], moves=True)
+    house.carry_out(replica_sets=[ReplicaSet(number, "server-1", ("server-0",)) for number in numbers], moves=True)
     hosting = house.servers["server-1"]._hosting
     assert hosting.backups.was_of(numbers[0], "server-0")
-    house.servers["server-1"].hear(Roster(house.generation, house.members, list(house.seats.values()), []))
+    house.servers["server-1"].hear(Roster(house.generation, house.members, list(house.replica_sets.values()), []))
     assert not hosting.backups.was_of(numbers[0], "server-0")
     with pytest.raises(FencedError):
         hosting._check_sender(Peer("server", "server-0", 1), numbers[0])
@@ -139,9 +139,9 @@ def test_a_round_that_waits_for_its_norm_is_not_counted_on_where_primaries_chang
     assert all(isinstance(answer, AskClip) for answer in asked.values()) and len(asked) == 3
     for server in ("server-0", "server-2"):
         assert isinstance(worker.ask(server, GiveClip(1, 48.0, [])).wait(WAIT), Committed)
-    seats = [Seat(part.id, "server-0") for part in house.parts("server-2")] if moves else None
+    replica_sets = [ReplicaSet(part.id, "server-0") for part in house.parts("server-2")] if moves else None
     house.kill("server-2")
-    change = house.change(fenced={"worker-0": worker.incarnation}, seats=seats, moves=moves)
+    change = house.change(fenced={"worker-0": worker.incarnation}, replica_sets=replica_sets, moves=moves)
     house.prepare(change)
     told = ["step 1 of worker-0 is on some slices and not on others"]
     assert [loss.text for loss in change.torn()] == (told if moves else []), "else its server says that it is dropped"
@@ -161,7 +161,7 @@ def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse)
     goes, stays = house.parts(full)
     slot = house.slot(full, stays.id)
     slot.pin()
-    change = house.change(seats=[Seat(goes.id, other, (full,))], moves=True)
+    change = house.change(replica_sets=[ReplicaSet(goes.id, other, (full,))], moves=True)
     house.prepare(change)
     begun = house.tell(full, change.install(house.members))
     generations = house.servers[full]._changes()

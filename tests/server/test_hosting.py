@@ -12,8 +12,8 @@ import torch
 
 from syncline import Rule, RuleError
 from syncline.core.layout import Parameter
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rule import RuleSpec
-from syncline.core.seats import Seat
 from syncline.core.wire.control import Host, SeedTo
 from syncline.core.wire.traffic import Upload
 from syncline.net.rpc import Stamp
@@ -45,7 +45,7 @@ def test_slices_of_a_refused_registration_are_forgotten() -> None:
 
 
 def test_a_segment_that_is_hosted_twice_at_once_lies_in_one_place(make_house: Callable[..., House]) -> None:
-    """Room takes long; the coordinator is dialled anew meanwhile, and asks again. Workers map what it tells them."""
+    """Room takes long; the coordinator is dialled again meanwhile, and asks again. Workers map what it tells them."""
     house = make_house()
     server, num_made, waits = house.servers["server-0"], [0], threading.Event()
     make = server._hosting.blocks.make
@@ -122,7 +122,7 @@ def test_halves_are_summed_in_single_precision(dtype: torch.dtype) -> None:
 
 
 def test_a_slice_that_is_hosted_anew_is_where_workers_read_it(make_house: Callable[..., House]) -> None:
-    """A copy of it is here too, on which no seat counted when its primary died: nobody is to read that one."""
+    """A copy of it is here too, on which no replica set counted when its primary died: nobody is to read that one."""
     house = make_house(2, 1, replicas=2)
     segment = house.register({"w": np.zeros(64, np.float32)})
     number = house.parts("server-1")[0].id
@@ -134,7 +134,7 @@ def test_a_slice_that_is_hosted_anew_is_where_workers_read_it(make_house: Callab
     values = buffer_of(np.full(list(house.registry.layout.slices())[number].num_bytes, 1, np.uint8))
     chief = house.workers["worker-0"]
     chief.ask("server-0", Upload(0, [number]), buffers=[values], payload_bytes=len(values)).wait(WAIT)
-    house.carry_out(seats=[Seat(part.id, "server-0") for part in segment.slices], moves=True)
+    house.carry_out(replica_sets=[ReplicaSet(part.id, "server-0") for part in segment.slices], moves=True)
     hosting = house.servers["server-0"]._hosting
     block, _ = hosting.blocks._places[number]
     assert np.shares_memory(hosting.blocks._blocks[block].memory.array, hosting.slices[number].memory)

@@ -50,7 +50,7 @@ def test_who_came_back_leads_nobody_that_was_there_before(make_house: MakeHouse)
     house.fence("worker-1")
     house.enter("worker-1")
     for worker in house.workers.values():
-        worker.stretch = 0
+        worker.phase = 0
     rates = {"worker-1": 0.5, "worker-2": 2.0, "worker-3": 4.0}
     calls = [decide(house.workers[name], 1, 1.0, overrides=with_lr(lr)) for name, lr in rates.items()]
     rolls = decided(*calls)
@@ -83,7 +83,7 @@ def test_a_round_whose_workers_all_died_before_its_norm_was_known_is_given_up_ev
 
 
 def test_parameters_that_come_late_to_a_server_without_any_go_on_in_the_same_rounds() -> None:
-    """Behind a barrier: the stretch began there before anybody had committed there."""
+    """Behind a barrier: the phase began there before anybody had committed there."""
 
     def work(job: Job) -> Any:
         job.kv.register({"x": np.zeros(8, np.float32)}, Rule("Add"), reduce="sum")

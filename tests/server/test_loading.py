@@ -12,7 +12,7 @@ import pytest
 from syncline.core.checkpoint.manifest import Manifest
 from syncline.core.layout import Parameter
 from syncline.core.rule import RuleSpec
-from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.control import Host
 from syncline.core.wire.traffic import Upload
 from syncline.errors import ProtocolError, StoreError
@@ -70,7 +70,7 @@ def upload(house: House, segment: Any, values: Values) -> None:
         data = flat[part.offset : part.offset + part.num_bytes]
         message = Upload(segment.index, [part.id])
         call = house.workers["worker-0"].ask(
-            house.seats[part.id].primary, message, buffers=[buffer_of(data)], payload_bytes=part.num_bytes
+            house.replica_sets[part.id].primary, message, buffers=[buffer_of(data)], payload_bytes=part.num_bytes
         )
         call.wait(WAIT)
 
@@ -89,7 +89,9 @@ def raw(house: House, name: str) -> np.ndarray[Any, Any]:
     segment, index = house.registry.layout.where[name]
     flat = np.zeros(segment.num_bytes, np.uint8)
     for part in segment.slices:
-        flat[part.offset : part.offset + part.num_bytes] = house.slot(house.seats[part.id].primary, part.id).memory
+        flat[part.offset : part.offset + part.num_bytes] = house.slot(
+            house.replica_sets[part.id].primary, part.id
+        ).memory
     parameter, offset = segment.parameters[index], segment.offsets[index]
     return flat[offset : offset + parameter.num_bytes]
 
@@ -98,7 +100,7 @@ def states(house: House) -> dict[tuple[str, str], Any]:
     """Rule state by parameter and key: what is elementwise put together, else as it is in its first slice."""
     found: dict[tuple[str, str], Any] = {}
     for part in sorted(house.registry.layout.slices(), key=lambda p: (p.segment, p.offset)):
-        slot = house.slot(house.seats[part.id].primary, part.id)
+        slot = house.slot(house.replica_sets[part.id].primary, part.id)
         for entry, tensor in slot.rules.state():
             piece = slot.rules.pieces[entry.piece]
             key = (slot.segment.parameters[piece.parameter].name, entry.key)
@@ -135,7 +137,7 @@ def take_up(house: House, given: Given, **fields: Any) -> None:
     calls = []
     for server in house.servers:
         mine = [part.id for part in house.parts(server)]
-        calls.append(house.tell(server, TakeUp(folder.url, digest, mine, **fields)))
+        calls.append(house.tell(server, Resume(folder.url, digest, mine, **fields)))
     for call in calls:
         call.wait(WAIT)
 
@@ -158,10 +160,12 @@ def test_on_another_number_of_servers_everything_is_as_it_was(
     names = list(before.registry.layout.where)
     assert all((raw(before, name) == raw(after, name)).all() for name in names)
     assert states(before) == states(after) and (states(before) or rule == "Add")
-    assert {after.slot(after.seats[n].primary, n).state.version for n in after.seats} == {3}
-    assert {clock for n in after.seats for clock in after.slot(after.seats[n].primary, n).state.clocks.values()} <= {
-        0
-    }
+    assert {after.slot(after.replica_sets[n].primary, n).state.version for n in after.replica_sets} == {3}
+    assert {
+        clock
+        for n in after.replica_sets
+        for clock in after.slot(after.replica_sets[n].primary, n).state.clocks.values()
+    } <= {0}
     grads = both(rule, 9, dtype)
     push(before, 4, grads)
     push(after, 1, grads)
@@ -188,7 +192,7 @@ def test_it_has_a_backup_at_once(make_house: MakeHouse, tmp_path: Any) -> None:
         same = (one.memory == two.memory).all() and len(one.rules.state()) == len(two.rules.state()) > 0
         return bool(same) and one.state.version == two.state.version == 3
 
-    eventually(lambda: all(is_backed(number) for number in after.seats))
+    eventually(lambda: all(is_backed(number) for number in after.replica_sets))
     push(after, 1, both("Adam", 9, "float32"))
     value = {name: raw(after, name) for name in after.registry.layout.where}
     after.kill("server-0")
@@ -207,9 +211,9 @@ def test_with_clocks_for_a_job_that_goes_on(make_house: MakeHouse, tmp_path: Any
     assert after.workers["worker-0"].incarnation == life[1]
     for server in after.servers:
         mine = [part.id for part in after.parts(server)]
-        after.tell(server, TakeUp(folder.url, digest, mine, clocks=True, known=[7] * len(mine))).wait(WAIT)
-    for number, seat in after.seats.items():
-        slot = after.slot(seat.primary, number)
+        after.tell(server, Resume(folder.url, digest, mine, clocks=True, known=[7] * len(mine))).wait(WAIT)
+    for number, replica_set in after.replica_sets.items():
+        slot = after.slot(replica_set.primary, number)
         assert slot.state.clocks == {life: 3} and slot.copied == {f"{life[0]}#{life[1]}": 3}
         assert slot.state.version == 7
 
@@ -249,7 +253,7 @@ def test_what_is_not_there_or_damaged_is_refused_in_words(make_house: MakeHouse,
     def ask(match: str, **fields: Any) -> None:
         wanted = {"folder": folder.url, "digest": digest, "slices": numbers, **fields}
         with pytest.raises((StoreError, ProtocolError), match=match):
-            after.tell("server-0", TakeUp(**wanted)).wait(WAIT)
+            after.tell("server-0", Resume(**wanted)).wait(WAIT)
         assert not any(after.slot("server-0", n).uploaded for n in numbers)
 
     ask("not the one that was meant", digest="0" * 64)
@@ -262,7 +266,7 @@ def test_what_is_not_there_or_damaged_is_refused_in_words(make_house: MakeHouse,
         assert decision.segment is not None
         other.tell("server-0", Host(decision.segment, [0])).wait(WAIT)
         with pytest.raises(StoreError, match=words):
-            other.tell("server-0", TakeUp(folder.url, digest, [0])).wait(WAIT)
+            other.tell("server-0", Resume(folder.url, digest, [0])).wait(WAIT)
     path = folder.path / manifest.files[0].name
     content = bytearray(path.read_bytes())
     (saved_slice,) = [s for s in manifest.slices if s.id == min(s.id for s in manifest.slices if s.file == path.name)]
@@ -273,7 +277,7 @@ def test_what_is_not_there_or_damaged_is_refused_in_words(make_house: MakeHouse,
     ask("damaged")
     content[place] ^= 1
     path.write_bytes(bytes(content))
-    after.tell("server-0", TakeUp(folder.url, digest, numbers)).wait(WAIT)
+    after.tell("server-0", Resume(folder.url, digest, numbers)).wait(WAIT)
 
 
 def test_only_what_is_needed_is_read(make_house: MakeHouse, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

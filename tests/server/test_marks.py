@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.seats import Seat
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.wire.checkpoints import EndSave, Mark, WriteMarked
 from syncline.errors import ProtocolError, StoreError
 from syncline.server import marks as marks_module
@@ -45,8 +45,8 @@ def push(house: House, clock: int) -> None:
 def noted(house: House) -> Noted:
     """All there is of every primary, by the names that it will have in a file."""
     found = {}
-    for number, seat in house.seats.items():
-        slot = house.slot(seat.primary, number)
+    for number, replica_set in house.replica_sets.items():
+        slot = house.slot(replica_set.primary, number)
         found[f"slice-{number}"] = (slot.memory.tobytes(),)
         for entry, tensor in slot.rules.state():
             found[f"slice-{number}/{entry.piece}/{entry.key}"] = (tensor.numpy().tobytes(),)
@@ -62,7 +62,11 @@ def written(folder: Folder, answers: Any) -> Noted:
 
 
 def hooks(house: House) -> list[int]:
-    return [n for n, seat in house.seats.items() if house.slot(seat.primary, n).rules.before_change is not None]
+    return [
+        n
+        for n, replica_set in house.replica_sets.items()
+        if house.slot(replica_set.primary, n).rules.before_change is not None
+    ]
 
 
 def cut(house: House, number: int = 1) -> Noted:
@@ -344,7 +348,7 @@ def test_slices_that_move_away_are_saved_as_they_were(make_house: MakeHouse, tmp
     then = cut(house)
     gone = [part.id for part in house.parts("server-0")]
     assert gone
-    house.carry_out(seats=[Seat(number, "server-1") for number in gone], moves=True)
+    house.carry_out(replica_sets=[ReplicaSet(number, "server-1") for number in gone], moves=True)
     push(house, 4)
     folder = new_folder(tmp_path)
     assert written(folder, write(house.tell, list(house.servers), folder)) == then

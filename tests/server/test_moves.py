@@ -1,4 +1,4 @@
-"""Moves at a server: primaries change, and everybody makes anew what is open."""
+"""Moves at a server: primaries change, and everybody makes again what is open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.server.test_generations import by_slice, two_of, x, zeros
 
-from syncline.core.seats import Seat
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.wire.traffic import CommitStaged, GiveClip, Pull, Pulled, Rest
 from syncline.errors import Refresh
 
@@ -47,7 +47,7 @@ def test_a_promotion_in_the_middle_of_a_round_applies_it_on_exactly_the_slices_t
     for _, call in waiting:
         with contextlib.suppress(Refresh, ConnectionError):
             call.wait(WAIT)
-    assert set(house.seats.values()) == {Seat(n, "server-1") for n in house.seats}
+    assert set(house.replica_sets.values()) == {ReplicaSet(n, "server-1") for n in house.replica_sets}
     for clock, (first, second) in ((2, (100, 1000)), (3, (5, 7))):
         for call in [*one.commit_all(clock, x(first)), *two.commit_all(clock, x(second))]:
             call.wait(WAIT)
@@ -62,7 +62,7 @@ def test_with_a_move_whoever_is_behind_is_told_to_look_and_its_connection_lives_
     staged = two.stage("server-1", 1, x(1))
     staged.wait(WAIT)
     numbers = [part.id for part in house.parts("server-0")]
-    house.carry_out(seats=[Seat(number, "server-1", ("server-0",)) for number in numbers], moves=True)
+    house.carry_out(replica_sets=[ReplicaSet(number, "server-1", ("server-0",)) for number in numbers], moves=True)
     with pytest.raises(Refresh, match="generation 4"):
         parked.wait(WAIT)
     one.stamp.generation = two.stamp.generation = 3
@@ -85,15 +85,15 @@ def test_bytes_for_slices_that_have_gone_are_read_and_refused(make_house: MakeHo
     house = make_house(2, 1, replicas=2)
     replicated(house)
     (worker,) = house.workers.values()
-    before = dict(house.seats)
+    before = dict(house.replica_sets)
     numbers = [part.id for part in house.parts("server-0")]
-    house.carry_out(seats=[Seat(number, "server-1", ("server-0",)) for number in numbers], moves=True)
-    now = dict(house.seats)
-    house.seats.update(before)
+    house.carry_out(replica_sets=[ReplicaSet(number, "server-1", ("server-0",)) for number in numbers], moves=True)
+    now = dict(house.replica_sets)
+    house.replica_sets.update(before)
     worker.stamp.generation = 3
     with pytest.raises(Refresh):
         worker.stage("server-0", 1, x(1)).wait(WAIT)
-    house.seats.update(now)
+    house.replica_sets.update(now)
     worker.stamp.generation = 4
     assert worker.endpoints["server-0"].is_open
     worker.commit("server-1", 1, x(1)).wait(WAIT)
@@ -106,7 +106,7 @@ def test_a_pull_that_waits_for_a_version_is_told_to_look(make_house: MakeHouse) 
     (worker,) = house.workers.values()
     number = house.parts("server-0")[0].id
     call = worker.ask("server-0", Pull([number], 1, False))
-    house.carry_out(seats=[Seat(number, "server-1", ("server-0",))], moves=True)
+    house.carry_out(replica_sets=[ReplicaSet(number, "server-1", ("server-0",))], moves=True)
     with pytest.raises(Refresh):
         call.wait(WAIT)
     assert worker.ask("server-1", Pull([number], None, False)).wait(WAIT) == Pulled([0])
@@ -124,7 +124,7 @@ def test_a_server_that_comes_late_gets_slices_and_takes_part(make_house: MakeHou
     house.start(member, late=True)
     house.sync_seats(segment)
     house.seed("server-0", "server-1")
-    house.carry_out(seats=[Seat(0, "server-1", ("server-0",))], moves=True)
+    house.carry_out(replica_sets=[ReplicaSet(0, "server-1", ("server-0",))], moves=True)
     for clock in (4, 5):
         for call in [*one.commit_all(clock, x(1)), *two.commit_all(clock, x(10))]:
             call.wait(WAIT)
@@ -141,14 +141,14 @@ def test_a_pull_in_the_moment_in_which_its_slice_goes_is_to_look_again(
     mine = [part.id for part in house.parts("server-0")]
     house.seed("server-0", "server-1")
     hosting, (worker, _) = house.servers["server-0"]._hosting, two_of(house)
-    calls, take_seats = [], hosting.take_seats
+    calls, take_replica_sets = [], hosting.take_replica_sets
 
     def take_and_be_asked(*arguments: Any) -> Any:
-        taken = take_seats(*arguments)
+        taken = take_replica_sets(*arguments)
         calls.append(worker.ask("server-0", Pull(mine, None, bytes_wanted)))
         return taken
 
-    hosting.take_seats = take_and_be_asked
-    house.carry_out(seats=[Seat(number, "server-1") for number in mine], moves=True)
+    hosting.take_replica_sets = take_and_be_asked
+    house.carry_out(replica_sets=[ReplicaSet(number, "server-1") for number in mine], moves=True)
     with pytest.raises(Refresh):
         calls[0].wait(WAIT)

@@ -95,7 +95,7 @@ def test_a_ring_of_hosts_and_servers_come_to_the_same(rule: str, clip: float | N
             found[name] = jobs.run(lambda job: train(job, rule, clip))
             if name == "ring":
                 check_all_equal(jobs)
-                assert relay_of(jobs, "server-2")._forecasts.number, "sums went by deputies"
+                assert relay_of(jobs, "server-2")._forecasts.number, "sums went by host leaders"
     for one, two in zip(found["servers"], found["ring"], strict=True):
         torch.testing.assert_close(one, two)
         assert torch.equal(two, found["ring"][0]), "all ranks have the same, bit by bit"
@@ -140,7 +140,8 @@ def test_no_sum_goes_from_a_primary_to_each_server(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("victim", range(4))
 def test_a_process_that_dies_costs_nobody_a_step(monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
-    """Each is a primary of some slices, a deputy of others, and a neighbour. Servers have threads of their own."""
+    """Each is a primary of some slices, a host leader of others, and a neighbour. Servers have threads of their
+    own."""
     broken: list[Exception] = []
     monkeypatch.setattr(pool, "InlinePool", lambda: pool.ThreadPool(broken.append, 2))
     with ring(AABB, slice_bytes=512) as jobs:
@@ -161,7 +162,7 @@ def test_a_process_that_dies_costs_nobody_a_step(monkeypatch: pytest.MonkeyPatch
 MOMENTS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
     "host b has added up nothing": (Adding, "add", lambda adding: adding.host == "b"),
     "sums of hosts are there, and nothing is finished": (Adding, "_finish", lambda adding: True),
-    "a deputy has it, and its neighbour does not": (Adding, "_got", lambda adding: adding._name == "server-3"),
+    "a host leader has it, and its neighbour does not": (Adding, "_got", lambda adding: adding._name == "server-3"),
     "one host has it, and the other does not": (Adding, "_got", lambda adding: adding.host == "b"),
     "all hold it": (Voting, "held", lambda voting: True),
 }
@@ -175,12 +176,12 @@ def generation_of(part: Any) -> int:
 @pytest.mark.parametrize("victim", [1, 2])
 @pytest.mark.parametrize("at", MOMENTS)
 def test_a_death_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch, at: str, victim: int) -> None:
-    """The round is made anew by those who are there, and what was on its way goes nowhere; where all hold it, it
+    """The round is made again by those who are there, and what was on its way goes nowhere; where all hold it, it
     counts, with what the dead one brought."""
     stops, kept = threading.Event(), list[Callable[[], None]]()
     owner, method, is_the_one = MOMENTS[at]
     original, number = getattr(owner, method), 4 if at == "all hold it" else 1
-    before: list[int] = []  # what those who are left make anew goes on
+    before: list[int] = []  # what those who are left make again goes on
 
     def stop(self: Any, *given: Any) -> None:
         if stops.is_set() and is_the_one(self) and generation_of(self) == before[0]:
@@ -225,7 +226,7 @@ def test_a_death_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch, at: s
 @pytest.mark.parametrize("host", ["a", "b", "c"])
 def test_one_that_comes_to_a_host_takes_part(host: str) -> None:
     """Of one worker on each of two hosts all give each other all pushes; with a third one, wherever it is, sums go by
-    deputies. Nobody goes by what was before."""
+    host leaders. Nobody goes by what was before."""
     with ring(["a", "b"], most_workers=3) as jobs:
         acknowledged: dict[str, int] = {}
 

@@ -11,7 +11,7 @@ from tests.server.rings import check_all_equal, check_ledger, push_cells, start
 from tests.server.test_relay import AABB, relay_of, ring
 
 from syncline.core.wire.message import Done
-from syncline.core.wire.traffic import HostSum, LendSums, WholeSum
+from syncline.core.wire.traffic import HostSum, ShareSums, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
@@ -176,7 +176,7 @@ def test_who_lends_what_cannot_be_is_refused(places: list[tuple[int, int]]) -> N
         endpoint = first._hosting.partner(member).connect()
         generation = relay_of(jobs, "server-0").generation
         with pytest.raises(ProtocolError):
-            endpoint.call(LendSums(generation + 1, 4096, places), attachment=HeapMemory(4096)).wait(PATIENCE)
+            endpoint.call(ShareSums(generation + 1, 4096, places), attachment=HeapMemory(4096)).wait(PATIENCE)
         with pytest.raises(ProtocolError, match="did not come"):
-            endpoint.call(LendSums(generation + 1, 4096, [])).wait(PATIENCE)
+            endpoint.call(ShareSums(generation + 1, 4096, [])).wait(PATIENCE)
         assert generation + 1 not in second._voting.relays._lent

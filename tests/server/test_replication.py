@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from syncline.core.layout import Slice
-from syncline.core.seats import Seat
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.wire.control import SeedTo
 from syncline.core.wire.traffic import AskClip, Committed, GiveClip, LoadState
 from syncline.errors import FencedError, SynclineError
@@ -46,9 +46,12 @@ def step(house: House, clock: int, chance: np.random.Generator | None = None, **
 
 def check_equal(house: House) -> None:
     """Primary and backup of every slice: parameters, rule state, version, clocks and fences."""
-    for seat in house.seats.values():
-        assert seat.backups
-        one, two = house.slot(seat.primary, seat.slice), house.slot(seat.backups[0], seat.slice)
+    for replica_set in house.replica_sets.values():
+        assert replica_set.backups
+        one, two = (
+            house.slot(replica_set.primary, replica_set.slice),
+            house.slot(replica_set.backups[0], replica_set.slice),
+        )
         assert one.memory.tobytes() == two.memory.tobytes()
         assert (one.state.version, one.state.clocks, one.state.fences) == (
             two.state.version, two.state.clocks, two.state.fences,
@@ -106,8 +109,8 @@ def test_backups_are_equal_bit_by_bit_after_hundreds_of_updates(
     stop.set()
     clock = pushing.result()
     check_equal(house)
-    for number in house.seats:
-        assert house.slot(house.seats[number].primary, number).state.clocks == {
+    for number in house.replica_sets:
+        assert house.slot(house.replica_sets[number].primary, number).state.clocks == {
             ("worker-0", 3): clock,
             ("worker-1", 4): clock,
         }
@@ -138,7 +141,10 @@ def test_backups_are_equal_where_slices_live_on_a_device(make_house: MakeHouse) 
             house.seed("server-0", "server-1")
             house.seed("server-1", "server-0")
     check_equal(house)
-    house.carry_out(seats=[Seat(s.slice, s.backups[0], (s.primary,)) for s in house.seats.values()], moves=True)
+    house.carry_out(
+        replica_sets=[ReplicaSet(s.slice, s.backups[0], (s.primary,)) for s in house.replica_sets.values()],
+        moves=True,
+    )
     step(house, 10)
     check_equal(house)
 
@@ -157,12 +163,12 @@ def test_a_clipped_round_is_the_same_on_both(make_house: MakeHouse) -> None:
 def test_nothing_is_acknowledged_before_the_backup_has_it_or_is_out(make_house: MakeHouse) -> None:
     house = make_house(2, 1, replicas=2)
     house.register(X)
-    before = dict(house.seats)
+    before = dict(house.replica_sets)
     house.seed("server-0", "server-1")
     house.seed("server-1", "server-0")
     step(house, 1)
     house.kill("server-1")
-    mine = [number for number, seat in before.items() if seat.primary == "server-0"]
+    mine = [number for number, replica_set in before.items() if replica_set.primary == "server-0"]
     call = house.workers["worker-0"].commit("server-0", 2, ones())
     assert not call.arrives(0.15)
     assert all(house.slot("server-0", number).state.version == 1 for number in mine), "nor applied"
@@ -182,7 +188,7 @@ def eventually_beat(house: House, server: str) -> list[Any]:
 
 
 def test_a_backup_that_is_no_longer_wanted_releases_what_waits_for_it(make_house: MakeHouse) -> None:
-    """Without a move: the seats lose their backup, and the update in flight counts alone, once."""
+    """Without a move: the replica sets lose their backup, and the update in flight counts alone, once."""
     house = make_house(2, 1, replicas=2)
     house.register(X)
     numbers = [part.id for part in house.parts("server-0")]
@@ -191,7 +197,7 @@ def test_a_backup_that_is_no_longer_wanted_releases_what_waits_for_it(make_house
     house.between[-1].close()
     call = house.workers["worker-0"].commit("server-0", 1, ones())
     assert not call.arrives(0.1)
-    house.carry_out(seats=[Seat(number, "server-0") for number in numbers])
+    house.carry_out(replica_sets=[ReplicaSet(number, "server-0") for number in numbers])
     assert isinstance(call.wait(WAIT), Committed)
     assert all(house.slot("server-0", number).state.version == 1 for number in numbers)
 
@@ -346,8 +352,8 @@ def test_only_the_primary_of_a_slice_may_say_what_happens_to_it(make_house: Make
     number = house.parts("server-0")[0].id
     house.seed("server-0", "server-1", [number])
     slot = house.slot("server-0", number)
-    # The seats change behind its back: another server is the primary now.
-    house.servers["server-1"]._hosting._seats[number] = Seat(number, "server-2", ("server-1",))
+    # The replica sets change behind its back: another server is the primary now.
+    house.servers["server-1"]._hosting._replica_sets[number] = ReplicaSet(number, "server-2", ("server-1",))
     call = house.workers["worker-0"].commit("server-0", 1, ones())
     assert not call.arrives(0.1) and slot.state.version == 0
     eventually(lambda: [line for line in house.lines if "refuses updates from here" in line])
@@ -364,11 +370,14 @@ def test_primary_and_backup_change_places(make_house: MakeHouse) -> None:
     for clock in (1, 2):
         step(house, clock, np.random.default_rng(clock))
     for turn in range(3):
-        house.carry_out(seats=[Seat(s.slice, s.backups[0], (s.primary,)) for s in house.seats.values()], moves=True)
+        house.carry_out(
+            replica_sets=[ReplicaSet(s.slice, s.backups[0], (s.primary,)) for s in house.replica_sets.values()],
+            moves=True,
+        )
         for clock in (3 + 2 * turn, 4 + 2 * turn):
             step(house, clock, np.random.default_rng(clock))
         check_equal(house)
-    assert not [line for line in house.lines if "seeded anew" in line]
+    assert not [line for line in house.lines if "seeded again" in line]
 
 
 def test_a_rule_that_raises_is_told_and_stops_nothing_else(make_house: MakeHouse) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.coordinator.played import ask, jobs
 
-from syncline.core.wire.control import AskStatus, Beat, Join, Leave, Report, Watch
+from syncline.core.wire.control import AskStatus, Heartbeat, Join, Leave, Report, Watch
 
 from .conftest import WAIT, House
 
@@ -24,8 +24,8 @@ def report(job: Any, name: str, step: int, samples: int) -> None:
 def test_the_step_of_the_job_is_no_workers_own(jobs: Any, sync_every: int, step: int) -> None:
     """Updates of the slice that has had the most, as `job.step`; where steps are local, the most of any worker."""
     job = jobs(policy="sync" if sync_every > 1 else "async", sync_every=sync_every).begin()
-    job["server-0"].ask(Beat(num_updates=1299))
-    job["server-1"].ask(Beat(num_updates=1300))
+    job["server-0"].ask(Heartbeat(num_updates=1299))
+    job["server-1"].ask(Heartbeat(num_updates=1300))
     for name, own in (("worker-0", 600), ("worker-1", 700)):
         report(job, name, own, 10)
     assert ask(job, Watch()).step == step

@@ -75,7 +75,7 @@ def test_a_ring_and_servers_come_to_the_same(rule: str, clip: float | None) -> N
     """Also where the round's mean is clipped, and where a worker has fewer steps."""
     found = {}
     for exchange in ("servers", "ring"):
-        with local_job(workers=3, exchange=exchange, slice_bytes=128, **WAYS["by deputies"]) as jobs:
+        with local_job(workers=3, exchange=exchange, slice_bytes=128, **WAYS["by host leaders"]) as jobs:
             found[exchange] = jobs.run(lambda job: train(job, rule, clip))
             if exchange == "ring":
                 check_all_equal(jobs)
@@ -98,7 +98,7 @@ def test_nobody_applies_a_round_before_all_have_voted(monkeypatch: pytest.Monkey
             original(self, work)
 
     monkeypatch.setattr(Voting, "held", held)
-    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
         acknowledged: dict[str, int] = {}
         go, passed = threading.Event(), threading.Barrier(3)
 
@@ -140,7 +140,7 @@ def test_nobody_applies_a_round_before_all_have_voted(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("at", ["everyone holds it", "one does not hold it"])
 def test_after_a_death_a_round_counts_where_all_survivors_hold_it(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    """Held by all who are left it counts, with what the dead one brought; else those who are there make it anew."""
+    """Held by all who are left it counts, with what the dead one brought; else those who are there make it again."""
     stops = threading.Event()
     vote, hold = Voting.held, Backups._hold
 

@@ -64,7 +64,7 @@ def join_late(jobs: Any) -> None:
     assert check_ledger(late, acknowledged)[:3] == [60, 60, 20]
 
 
-@pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])
+@pytest.mark.parametrize("way", ["by host leaders", "straight", "by host leaders for two"])
 def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
     with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3, **WAYS[way]) as jobs:
         join_late(jobs)
@@ -75,13 +75,17 @@ def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
 
 def test_one_that_holds_no_longer_does_not_stop_those_who_supply_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine a server lets go of a change before its Install comes, and refuses that. Others have it, and
-    would wait for the one until it has it too: all of it begins anew."""
+    would wait for the one until it has it too: all of it begins again."""
     install, refused = Generations._install, []
 
     def late(self: Any, request: Any, message: Any) -> None:
-        hold, known = self._hold, self._hosting._seats
-        seats = hold.message.seats if hold is not None else ()
-        moved = {seat.primary for seat in seats if known.get(seat.slice, seat).primary != seat.primary}
+        hold, known = self._hold, self._hosting._replica_sets
+        replica_sets = hold.message.replica_sets if hold is not None else ()
+        moved = {
+            replica_set.primary
+            for replica_set in replica_sets
+            if known.get(replica_set.slice, replica_set).primary != replica_set.primary
+        }
         if moved and self._name not in moved and len(refused) < 6:  # who is to have more supplies the others
             refused.append(self._name)
             self._end_by_itself(self._hold)
@@ -94,7 +98,7 @@ def test_one_that_holds_no_longer_does_not_stop_those_who_supply_it(monkeypatch:
         check_all_equal(jobs)
 
 
-@pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])
+@pytest.mark.parametrize("way", ["by host leaders", "straight", "by host leaders for two"])
 @pytest.mark.parametrize("slice_bytes", [64, 1 << 20])
 def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
     """Also where there are fewer slices than servers: it is nobody's primary then, and has its vote all the same."""
@@ -136,7 +140,7 @@ def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
         check_all_equal(jobs)
 
 
-@pytest.mark.parametrize("way", ["by deputies", "straight", "by deputies for two"])
+@pytest.mark.parametrize("way", ["by host leaders", "straight", "by host leaders for two"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch, victim: int, way: str) -> None:
     """A joiner is named as a backup of all, and lacks what this primary was to give it: it is none of that. Nor does
@@ -180,8 +184,8 @@ def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """It does not hold a sum when it is released from its seat: the primary must not take that for a vote, and apply
-    what the others then drop."""
+    """It does not hold a sum when it is released from its replica set: the primary must not take that for a vote,
+    and apply what the others then drop."""
     stops, hold = threading.Event(), Backups._hold
 
     def holds(self: Any, backup: Any, request: Any, message: Any, ballot: Any, voting: Any) -> bool:
@@ -192,10 +196,10 @@ def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyP
     release = hosting.Hosting.release_backups
     asked: list[Any] = []  # the others, which have answered before that one lets go of anybody
 
-    def releases(self: Any, seats: Any) -> None:
+    def releases(self: Any, replica_sets: Any) -> None:
         if stops.is_set() and self.name == "server-2":
             eventually(lambda: all((hold := one._generations._hold) and hold.is_answered for one in asked))
-        release(self, seats)
+        release(self, replica_sets)
         if stops.is_set() and self.name == "server-2":
             threading.Event().wait(0.1)  # whatever that has let loose comes to its end
 
@@ -237,7 +241,7 @@ def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyP
 def test_who_is_nobodys_primary_says_where_those_begin_who_enter() -> None:
     """It hears of all commits too, and may have closed a round that is open still elsewhere: whoever were put into
     that one would wait for it for ever."""
-    with local_job(workers=2, exchange="ring", slice_bytes=1 << 20, **WAYS["by deputies"]) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=1 << 20, **WAYS["by host leaders"]) as jobs:
 
         def work(job: Any) -> None:
             job.kv.register({"x": np.zeros(4, np.float32)}, Rule("Add"), reduce="sum")
@@ -253,7 +257,7 @@ def test_who_is_nobodys_primary_says_where_those_begin_who_enter() -> None:
 
 
 def test_two_that_die_at_once_cost_no_step() -> None:
-    with local_job(workers=4, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
+    with local_job(workers=4, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
         threads = start(jobs, lambda job: push_cells(job, 40, acknowledged), gone)
@@ -280,7 +284,7 @@ def test_the_last_one_goes_on_alone(sums: str) -> None:
 
 def test_what_was_dropped_and_fails_late_takes_nothing_from_what_is_made_anew() -> None:
     """The same commit, in a round that counts nowhere and in the one that takes its place."""
-    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
         flow = jobs._process._servers["server-0"].commits.flow
         commit = Commit("worker-0", 1, 7, Contribution(1, 0, 0))
         dropped, anew = (RoundWork((commit,), (), commit, parse_policy("sync"), lambda work: None) for _ in range(2))
@@ -313,7 +317,7 @@ def test_when_all_have_ended_the_verdict_says_so_and_what_helps(monkeypatch: pyt
 
 
 def test_what_a_rule_remembers_is_everywhere_too() -> None:
-    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
 
         def work(job: Any) -> None:
             job.kv.register({"x": np.ones(80, np.float32)}, Rule("Adam", lr=0.1))

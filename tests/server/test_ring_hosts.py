@@ -128,7 +128,7 @@ def test_a_ring_with_a_codec_and_servers_with_it_come_to_the_same(workers: int, 
 
 @pytest.mark.parametrize(("workers", "codec"), [(3, "topk:0.1"), (4, "bf16")])
 def test_a_process_that_dies_costs_nobody_a_step(workers: int, codec: str) -> None:
-    """With four a sum goes by its primary, with three all get all: what is made anew goes another way."""
+    """With four a sum goes by its primary, with three all get all: what is made again goes another way."""
     with local_job(workers=workers, exchange="ring", slice_bytes=64, transport="tcp", codec=codec) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
@@ -167,7 +167,8 @@ def test_one_that_comes_changes_the_way_that_slices_go() -> None:
 @pytest.mark.parametrize("at", ["nobody has voted", "one has not summed up"])
 def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """All that was pushed is in the parameters or in the residuals, each of it once. Held by all survivors, the round
-    counts, with what the dead one brought; where one has not summed it up, it is made anew by those who are there."""
+    counts, with what the dead one brought; where one has not summed it up, it is made again by those who are
+    there."""
     stops = threading.Event()
     vote, keep, late = Voting.held, Voting.keeps, list[Callable[[], bool]]()
 
@@ -313,7 +314,7 @@ def test_a_sum_that_comes_late_is_not_written_over_one_of_a_later_round() -> Non
 def test_a_copy_that_is_being_written_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker reads its own server's memory while a round of others is applied to it."""
     still: list[bool] = []
-    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by deputies"]) as jobs:
+    with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(64, np.float32)}, Rule("Add")))
         for name, slots in copies(jobs).items():
             for number in jobs._process._servers[name]._hosting.backups.numbers():

@@ -15,8 +15,8 @@ from tests.patience import PATIENCE
 
 from syncline import Rule
 from syncline.core.leasing.loader import Loader
-from syncline.core.wire.control import Beat
-from syncline.core.wire.leases import AskLease, AskUses, Confirm, GivenLease, Opened, OpenEpoch, Uses
+from syncline.core.wire.control import Heartbeat
+from syncline.core.wire.leases import AskLease, AskLeaseAcks, Confirm, GivenLease, Opened, OpenEpoch, Uses
 from syncline.core.wire.traffic import Committed
 from syncline.testing import local_job
 from syncline.torch import DataLoader
@@ -67,13 +67,13 @@ def test_what_was_late_is_told_and_confirmed_beside_what_was_used(make_house: Ma
     for worker, lease in ((one, 1), (two, 2)):
         worker.commit("server-0", 1, ones(), uses=[(lease, 0, 4)])
     three.commit("server-0", 1, ones(), uses=[(3, 0, 4), (4, 8, 9)]).wait(WAIT)
-    told = house.tell("server-0", AskUses()).wait(WAIT)
+    told = house.tell("server-0", AskLeaseAcks()).wait(WAIT)
     assert isinstance(told, Uses)
     assert sorted(told.uses) == [(1, 0, 4), (2, 0, 4)] and sorted(told.late) == [(3, 0, 4), (4, 8, 9)]
     beat = house.servers["server-0"].beat()
     assert sorted(beat.late) == sorted(told.late)
     house.tell("server-0", Confirm([(1, 0, 4)], [(3, 0, 4)])).wait(WAIT)
-    told = house.tell("server-0", AskUses()).wait(WAIT)
+    told = house.tell("server-0", AskLeaseAcks()).wait(WAIT)
     assert (told.uses, told.late) == ([(2, 0, 4)], [(4, 8, 9)])
 
 
@@ -104,7 +104,7 @@ def test_late_places_are_handed_out_again_and_confirmed_once_kept(jobs: Any) -> 
     epoch = job.coordinator.handing.leasing.epoch("a", 0)
     late = (leases[1].lease, 0, 4)
     for _ in range(3):  # every beat says it, until it is confirmed
-        server.ask(Beat(uses=[(leases[0].lease, 0, 8)], late=[late]))
+        server.ask(Heartbeat(uses=[(leases[0].lease, 0, 8)], late=[late]))
     assert epoch.num_done == 8 and epoch.num_todo == 4
     until(lambda: any(late in confirm.late for confirm in server.all(Confirm)), "confirmed")
     assert job.disk.last.leases.epochs["a"][0].num_todo == 4, "and kept before"

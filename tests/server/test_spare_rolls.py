@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from syncline.core.rounds import Roll
-from syncline.core.seats import Seat
+from syncline.core.replica_sets import ReplicaSet
+from syncline.core.rounds import RoundMembership
 from syncline.core.wire.control import Prepared, Roster
 from syncline.core.wire.traffic import Committed
 from syncline.errors import ProtocolError
@@ -29,7 +29,7 @@ def two_segments(make_house: MakeHouse) -> tuple[House, str, str]:
     house = make_house(2, 3, policy="sync:spare=1")
     for name in "xy":
         house.register({name: np.zeros(8, np.float32)}, "SGD", "sum")
-    (here, there) = (house.seats[part.id].primary for part in house.registry.layout.slices())
+    (here, there) = (house.replica_sets[part.id].primary for part in house.registry.layout.slices())
     assert here != there
     return house, here, there
 
@@ -107,9 +107,9 @@ def test_a_worker_tells_the_one_that_decides_nothing_of_rounds(make_house: MakeH
     one, two, three = house.workers.values()
     stage_all(one, 1, 1.0)
     with pytest.raises(ProtocolError, match="to the server that decides that"):
-        one.commit_staged("server-0", 1, Roll(0, 1000, [(one.name, one.incarnation, 1)])).wait(WAIT)
+        one.commit_staged("server-0", 1, RoundMembership(0, 1000, [(one.name, one.incarnation, 1)])).wait(WAIT)
     with pytest.raises(ProtocolError, match="neither in nor late by"):
-        one.commit_staged("server-1", 1, Roll(0, 1000, [(two.name, two.incarnation, 1)])).wait(WAIT)
+        one.commit_staged("server-1", 1, RoundMembership(0, 1000, [(two.name, two.incarnation, 1)])).wait(WAIT)
     assert rounds_at(house, "server-0").rolls.newest is rounds_at(house, "server-1").rolls.newest is None
     rolls = decided(decide(three, 1, 4.0), one.commit_staged("server-0", 1))
     assert rolls[0].members == [(one.name, one.incarnation, 1), (three.name, three.incarnation, 1)]
@@ -127,7 +127,7 @@ def test_what_held_commits_say_is_told_with_the_rest(make_house: MakeHouse) -> N
     eventually(lambda: list(commits.holding.waiting()))
     answer = house.tell("server-1", change.prepare()).wait(WAIT)
     assert isinstance(answer, Prepared) and answer.rolls == [first]
-    held = two.commit_staged("server-1", 1, Roll(0, 9, [(two.name, two.incarnation, 1)]))
+    held = two.commit_staged("server-1", 1, RoundMembership(0, 9, [(two.name, two.incarnation, 1)]))
     eventually(lambda: len(list(commits.holding.waiting())) == 2)
     assert commits.rounds.rolls.newest == first and not held.is_done, "what comes later may be decided otherwise"
 
@@ -139,18 +139,18 @@ def test_a_server_is_alone_again_when_the_other_has_left(make_house: MakeHouse) 
     """It has given its slices away before: there is no change by which it goes, only a roster."""
     house = a_house(make_house)
     house.seed("server-1", "server-0")
-    seats = [Seat(part.id, "server-0") for part in house.parts("server-1")]
-    house.carry_out(seats=seats, moves=True)
+    replica_sets = [ReplicaSet(part.id, "server-0") for part in house.parts("server-1")]
+    house.carry_out(replica_sets=replica_sets, moves=True)
     rounds, server = rounds_at(house, "server-0"), house.servers["server-0"]
     assert not rounds.is_alone
     members = list(house.members)
     house.kill("server-1")
-    server.hear(Roster(house.generation - 1, house.members, list(house.seats.values())))
+    server.hear(Roster(house.generation - 1, house.members, list(house.replica_sets.values())))
     assert not rounds.is_alone, "an old roster"
     assert {member.name for member in server._hosting.servers()} == {"server-0", "server-1"}
-    server.hear(Roster(house.generation, house.members, list(house.seats.values())))
+    server.hear(Roster(house.generation, house.members, list(house.replica_sets.values())))
     assert rounds.is_alone and rounds.decides
-    server.hear(Roster(house.generation, members, list(house.seats.values())))
+    server.hear(Roster(house.generation, members, list(house.replica_sets.values())))
     assert not rounds.is_alone
     one, two, _ = house.workers.values()
     for worker in (one, two):

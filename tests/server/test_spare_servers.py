@@ -14,8 +14,8 @@ from tests.patience import PATIENCE
 from tests.server.test_spare import Numbers
 
 from syncline import Rule
-from syncline.core.rounds import Roll
-from syncline.core.wire.leases import AskUses
+from syncline.core.rounds import RoundMembership
+from syncline.core.wire.leases import AskLeaseAcks
 from syncline.core.wire.traffic import AskClip, Committed, GiveClip
 from syncline.errors import ProtocolError, SynclineError
 from syncline.testing import local_job
@@ -30,7 +30,9 @@ MakeHouse = Callable[..., House]
 def a_house(make_house: MakeHouse, servers: int = 2, workers: int = 3, **settings: Any) -> House:
     house = make_house(servers, workers, policy="sync:spare=1", **settings)
     house.register({"x": np.zeros(96, np.float32)}, "SGD", "sum")
-    assert house.seats[0].primary == "server-0" and house.primaries() == [f"server-{k}" for k in range(servers)]
+    assert house.replica_sets[0].primary == "server-0" and house.primaries() == [
+        f"server-{k}" for k in range(servers)
+    ]
     return house
 
 
@@ -49,7 +51,7 @@ def decide(worker: Worker, clock: int, value: float, **rest: Any) -> Any:
     return worker.commit_staged("server-0", clock)
 
 
-def decided(*calls: Any) -> list[Roll]:
+def decided(*calls: Any) -> list[RoundMembership]:
     rolls = []
     for call in calls:
         answer = call.wait(WAIT)
@@ -177,7 +179,7 @@ def test_who_is_in_a_round_outlives_the_server_that_closed_it(make_house: MakeHo
     calls = [redo(two, 1, 2.0), redo(one, 1, 1.0)]
     assert not any(call.wait(WAIT).late for call in calls)
     assert (house.value("x") == -3.0).all()
-    told = house.tell("server-1", AskUses()).wait(WAIT)
+    told = house.tell("server-1", AskLeaseAcks()).wait(WAIT)
     assert told.late == [(7, 0, 4)], "the backup of slice 0 knows what was late"
     calls = [redo(worker, 2, 1.0) for worker in (three, one)]
     assert not any(call.wait(WAIT).late for call in calls)
@@ -204,13 +206,15 @@ def test_slice_0_moves_to_a_server_that_has_not_heard_of_anything(make_house: Ma
     decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
     assert decide(three, 1, 4.0, uses=[(7, 0, 4)]).wait(WAIT).late
     house.seed("server-0", "server-1")
-    seats = [seat for seat in house.seats.values() if seat.primary == "server-0"]
-    house.carry_out(seats=[type(seat)(seat.slice, "server-1") for seat in seats], moves=True)
+    replica_sets = [replica_set for replica_set in house.replica_sets.values() if replica_set.primary == "server-0"]
+    house.carry_out(
+        replica_sets=[type(replica_set)(replica_set.slice, "server-1") for replica_set in replica_sets], moves=True
+    )
     assert redo(three, 1, 4.0).wait(WAIT).late
     calls = [redo(one, 1, 1.0), redo(two, 1, 2.0)]
     assert not any(call.wait(WAIT).late for call in calls)
     assert (house.value("x") == -3.0).all()
-    assert house.tell("server-1", AskUses()).wait(WAIT).late == [(7, 0, 4)]
+    assert house.tell("server-1", AskLeaseAcks()).wait(WAIT).late == [(7, 0, 4)]
 
 
 # -- whole jobs ------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ class AtBarriers(Saving):
     """Who has come, and who may go on."""
 
     def on_barrier(self, session: Session, frame: Frame) -> None:
-        turn, stretch = frame.body
+        turn, phase = frame.body
         if not self._is_member(frame):
             return
-        if not self.barriers.arrive("epoch", turn, frame.name, stretch):
-            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(stretch, self.state.stretch)))
+        if not self.barriers.arrive("epoch", turn, frame.name, phase):
+            self.say(frame.name, "passed", (turn, self.barriers.behind_passed(phase, self.state.phase)))
             return
         self.at_barrier[frame.name] = (turn, session)
         self._release_barriers()
@@ -28,9 +28,9 @@ class AtBarriers(Saving):
         whole = self.barriers.ready([*self.state.entered, *self.state.fencing] or self.membership.workers())
         stretches = self.barriers.pass_all(whole)
         self.barriers.forget(whole)
-        for (_, turn), self.state.stretch in zip(whole, stretches, strict=True):
+        for (_, turn), self.state.phase in zip(whole, stretches, strict=True):
             self.keep()
             for name, (known, _) in list(self.at_barrier.items()):
                 if known == turn:
                     del self.at_barrier[name]
-                    self.say(name, "passed", (turn, Passed(self.state.stretch)))
+                    self.say(name, "passed", (turn, Passed(self.state.phase)))

@@ -9,9 +9,9 @@ import msgspec
 from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
 from syncline.core.membership import Barriers, JobState, Membership
-from syncline.core.reconfigure import Change, Deciding
+from syncline.core.reconfigure import Planner, Reconfiguration
+from syncline.core.replica_sets import Plan, ReplicaSet
 from syncline.core.ring import partner_of
-from syncline.core.seats import Plan, Seat
 from syncline.core.wire.control import Entered, Prepared
 from syncline.errors import ConfigError
 
@@ -47,10 +47,10 @@ class Coordinator(AtBarriers):
         self.liveness = Liveness(least_seconds=1.0, most_seconds=4.0, suspect_seconds=0.3, asleep_seconds=0.15)
         for name in state.members:
             self.liveness.watch(name, self.world.now, full=True)
-        self.barriers = Barriers(state.stretch, state.passed)
+        self.barriers = Barriers(state.phase, state.passed)
         self.links: dict[str, Session] = {}
         self.released = 0
-        self.deciding = Deciding(self.membership)
+        self.deciding = Planner(self.membership)
         if state.formed:
             self.deciding.resume()
         self.leaving: dict[str, int] = {}
@@ -184,13 +184,15 @@ class Coordinator(AtBarriers):
             primary = servers[number % len(servers)]
             if self.job.scenario.is_ring:
                 others = tuple(name for name in servers if name != primary)
-                self.state.seats[number] = Seat(number, primary, others)
+                self.state.replica_sets[number] = ReplicaSet(number, primary, others)
                 continue
-            self.state.seats[number] = Seat(number, primary, (backup,) if backup not in ("", primary) else ())
+            self.state.replica_sets[number] = ReplicaSet(
+                number, primary, (backup,) if backup not in ("", primary) else ()
+            )
         self.state.is_changing = True  # in this house the first generation is installed like any other
         if not self.keep():
             self.state.is_changing = False
-            self.state.formed, self.state.generation, self.state.entered, self.state.seats = False, 0, {}, {}
+            self.state.formed, self.state.generation, self.state.entered, self.state.replica_sets = False, 0, {}, {}
             return
         self.deciding.entering.update(dict.fromkeys(self.state.entered, 0))
         self.deciding.moves = self.is_dirty = True
@@ -269,9 +271,9 @@ class Coordinator(AtBarriers):
             self._wait(0.05)
             return
         if "joiner_counts" in bugs:
-            self.state.seats_before = {}
+            self.state.replica_sets_before = {}
         if "old_era" in bugs:
-            change.stretch = 0
+            change.phase = 0
         if "forget_standings" in bugs:
             change.staying = {}
         attempt = self.attempt = {"change": change, "installed": set(), "install": None, "plan": wanted, "times": 0}
@@ -284,7 +286,7 @@ class Coordinator(AtBarriers):
             self._prepare(attempt)
 
     def _prepare(self, attempt: dict[str, Any]) -> None:
-        change: Change = attempt["change"]
+        change: Reconfiguration = attempt["change"]
         self._ask_all(attempt)
         if "release_early" in self.job.bugs and not self.job.is_new:
             self._finish(change)
@@ -298,7 +300,7 @@ class Coordinator(AtBarriers):
         for server in attempt["change"].servers:
             self.say(server, "prepare", attempt["change"].prepare())
 
-    def _is_under_way(self, change: Change) -> bool:
+    def _is_under_way(self, change: Reconfiguration) -> bool:
         return self.attempt is not None and self.attempt["change"] is change
 
     def _give_up(self, attempt: dict[str, Any]) -> None:
@@ -311,7 +313,7 @@ class Coordinator(AtBarriers):
         attempt = self.attempt
         if attempt is None or attempt["change"].generation != generation or attempt["install"] is not None:
             return
-        change: Change = attempt["change"]
+        change: Reconfiguration = attempt["change"]
         if frame.name not in change.servers:
             return
         change.prepared(frame.name, answer)
@@ -332,7 +334,7 @@ class Coordinator(AtBarriers):
             return
         if "enter_one_server" in self.job.bugs:
             first: Prepared = change._answers[next(iter(change.servers))]
-            turn = max([(change.stretch, 0), *(s.turn() for s in first.standings)])
+            turn = max([(change.phase, 0), *(s.turn() for s in first.standings)])
             change.turn = lambda: turn  # type: ignore[method-assign]
         if self.job.bugs & {"settle_by_most", "settle_by_any"}:
             change.settle = lambda: settled_otherwise(change, self.job.bugs)  # type: ignore[method-assign]
@@ -359,7 +361,7 @@ class Coordinator(AtBarriers):
         if attempt["installed"] >= set(attempt["change"].servers):
             self._finish(attempt["change"])
 
-    def _finish(self, change: Change) -> None:
+    def _finish(self, change: Reconfiguration) -> None:
         """Every server has it: rounds, barriers and places are others' from now on."""
         state = self.state
         self.deciding.settle(change)
@@ -369,7 +371,7 @@ class Coordinator(AtBarriers):
             self._wait(0.05)
             return
         self.attempt, self.released = None, change.generation
-        self.seated = {name for seat in change.seats for name in seat.names}
+        self.seated = {name for replica_set in change.replica_sets for name in replica_set.names}
         entries = dict(self.deciding.entering)
         places = self.deciding.finish(change)
         if self.job.is_new:
@@ -386,12 +388,12 @@ class Coordinator(AtBarriers):
         self.pump()
 
     def _say_place(self, name: str, incarnation: int, entry: int, place: Entered) -> None:
-        self.say(name, "entered", (incarnation, entry, place.stretch, place.back_at))
+        self.say(name, "entered", (incarnation, entry, place.phase, place.back_at))
 
     def _tell(self, name: str) -> None:
-        seats = {number: seat.primary for number, seat in self.state.seats.items()}
+        replica_sets = {number: replica_set.primary for number, replica_set in self.state.replica_sets.items()}
         if self.job.scenario.is_ring:  # workers commit at all servers, also at those that are nobody's primary
-            names = {name for seat in self.state.seats.values() for name in seat.names}
-            seats |= {-1 - k: name for k, name in enumerate(sorted(names.difference(seats.values())))}
+            names = {name for replica_set in self.state.replica_sets.values() for name in replica_set.names}
+            replica_sets |= {-1 - k: name for k, name in enumerate(sorted(names.difference(replica_sets.values())))}
         if self.released == self.state.generation:
-            self.say(name, "roster", (self.released, self.membership.ordered(), seats))
+            self.say(name, "roster", (self.released, self.membership.ordered(), replica_sets))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.checkpoint.snapshot import Gate, Kind, behind_to_tell, clocks_to_tell, gate_of, on_all
+from syncline.core.checkpoint.snapshot import Kind, SnapshotBarrier, behind_to_tell, clocks_to_tell, gate_of, on_all
 from syncline.core.slice_state import highest_clocks
-from syncline.core.wire.checkpoints import GateClosed
+from syncline.core.wire.checkpoints import SnapshotBarrierClosed
 
 from .hosting import Host, Identity
 from .world import Frame, Session
@@ -29,9 +29,9 @@ class Gated(Host):
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job, name)
-        self.gate: Gate | None = None
-        self.closing: tuple[Session, Gate] | None = None  # who is to be told when all has come to its end
-        self.told: Gate | None = None
+        self.gate: SnapshotBarrier | None = None
+        self.closing: tuple[Session, SnapshotBarrier] | None = None  # who is to be told when all has come to its end
+        self.told: SnapshotBarrier | None = None
 
     # -- what waits ---------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Gated(Host):
             self.reply(session, "gate_refused", (gate.number,))
             return
         if not self.primaries():
-            self.reply(session, "gate_closed", (gate.number, gate.turn, GateClosed([], has_slices=False)))
+            self.reply(session, "gate_closed", (gate.number, gate.turn, SnapshotBarrierClosed([], has_slices=False)))
             return
         self.gate, self.closing = gate, (session, gate)
         self.world.at(self.world.now + 1.5 * self.job.scenario.gate_seconds, lambda: self._check_open(gate))
@@ -132,7 +132,7 @@ class Gated(Host):
         uses, late, _ = self._uses_here()
         updates = max(self.hosted[n].state.version for n in self.primaries())
         clocks = clocks_to_tell(gate, self._applied(), self._there())
-        answer = GateClosed(clocks, uses, late, updates, behind=self._behind())
+        answer = SnapshotBarrierClosed(clocks, uses, late, updates, behind=self._behind())
         self.reply(session, "gate_closed", (gate.number, gate.turn, answer))
 
     # -- opening ------------------------------------------------------------------------------------------
@@ -141,14 +141,14 @@ class Gated(Host):
         """`_let_go` is to follow."""
         self.gate = self.closing = None
 
-    def _open_late(self, gate: Gate) -> None:
+    def _open_late(self, gate: SnapshotBarrier) -> None:
         if self.gate is gate:
             if self.closing is not None:
                 self.reply(self.closing[0], "gate_refused", (gate.number,))
             self.open_gate()
             self._let_go()
 
-    def _check_open(self, gate: Gate) -> None:
+    def _check_open(self, gate: SnapshotBarrier) -> None:
         if self.gate is gate and self.is_alive and not self.is_paused:
             self.job.ledger.fail(f"{self.life} has its gate closed for long: {gate}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncline.core.leasing.queue import Desk
+from syncline.core.leasing.queue import LeaseQueue
 from syncline.core.slice_state import Identity
 from syncline.core.wire.leases import Use
 
@@ -22,7 +22,7 @@ class Handing(Planning):
     """Samples, handed out."""
 
     def open_desk(self) -> None:
-        self.desk: Desk[tuple[Session, int]] = Desk(self.membership)
+        self.desk: LeaseQueue[tuple[Session, int]] = LeaseQueue(self.membership)
         if "reuse_lease" in self.job.bugs:
             epochs = self.state.leases.epochs.get(LOADER, {}).values()
             self.state.leases.next_lease = 1 + max((n for epoch in epochs for n in epoch.leases), default=0)
@@ -111,9 +111,9 @@ class Handing(Planning):
             self.answer_all()
 
     def _ask_uses(self, key: Any = None) -> None:
-        seat = self.state.seats.get(0)
-        if seat is not None:
-            self.say(seat.primary, "ask_uses", (key,))
+        replica_set = self.state.replica_sets.get(0)
+        if replica_set is not None:
+            self.say(replica_set.primary, "ask_uses", (key,))
 
     def on_uses(self, session: Session, frame: Frame) -> None:
         if not self._may_ask(session, frame):
@@ -163,8 +163,8 @@ class Handing(Planning):
         if "confirm_unkept" not in self.job.bugs and not self.keep():
             self.desk.put_back_news(used, late)
             return
-        seat = self.state.seats.get(0)
-        for name in seat.names if seat is not None else ():
+        replica_set = self.state.replica_sets.get(0)
+        for name in replica_set.names if replica_set is not None else ():
             self.say(name, "confirm", (sorted(set(used)), sorted(set(late))))
 
     # -- the dead -----------------------------------------------------------------------------------------

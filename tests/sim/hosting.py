@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from syncline.core.members import Standing
-from syncline.core.rounds import Roll, Rounds, Verdict
-from syncline.core.seats import Seat
+from syncline.core.replica_sets import ReplicaSet
+from syncline.core.rounds import RoundMembership, Rounds, Verdict
 from syncline.core.slice_state import SliceState
 from syncline.core.wire.control import Install, Prepare
 from syncline.core.wire.leases import Use
@@ -29,12 +29,12 @@ Part = tuple[Identity, int, tuple[Use, ...], bool]  # whose, clock, what it has 
 class Item:
     """What is staged for a clock."""
 
-    __slots__ = ("back_at", "incarnation", "slices", "stretch", "uses")
+    __slots__ = ("back_at", "incarnation", "phase", "slices", "uses")
 
     def __init__(
-        self, incarnation: int, stretch: int, slices: frozenset[int], back_at: int | None, uses: tuple[Use, ...] = ()
+        self, incarnation: int, phase: int, slices: frozenset[int], back_at: int | None, uses: tuple[Use, ...] = ()
     ) -> None:
-        self.incarnation, self.stretch, self.slices, self.back_at = incarnation, stretch, slices, back_at
+        self.incarnation, self.phase, self.slices, self.back_at = incarnation, phase, slices, back_at
         self.uses = uses
 
 
@@ -64,8 +64,8 @@ class Host(SimMember):
         self.prepared, self.opened = 0, True
         self.rounds: Rounds[Item] = Rounds(job.policy, [])
         self.hosted: dict[int, Hosted] = {}
-        self.seats: dict[int, Seat] = {}
-        self.seats_before: dict[int, Seat] = {}
+        self.replica_sets: dict[int, ReplicaSet] = {}
+        self.replica_sets_before: dict[int, ReplicaSet] = {}
         self.hold_until = 0.0
         self.held: list[tuple[Session, Frame]] = []
         self.preparing: tuple[Session, Prepare] | None = None
@@ -83,7 +83,9 @@ class Host(SimMember):
         self.retrying: set[str] = set()
 
     def primaries(self) -> list[int]:
-        return [n for n, seat in self.seats.items() if seat.primary == self.name and n in self.hosted]
+        return [
+            n for n, replica_set in self.replica_sets.items() if replica_set.primary == self.name and n in self.hosted
+        ]
 
     # -- workers ------------------------------------------------------------------------------------------
 
@@ -112,8 +114,8 @@ class Host(SimMember):
     def on_stage(self, session: Session, frame: Frame) -> None:
         if not self._is_welcome(session, frame):
             return
-        request, clock, stretch, slices, back_at, commit, uses = frame.body
-        item = Item(frame.incarnation, stretch, slices, back_at, uses)
+        request, clock, phase, slices, back_at, commit, uses = frame.body
+        item = Item(frame.incarnation, phase, slices, back_at, uses)
         self.staged.setdefault((frame.name, frame.incarnation), {})[clock] = item
         if commit:
             self.on_commit(session, frame_of_commit(frame, request, clock, None))
@@ -141,13 +143,13 @@ class Host(SimMember):
             self.reply(session, "restage", (request, clock))
             return
         if item is None:
-            item = Item(who[1], standing.stretch, frozenset(), None)
+            item = Item(who[1], standing.phase, frozenset(), None)
         if roll is not None:
             self.rounds.learn(roll)
         if "any_order" in self.job.bugs:
             self.rounds.rolls.newest = None
         try:
-            verdict = self.rounds.commit(frame.name, frame.incarnation, clock, item.stretch, item, item.back_at)
+            verdict = self.rounds.commit(frame.name, frame.incarnation, clock, item.phase, item, item.back_at)
         except ProtocolError as error:
             if not session.is_broken:
                 self.job.ledger.fail(f"{self.life} refuses {who}: {error}")
@@ -180,12 +182,12 @@ class Host(SimMember):
             self._rest(session, frame)
 
     def _rest(self, session: Session, frame: Frame) -> None:
-        request, stretch, away = frame.body
+        request, phase, at_barrier = frame.body
         if frame.generation < self.entered_in.get(frame.name, 0):  # since it said this
             self.reply(session, "refresh", (request,))
             return
         try:
-            verdict = self.rounds.rest(frame.name, frame.incarnation, stretch, away)
+            verdict = self.rounds.rest(frame.name, frame.incarnation, phase, at_barrier)
         except FencedError:
             self.reply(session, "fenced", (request,))
             return
@@ -319,9 +321,9 @@ class Host(SimMember):
             return
         if roll is not None:
             self.rounds.learn(roll)
-        seat = self.seats.get(number)
+        replica_set = self.replica_sets.get(number)
         if version == hosted.state.version:
-            if seat is not None and seat.primary == self.name and self.opened and self.rounds.standings:
+            if replica_set is not None and replica_set.primary == self.name and self.opened and self.rounds.standings:
                 self.reply(session, "not_replicated", (number,))
                 return
             new = [part for part in fresh if part[1] > hosted.state.clocks.get(part[0], 0)]
@@ -380,5 +382,5 @@ class Host(SimMember):
     def _seed_failed(self) -> None: ...
 
 
-def frame_of_commit(frame: Frame, request: Any, clock: int, roll: Roll | None) -> Frame:
+def frame_of_commit(frame: Frame, request: Any, clock: int, roll: RoundMembership | None) -> Frame:
     return Frame("commit", frame.name, frame.incarnation, frame.generation, frame.term, (request, clock, roll))

@@ -11,7 +11,7 @@ from syncline.core.checkpoint.snapshot import taken_up
 from syncline.core.leasing.leases import LeaseState
 from syncline.core.membership import JobState
 from syncline.core.policy import parse_policy
-from syncline.core.reconfigure import Change
+from syncline.core.reconfigure import Reconfiguration
 from syncline.core.ring import partner_of
 
 from .coordinator import Coordinator
@@ -233,14 +233,14 @@ class Job:
 
     def primaries(self, state: JobState) -> dict[int, Hosted | None]:
         found: dict[int, Hosted | None] = {}
-        for number, seat in state.seats.items():
-            member = state.members.get(seat.primary)
+        for number, replica_set in state.replica_sets.items():
+            member = state.members.get(replica_set.primary)
             if member is not None and member.address is not None and number not in state.lost:
                 server: Any = self.world.processes[member.address.unix]
                 found[number] = server.hosted.get(number)
         return found
 
-    def released(self, coordinator: Coordinator, change: Change) -> None:
+    def released(self, coordinator: Coordinator, change: Reconfiguration) -> None:
         gates = {p.life: p.gate for p in self.world.current.values() if isinstance(p, Server) and p.gate is not None}
         shut = {life: gate for life, gate in gates.items() if gate.number <= coordinator.state.saves.num_begun}
         if shut and any(p.name in change.servers for p in self.world.current.values() if p.life in shut):

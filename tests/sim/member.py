@@ -80,7 +80,7 @@ class SimMember(Process):
         if self.heed(session, frame):
             self.take_roster(*frame.body)
 
-    def take_roster(self, generation: int, members: list[Member], seats: dict[int, str]) -> None: ...
+    def take_roster(self, generation: int, members: list[Member], replica_sets: dict[int, str]) -> None: ...
 
     def lost(self, session: Session) -> None:
         if session.other(self).name == "coordinator" and session.ends[0] is self:

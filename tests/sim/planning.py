@@ -1,4 +1,5 @@
-"""What a coordinator's twin does about seats: seeds by the core's plan, and copies for slices that nobody has."""
+"""What a coordinator's twin does about replica sets: seeds by the core's plan, and copies for slices that nobody
+has."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership
-from syncline.core.reconfigure import Deciding
-from syncline.core.seats import Plan, by_source
+from syncline.core.reconfigure import Planner
+from syncline.core.replica_sets import Plan, by_source
 from syncline.core.slice_state import Copy, Identity, freshest, life_of, num_revoked
 from syncline.errors import ConfigError
 
@@ -25,7 +26,7 @@ class Planning(Process):
     state: JobState
     membership: Membership
     liveness: Liveness
-    deciding: Deciding
+    deciding: Planner
     links: dict[str, Session]
     seeding: dict[str, Any] | None
     restoring: dict[str, Any] | None
@@ -57,10 +58,10 @@ class Planning(Process):
     # -- plans --------------------------------------------------------------------------------------------
 
     def sizes(self) -> dict[int, int]:
-        return dict.fromkeys(self.state.seats, 1)
+        return dict.fromkeys(self.state.replica_sets, 1)
 
     def _plan(self) -> None:
-        wanted = self.deciding.plan(self.sizes(), self.state.seats)
+        wanted = self.deciding.plan(self.sizes(), self.state.replica_sets)
         if wanted.is_empty:
             self._let_go()
         elif not wanted.seeds or self.job.scenario.is_ring:
@@ -170,7 +171,7 @@ class Planning(Process):
                     if who in self.state.entered:
                         clocks[life_of(who, self.state.entered[who])] = clock
             entries = [(*identity_of(life), clock) for life, clock in clocks.items()]
-            gives.setdefault((name, self.state.seats[number].primary), {})[number] = (
+            gives.setdefault((name, self.state.replica_sets[number].primary), {})[number] = (
                 max(copy.version, copy.known), entries, epoch, self.state.generation,
             )  # fmt: skip
         restoring.update(epoch=epoch, revoked=num_revoked(chosen), keys={})

@@ -54,20 +54,20 @@ class Reader(Worker):
 
     # -- the loop -----------------------------------------------------------------------------------------
 
-    def take_roster(self, generation: int, members: list[Member], seats: dict[int, str]) -> None:
+    def take_roster(self, generation: int, members: list[Member], replica_sets: dict[int, str]) -> None:
         lives = {m.name: m.address.unix for m in members if m.address is not None}
-        if generation > self.generation and self.seats != {n: lives[name] for n, name in seats.items()}:
+        if generation > self.generation and self.replica_sets != {n: lives[name] for n, name in replica_sets.items()}:
             self.must_tell = self.has_paused  # servers that have come since do not know that it rests
-        super().take_roster(generation, members, seats)
+        super().take_roster(generation, members, replica_sets)
 
     def loop(self) -> int:
-        return self.stretch // LOOP * LOOP
+        return self.phase // LOOP * LOOP
 
     def must_enter(self) -> bool:
         return self.piece is not None
 
     def on_entered(self, session: Session, frame: Frame) -> None:
-        if not self.has_entered and max(self.stretch, frame.body[2]) % LOOP == LOOP - 1:
+        if not self.has_entered and max(self.phase, frame.body[2]) % LOOP == LOOP - 1:
             self.job.ledger.fail(f"{self.life} is to enter at the end of its loop, from where it cannot pause")
         super().on_entered(session, frame)
 
@@ -124,7 +124,7 @@ class Reader(Worker):
             if self.piece is not None and self.enters_again:
                 self.has_entered, self.enters_again = False, False
             if self.piece is not None and not self.has_entered:
-                self.stretch, self.has_paused, self.must_tell = self.stretch // LOOP * LOOP, False, False
+                self.phase, self.has_paused, self.must_tell = self.phase // LOOP * LOOP, False, False
                 self.pump()
                 return
         if self.piece is not None:
@@ -169,7 +169,7 @@ class Reader(Worker):
         if self.level == 0:
             self.level = 1
             self._question(waits=False)
-        elif self._has_rested(self.stretch):
+        elif self._has_rested(self.phase):
             self.level = 2
             self._question(waits=True)
 
@@ -211,17 +211,17 @@ class Reader(Worker):
 
     # -- rests --------------------------------------------------------------------------------------------
 
-    def _has_rested(self, stretch: int) -> bool:
-        """Whether it is in no more rounds up to this stretch; all servers are told, once until its next step."""
+    def _has_rested(self, phase: int) -> bool:
+        """Whether it is in no more rounds up to this phase; all servers are told, once until its next step."""
         if self.open:
             return False
-        if self.has_paused and self.stretch % LOOP > 0 and self.phase == "read":
+        if self.has_paused and self.phase % LOOP > 0 and self.phase == "read":
             return True
-        self.rests_from = stretch
+        self.rests_from = phase
         if not self.has_entered:
             self._are_told()
             return True
-        self._ask_all("rest", (stretch, False))
+        self._ask_all("rest", (phase, False))
         return False
 
     def _all_given(self, kind: str) -> None:
@@ -236,7 +236,7 @@ class Reader(Worker):
         self.pump()
 
     def _are_told(self) -> None:
-        self.stretch, self.needs_place, self.has_paused = self.rests_from + 1, True, True
+        self.phase, self.needs_place, self.has_paused = self.rests_from + 1, True, True
         if self.phase == "rest":
             self.place, self.phase = self.place + 1, "open"
             self.enters_again = False
@@ -264,5 +264,5 @@ class Reader(Worker):
         self.pump()
 
     def _rest(self) -> None:
-        if self._has_rested(self.stretch // LOOP * LOOP + LOOP - 1):
+        if self._has_rested(self.phase // LOOP * LOOP + LOOP - 1):
             self.pump()

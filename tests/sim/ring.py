@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from syncline.core.reconfigure import Change
+from syncline.core.reconfigure import Reconfiguration
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.ring import Ballot, Votes, ballot_of
-from syncline.core.seats import Seat
 from syncline.core.slice_state import highest_clocks, least_clocks
 from syncline.core.wire.control import Install, Prepare, Prepared
 
@@ -130,8 +130,10 @@ class RingServer(Server):
     def on_replicate(self, session: Session, frame: Frame) -> None:
         number, version, fresh, epoch, ballot = frame.body
         hosted = self.hosted.get(number)
-        seat = self.seats.get(number)
-        is_out = (frame.name, frame.incarnation) in self.out or seat is None or seat.primary != frame.name
+        replica_set = self.replica_sets.get(number)
+        is_out = (
+            (frame.name, frame.incarnation) in self.out or replica_set is None or replica_set.primary != frame.name
+        )
         is_later = self.is_frozen or ballot.generation > self.votes.generation
         if hosted is None or hosted.epoch != epoch:
             self.reply(session, "not_replicated", (number,))
@@ -205,7 +207,11 @@ class RingServer(Server):
         return msgspec.structs.replace(answer, holds=holds, is_primary=True)
 
     def _has_all(self) -> bool:
-        return all(number in self.hosted for number, seat in self.seats.items() if self.name in seat.names)
+        return all(
+            number in self.hosted
+            for number, replica_set in self.replica_sets.items()
+            if self.name in replica_set.names
+        )
 
     def _is_whole(self, ballot: Ballot) -> bool:
         others = set(self.hosted) - set(self.primaries())
@@ -242,7 +248,7 @@ class RingServer(Server):
         change, (session, install) = self.change, self.installing
         if change.moves:
             self.is_frozen = False
-            voters = {name for seat in change.seats for name in seat.names}
+            voters = {name for replica_set in change.replica_sets for name in replica_set.names}
             self.votes.begin(install.generation, voters)
             self.letters.clear()
             self.answering = (session, install.generation)
@@ -256,33 +262,33 @@ class RingServer(Server):
             super().say_installed(session, generation)
 
     def _host(self, change: Prepare) -> None:
-        before = dict(self.seats_before)
+        before = dict(self.replica_sets_before)
         is_first = self.job.is_new or change.generation <= self.job.first_generation
         lives = {m.name: m.address.unix for m in self.members.values() if m.address is not None}
-        for seat in change.seats:
-            if self.name not in seat.names:
-                self.hosted.pop(seat.slice, None)
-                self.lacking.pop(seat.slice, None)
+        for replica_set in change.replica_sets:
+            if self.name not in replica_set.names:
+                self.hosted.pop(replica_set.slice, None)
+                self.lacking.pop(replica_set.slice, None)
                 continue
-            if seat.slice not in self.hosted:
+            if replica_set.slice not in self.hosted:
                 if is_first:
-                    self.hosted[seat.slice] = Hosted()
-                elif seat.primary == self.name:
-                    self.job.ledger.fail(f"{self.life} gets slice {seat.slice}, which it does not have")
+                    self.hosted[replica_set.slice] = Hosted()
+                elif replica_set.primary == self.name:
+                    self.job.ledger.fail(f"{self.life} gets slice {replica_set.slice}, which it does not have")
                 else:
                     continue  # its primary gives it to us
-            hosted = self.hosted[seat.slice]
-            hosted.targets = {lives[n]: n for n in seat.backups if seat.primary == self.name}
+            hosted = self.hosted[replica_set.slice]
+            hosted.targets = {lives[n]: n for n in replica_set.backups if replica_set.primary == self.name}
             if "skip_fence" not in self.job.bugs:
                 for worker in change.fenced:
                     hosted.state.fence(worker)
-            self._name_lacking(seat, before.get(seat.slice), is_first)
+            self._name_lacking(replica_set, before.get(replica_set.slice), is_first)
 
-    def _name_lacking(self, seat: Seat, before: Seat | None, is_first: bool) -> None:
-        targets = self.hosted[seat.slice].targets
-        known = self.lacking.get(seat.slice, set())
+    def _name_lacking(self, replica_set: ReplicaSet, before: ReplicaSet | None, is_first: bool) -> None:
+        targets = self.hosted[replica_set.slice].targets
+        known = self.lacking.get(replica_set.slice, set())
         new = {life for life, name in targets.items() if before is None or name not in before.names}
-        self.lacking[seat.slice] = set() if is_first else (known | new) & set(targets)
+        self.lacking[replica_set.slice] = set() if is_first else (known | new) & set(targets)
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
@@ -313,8 +319,8 @@ class RingServer(Server):
 
     def on_supply(self, session: Session, frame: Frame) -> None:
         number, version, clocks, fences, ledger, epoch, digest, uses, late = frame.body
-        seat = self.seats.get(number)
-        is_mine = seat is not None and self.name in seat.backups and seat.primary == frame.name
+        replica_set = self.replica_sets.get(number)
+        is_mine = replica_set is not None and self.name in replica_set.backups and replica_set.primary == frame.name
         if frame.generation != self.generation or not is_mine or (frame.name, frame.incarnation) in self.out:
             return
         if number not in self.hosted:
@@ -334,8 +340,8 @@ class RingServer(Server):
 def check_copies(fail: Any, state: Any, processes: dict[str, Any]) -> None:
     """A generation is everywhere: all who are named have every slice, all with the same steps in it."""
     found: dict[int, tuple[str, Any]] = {}
-    for number, seat in state.seats.items():
-        for name in seat.names:
+    for number, replica_set in state.replica_sets.items():
+        for name in replica_set.names:
             member = state.members.get(name)
             if member is None or member.address is None:
                 continue
@@ -347,24 +353,24 @@ def check_copies(fail: Any, state: Any, processes: dict[str, Any]) -> None:
             at = (hosted.state.version, hosted.digest)
             if found.setdefault(number, (server.life, at))[1] != at:
                 fail(f"slice {number} is {at} on {server.life} and {found[number][1]} on {found[number][0]}")
-    contents = {number: frozenset(processes_ledger(state, processes, number)) for number in state.seats}
+    contents = {number: frozenset(processes_ledger(state, processes, number)) for number in state.replica_sets}
     if len(set(contents.values())) > 1:
         fail(f"a step is on some slices and not on others: { ({n: len(c) for n, c in contents.items()}) }")
 
 
 def processes_ledger(state: Any, processes: dict[str, Any], number: int) -> Iterable[Any]:
-    member = state.members.get(state.seats[number].primary)
+    member = state.members.get(state.replica_sets[number].primary)
     if member is None or member.address is None:
         return ()
     hosted = processes[member.address.unix].hosted.get(number)
     return hosted.ledger if hosted is not None else ()
 
 
-def settled_otherwise(change: Change, bugs: Iterable[str]) -> list[tuple[str, int, int]]:
+def settled_otherwise(change: Reconfiguration, bugs: Iterable[str]) -> list[tuple[str, int, int]]:
     """A planted bug: a round counts that most hold, or any, and not all."""
     answers = [{(n, i): c for n, i, c in a.holds} for a in change._answers.values() if a.holds is not None]
     if not answers:
-        return Change.settle(change)
+        return Reconfiguration.settle(change)
     place = len(answers) // 2 if "settle_by_most" in bugs else 0
     return [
         (*who, sorted((answer.get(who, 0) for answer in answers), reverse=True)[place])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
-from syncline.core.leasing.ledger import Doubt
+from syncline.core.leasing.ledger import SuspectBatch
 from syncline.core.leasing.ranges import Span
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class Samples:
         """A slice came back from a copy without these steps."""
         self.revoked_on.setdefault(number, set()).update(s for entry in entries for s in self.read.get(entry, ()))
 
-    def set_aside(self, epoch: int, doubts: Iterable[Doubt]) -> None:
-        for doubt in doubts:
-            self.excused.update((epoch, int(position)) for position in doubt.span.positions())
+    def set_aside(self, epoch: int, suspect_batches: Iterable[SuspectBatch]) -> None:
+        for suspect_batch in suspect_batches:
+            self.excused.update((epoch, int(position)) for position in suspect_batch.span.positions())
 
     def applied(self, number: int, hosted: Hosted, fresh: Iterable[Entry]) -> None:
         """After each apply, on primary and backup: no sample twice in an epoch."""

@@ -9,7 +9,7 @@ from syncline.core.checkpoint.snapshot import MOST_TRIES, Cut, ledger_at
 from syncline.core.leasing.leases import LeaseState
 from syncline.core.membership import JobState
 from syncline.core.slice_state import Identity
-from syncline.core.wire.checkpoints import GateClosed
+from syncline.core.wire.checkpoints import SnapshotBarrierClosed
 
 from .gating import Marked
 from .handing import LOADER, Handing
@@ -41,7 +41,7 @@ class Saving(Handing):
     def open_desk(self) -> None:
         super().open_desk()
         self.cut: Cut | None = None
-        self.closed: dict[str, GateClosed] = {}
+        self.closed: dict[str, SnapshotBarrierClosed] = {}
         self.marks: dict[str, dict[int, Marked]] | None = None  # while servers mark
         self.leases_at_cut = LeaseState()
         self.is_wanted, self.num_tries, self.not_before = False, 0, 0.0
@@ -64,7 +64,7 @@ class Saving(Handing):
 
     def _begin_cut(self) -> None:
         saves = self.state.saves
-        primaries = {seat.primary for seat in self.state.seats.values()}
+        primaries = {replica_set.primary for replica_set in self.state.replica_sets.values()}
         is_in_doubt = bool(self.desk.unheard()) and "cut_in_doubt" not in self.job.bugs
         if self.state.lost or is_in_doubt or not primaries <= set(self.membership.servers()):
             return
@@ -181,8 +181,8 @@ class Saves:
 
     def made(self, cut: Cut, slices: dict[int, Marked], leases: LeaseState, state: JobState) -> None:
         """Every server has marked its slices."""
-        if slices.keys() != set(state.seats):
-            self.ledger.fail(f"save {cut.number} has slices {sorted(slices)} of {sorted(state.seats)}")
+        if slices.keys() != set(state.replica_sets):
+            self.ledger.fail(f"save {cut.number} has slices {sorted(slices)} of {sorted(state.replica_sets)}")
         there = {(m.name, m.incarnation) for m in state.members.values() if m.role == "worker"}
         for number, marked in slices.items():
             self._check_clocks(cut, number, marked, there - self.ledger.fenced | cut.clocks.keys())

@@ -46,10 +46,10 @@ class Server(Gated):
         if self.seeding is not None:
             self.seeding = None
         self.freeze(change)
-        for seat in change.seats:
-            hosted = self.hosted.get(seat.slice)
+        for replica_set in change.replica_sets:
+            hosted = self.hosted.get(replica_set.slice)
             if hosted is not None:
-                kept = set(seat.names)
+                kept = set(replica_set.names)
                 hosted.targets = {life: name for life, name in hosted.targets.items() if name in kept}
                 hosted.sent.clear()  # said again, in the new generation
         seconds = self.job.scenario.hold_seconds * (MOVE_TIMES if change.moves else 1.0)
@@ -103,10 +103,10 @@ class Server(Gated):
         return clock
 
     def _reach(self, change: Prepare) -> list[tuple[str, int, int, str]]:
-        will_be = {seat.slice for seat in change.seats if seat.primary == self.name}
+        will_be = {replica_set.slice for replica_set in change.replica_sets if replica_set.primary == self.name}
         states: dict[str, list[SliceState]] = {}
         for number, hosted in self.hosted.items():
-            primary = self.members.get(self.seats[number].primary) if number in self.seats else None
+            primary = self.members.get(self.replica_sets[number].primary) if number in self.replica_sets else None
             if number in will_be or (primary is not None and primary.name == self.name):
                 life = life_of(primary.name, primary.incarnation) if primary is not None else ""
                 states.setdefault(life, []).append(hosted.state)
@@ -152,9 +152,9 @@ class Server(Gated):
                 return
             standing.fenced = standing.fenced or "skip_fence" in self.job.bugs
             if standing.fenced:
-                self._take(self.rounds.settle(name, clock, item.stretch, item, item.back_at))
+                self._take(self.rounds.settle(name, clock, item.phase, item, item.back_at))
             else:
-                self._take(self.rounds.commit(name, incarnation, clock, item.stretch, item, item.back_at))
+                self._take(self.rounds.commit(name, incarnation, clock, item.phase, item, item.back_at))
 
     def _switch(self) -> None:
         """All that was settled is applied, here and on the backups: the generation begins."""
@@ -162,7 +162,10 @@ class Server(Gated):
         (session, install), change = self.installing, self.change
         self.installing, self.hold_until = None, 0.0
         self.generation = install.generation
-        self.seats_before, self.seats = self.seats, {seat.slice: seat for seat in change.seats}
+        self.replica_sets_before, self.replica_sets = (
+            self.replica_sets,
+            {replica_set.slice: replica_set for replica_set in change.replica_sets},
+        )
         self.members = {member.name: member for member in install.members}
         settled = {(n, i): c for n, i, c in install.settle}
         for name, incarnation in change.fenced:
@@ -193,21 +196,21 @@ class Server(Gated):
         self.reply(session, "installed", (generation,))
 
     def _host(self, change: Prepare) -> None:
-        for seat in change.seats:
-            if self.name not in seat.names:
-                known = self.hosted.get(seat.slice)
+        for replica_set in change.replica_sets:
+            if self.name not in replica_set.names:
+                known = self.hosted.get(replica_set.slice)
                 if known is not None and known.since < change.generation:  # else it was brought for a later one
-                    del self.hosted[seat.slice]
+                    del self.hosted[replica_set.slice]
                 continue
-            if seat.slice not in self.hosted:
+            if replica_set.slice not in self.hosted:
                 if not self.job.is_new and change.generation > self.job.first_generation:
-                    self.job.ledger.fail(f"{self.life} gets slice {seat.slice}, which it does not have")
-                self.hosted[seat.slice] = Hosted()
-            hosted = self.hosted[seat.slice]
+                    self.job.ledger.fail(f"{self.life} gets slice {replica_set.slice}, which it does not have")
+                self.hosted[replica_set.slice] = Hosted()
+            hosted = self.hosted[replica_set.slice]
             hosted.targets = {}
             hosted.sent.clear()
             hosted.acks.clear()
-            for backup in seat.backups if seat.primary == self.name else ():
+            for backup in replica_set.backups if replica_set.primary == self.name else ():
                 hosted.targets[self.members[backup].address.unix] = backup
             if "skip_fence" not in self.job.bugs:
                 for name, incarnation in change.fenced:
@@ -217,7 +220,7 @@ class Server(Gated):
         return max((s.incarnation for s in self.standings if s.name == name), default=0)
 
     def _begin_anew(self) -> None:
-        """Open commits are given back, to be made anew: the clocks on each slice decide what is new there."""
+        """Open commits are given back, to be made again: the clocks on each slice decide what is new there."""
         states = [self.hosted[n].state for n in self.primaries()]
         clocks = least_clocks(states)
         if not states:
@@ -238,7 +241,7 @@ class Server(Gated):
         if self.heed(session, frame):
             self.world.crash(self, restart=False)
 
-    def take_roster(self, generation: int, members: list[Member], seats: dict[int, str]) -> None:
+    def take_roster(self, generation: int, members: list[Member], replica_sets: dict[int, str]) -> None:
         for name in [n for n, s in self.rounds.standings.items() if s.left]:
             self.rounds.forget_left(name)
 
@@ -277,8 +280,8 @@ class Server(Gated):
         seeding, self.seeding = self.seeding, None
         for number in seeding["all"]:
             hosted = self.hosted.get(number)
-            seat = self.seats.get(number)
-            if hosted is not None and seat is not None and seeding["name"] not in seat.backups:
+            replica_set = self.replica_sets.get(number)
+            if hosted is not None and replica_set is not None and seeding["name"] not in replica_set.backups:
                 hosted.targets.pop(seeding["life"], None)
         self.reply(seeding["session"], "seed_failed", (seeding["key"],))
 
@@ -286,8 +289,8 @@ class Server(Gated):
         number, version, clocks, fences, ledger, epoch, digest, key, uses, late = frame.body
         known = self.hosted.get(number)
         old = known is not None and (known.epoch, known.state.version) > (epoch, version)
-        seat = self.seats.get(number)
-        mine = seat is not None and self.name in seat.names
+        replica_set = self.replica_sets.get(number)
+        mine = replica_set is not None and self.name in replica_set.names
         if frame.generation < max(self.prepared, self.generation) or old or mine:
             return
         hosted = self.hosted[number] = Hosted(epoch)

@@ -1,11 +1,11 @@
-"""A worker's twin: it stages a step on all servers, then has it count on all, and makes anew what is open."""
+"""A worker's twin: it stages a step on all servers, then has it count on all, and makes again what is open."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from syncline.core.members import Member
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.slice_state import Copy, life_of
 from syncline.core.wire.control import Passed
 from syncline.core.wire.leases import Use
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class Open:
     """A step that is not acknowledged: how far it is, server by server."""
 
-    __slots__ = ("back_at", "is_late", "requests", "roll", "states", "stretch", "uses")
+    __slots__ = ("back_at", "is_late", "phase", "requests", "roll", "states", "uses")
 
-    def __init__(self, stretch: int, back_at: int | None, uses: tuple[Use, ...]) -> None:
-        self.stretch, self.back_at, self.uses, self.is_late = stretch, back_at, uses, False
+    def __init__(self, phase: int, back_at: int | None, uses: tuple[Use, ...]) -> None:
+        self.phase, self.back_at, self.uses, self.is_late = phase, back_at, uses, False
         self.states: dict[str, str] = {}  # life: staging, staged, committing, done
         self.requests: dict[str, int] = {}
-        self.roll: Roll | None = None  # with spare workers: the word of the server of slice 0
+        self.roll: RoundMembership | None = None  # with spare workers: the word of the server of slice 0
 
 
 class Worker(SimMember):
@@ -38,10 +38,10 @@ class Worker(SimMember):
         super().__init__(job, name)
         self.script = job.scenario.scripts[name]
         self.place = job.done.get(name, 0)
-        self.clock, self.stretch, self.acked = 0, 0, 0
+        self.clock, self.phase, self.acked = 0, 0, 0
         self.open: dict[int, Open] = {}
         self.begun_at: dict[int, int] = {}
-        self.seats: dict[int, str] = {}  # slice: life of its primary
+        self.replica_sets: dict[int, str] = {}  # slice: life of its primary
         self.has_entered, self.num_entries = False, 0
         self.is_computing = False
         self.num_requests = 0
@@ -66,7 +66,7 @@ class Worker(SimMember):
         return ""
 
     def servers(self) -> list[str]:
-        return sorted(set(self.seats.values()))
+        return sorted(set(self.replica_sets.values()))
 
     # -- the script ---------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Worker(SimMember):
                 else:
                     self._begin_step()
         elif not self.open and "barrier" not in self.asks:
-            self._ask_all("rest", (self.stretch, what == "barrier"))
+            self._ask_all("rest", (self.phase, what == "barrier"))
 
     def _begin_step(self) -> None:
         self.begun_at[self.clock + 1] = self.place
@@ -124,7 +124,7 @@ class Worker(SimMember):
     def _open_step(self, uses: tuple[Use, ...], samples: tuple[tuple[int, int], ...], place: int) -> None:
         """`samples`: epochs and positions that it has read."""
         self.clock += 1
-        self.open[self.clock] = Open(self.stretch, self.back_at, uses)
+        self.open[self.clock] = Open(self.phase, self.back_at, uses)
         self.back_at, self.needs_place = None, False
         self.job.ledger.step_sent((self.name, self.incarnation, self.clock), samples)
         self.is_computing = True
@@ -152,11 +152,11 @@ class Worker(SimMember):
             self.has_departed = True
         elif self.script[self.place] == "barrier":
             turn = self.script[: self.place + 1].count("barrier")
-            self.asks["barrier"] = (turn, self.stretch)
+            self.asks["barrier"] = (turn, self.phase)
             self.ask()
             return
         else:
-            self.stretch += 1
+            self.phase += 1
             self.needs_place = True
             self._done_with(self.place)
             self.place += 1
@@ -170,8 +170,8 @@ class Worker(SimMember):
             del self.asks["barrier"]
             passed = frame.body[1]
             if "no_second_entry" in self.job.bugs:
-                passed = Passed(passed.stretch)
-            self.stretch, self.needs_place = passed.stretch, passed.is_away
+                passed = Passed(passed.phase)
+            self.phase, self.needs_place = passed.phase, passed.is_away
             self.has_entered = self.has_entered and not (passed.is_away and self.job.policy.in_rounds)
             self._done_with(self.place)
             self.place += 1
@@ -182,7 +182,7 @@ class Worker(SimMember):
         if self.heed(session, frame) and not self.has_entered and frame.body[:2] == this:
             self.has_entered, self.num_entries = True, self.num_entries + 1
             self.asks.pop("enter", None)
-            self.stretch, self.back_at = max(self.stretch, frame.body[2]), frame.body[3]
+            self.phase, self.back_at = max(self.phase, frame.body[2]), frame.body[3]
             self.pump()
 
     def on_left(self, session: Session, frame: Frame) -> None:
@@ -204,8 +204,8 @@ class Worker(SimMember):
             if life not in step.states and life not in self.blocked:
                 step.states[life] = "committing" if alone else "staging"
                 request = step.requests[life] = self._request()
-                slices = frozenset(n for n, primary in self.seats.items() if primary == life)
-                body = (request, clock, step.stretch, slices, step.back_at, alone, step.uses)
+                slices = frozenset(n for n, primary in self.replica_sets.items() if primary == life)
+                body = (request, clock, step.phase, slices, step.back_at, alone, step.uses)
                 self.send(life, self.frame("stage", body))
         unready = alone or any(step.states.get(life, "staging") == "staging" for life in servers)
         if unready and "commit_early" not in self.job.bugs:
@@ -213,7 +213,7 @@ class Worker(SimMember):
         before = self.open.get(clock - 1)
         if before is not None and any(before.states.get(life) in (None, "staging", "staged") for life in servers):
             return
-        decider = self.seats.get(0) if self.job.policy.spare else None
+        decider = self.replica_sets.get(0) if self.job.policy.spare else None
         if decider is not None and step.states.get(decider) != "done":
             servers = [decider]
         for life in servers:
@@ -273,11 +273,11 @@ class Worker(SimMember):
 
     def acknowledge(self, clock: int) -> None:
         holders = {}
-        for number, life in self.seats.items():
+        for number, life in self.replica_sets.items():
             server: Any = self.world.processes[life]
             holders[number] = server.hosted.get(number)
         # An answer that came before its server was given up counts as of then.
-        frozen = any(life in self.ignored for life in self.seats.values())
+        frozen = any(life in self.ignored for life in self.replica_sets.values())
         when = self.frozen_at if frozen else self.world.now
         self.job.ledger.acknowledge((self.name, self.incarnation, clock), holders, when)
         self._done_with(self.begun_at.pop(clock, 0))
@@ -336,12 +336,12 @@ class Worker(SimMember):
                 if giving["life"] == life:
                     self.after(0.02, lambda key=key: self._give(key))
 
-    def take_roster(self, generation: int, members: list[Member], seats: dict[int, str]) -> None:
+    def take_roster(self, generation: int, members: list[Member], replica_sets: dict[int, str]) -> None:
         if generation <= self.generation:
             return
         lives = {m.name: m.address.unix for m in members if m.address is not None}
         self.generation = generation
-        self.seats = {number: lives[name] for number, name in seats.items()}
+        self.replica_sets = {number: lives[name] for number, name in replica_sets.items()}
         self.ignored.clear()
         if "redo_new_clock" in self.job.bugs and self.open:
             self.open = {self.clock + k: step for k, step in enumerate(self.open.values(), 1)}
@@ -363,7 +363,9 @@ class Worker(SimMember):
         if not self.heed(session, frame):
             return
         key, slices = frame.body
-        self.ignored.update(self.seats[n] for n in slices if n in self.seats)  # nothing more is taken from them
+        self.ignored.update(
+            self.replica_sets[n] for n in slices if n in self.replica_sets
+        )  # nothing more is taken from them
         self.frozen_at = self.world.now
         copies, mine = [], life_of(self.name, self.incarnation)
         for number in slices:

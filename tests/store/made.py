@@ -54,9 +54,11 @@ def segments_of(servers: int = 2, slice_bytes: int = 256) -> tuple[list[Segment]
     for index, (parameters, rule) in enumerate([(MODEL, Rule("Adam", lr=0.1)), (BUFFERS, Rule("Assign"))]):
         first = sum(len(segment.parameters) for segment in made)
         segment = arrange(parameters, [rule], "mean", index=index, ordinal=index, first_parameter=first)
-        segment, seats = place(segment, names, {}, slice_bytes, sum(len(one.slices) for one in made))
+        segment, replica_sets = place(segment, names, {}, slice_bytes, sum(len(one.slices) for one in made))
         made.append(segment)
-        where.update({part.id: seat.primary for part, seat in zip(segment.slices, seats, strict=True)})
+        where.update(
+            {part.id: replica_set.primary for part, replica_set in zip(segment.slices, replica_sets, strict=True)}
+        )
     return made, where
 
 

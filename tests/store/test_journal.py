@@ -173,7 +173,7 @@ def wrong_free_pages(path: pathlib.Path) -> None:
 FAULTS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "wiped": (
         lambda p: p.unlink(),
-        "is not there: what the job knew is gone; put the file back, or start the job anew",
+        "is not there: what the job knew is gone; put the file back, or start the job again",
     ),
     "emptied": (lambda p: cut(p, 0), "is empty or no file at all.*put back a good copy"),
     "header cut": (lambda p: cut(p, 50), "not a journal.*put back a good copy"),
@@ -355,11 +355,11 @@ def test_a_file_that_vanishes_under_a_running_coordinator(path: pathlib.Path, ke
     """`rm -r runs/a` while it runs: writing on into a deleted file would be success that nobody can ever load."""
     journal = kept(Journal.create(path, "a"))
     journal.save(b"x")
-    away = path.with_name("away.db")
-    path.rename(away)
+    at_barrier = path.with_name("away.db")
+    path.rename(at_barrier)
     with pytest.raises(StoreError, match=r"was removed or replaced while the job ran; put the file back"):
         journal.save(b"y")
-    away.rename(path)
+    at_barrier.rename(path)
     journal.save(b"z")
 
 

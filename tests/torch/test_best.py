@@ -184,7 +184,7 @@ def test_the_mean_of_the_last_may_be_the_best(tmp_path: pathlib.Path) -> None:
     assert any(line.startswith("best miss 0.1 (mean) at step 6") for line in events)
 
 
-class Own(torch.nn.Module):
+class LocalCandidate(torch.nn.Module):
     """Every worker adds a number of its own with each local step."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ def test_with_local_steps_own_models_are_candidates(tmp_path: pathlib.Path) -> N
     where = tmp_path / "saves"
 
     def work(job: Job) -> None:
-        model = Own()
+        model = LocalCandidate()
         opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
         measure = lambda batch: {"miss": abs(float(model.values.mean()) - 8.5)}  # noqa: E731
         job.validate(measure, Numbers(20), every=3, batch_size=7)

@@ -53,7 +53,7 @@ def trained(*, overlap: bool, edit: str = "", **settings: Any) -> list[list[torc
 @pytest.mark.parametrize("edit", ["", "clip", "freeze", "scaler"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_leaves_early_counts_as_what_leaves_at_the_step(codec: str, edit: str) -> None:
-    """Bit by bit: what was encoded early and edited since is encoded anew, from the residual before it. A gradient
+    """Bit by bit: what was encoded early and edited since is encoded again, from the residual before it. A gradient
     that is dropped after it has left was among those that topk chose from: nothing is lost, others wait longer."""
     early, late = (trained(overlap=overlap, edit=edit, codec=codec)[0] for overlap in (True, False))
     if (codec, edit) != ("topk:0.05", "freeze"):

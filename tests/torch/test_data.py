@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
-from tests.leased import Desk, FakeJob, alone, order
+from tests.leased import FakeJob, LeaseQueue, alone, order
 from torch.utils.data import Dataset, TensorDataset
 
 import syncline.torch.data
@@ -87,7 +87,7 @@ def test_without_shuffle_every_epoch_is_in_the_order_of_the_data_set() -> None:
 
 def test_an_epoch_that_the_job_has_finished_yields_nothing_and_one_under_way_what_is_left() -> None:
     """A script that starts again after a death, with its plain loop over epochs."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     first, again = desk
     loader = DataLoader(Numbers(20), 4, job=first)
     train(loader, first)
@@ -104,10 +104,10 @@ def test_an_epoch_that_the_job_has_finished_yields_nothing_and_one_under_way_wha
 @pytest.mark.parametrize("num_samples", [1, 10, 13])
 def test_the_last_batch_is_small_or_left_out(num_samples: int) -> None:
     whole, rest = divmod(num_samples, 4)
-    desk = Desk()
+    desk = LeaseQueue()
     batches = train(DataLoader(Numbers(num_samples), 4, job=desk[0]), desk[0])
     assert [len(batch) for batch in batches] == [4] * whole + [rest] * bool(rest)
-    desk = Desk()
+    desk = LeaseQueue()
     loader = DataLoader(Numbers(num_samples), 4, drop_last=True, job=desk[0])
     assert len(train(loader, desk[0])) == len(loader) == whole and desk.left == 0
 
@@ -210,7 +210,7 @@ def test_an_evaluation_loop_never_rests(without_gradients: Any) -> None:
 
 def test_a_loop_without_steps_passes_over_what_it_has_read() -> None:
     """Its samples count as read, in no step: not in the one that another loop makes later."""
-    desk = Desk()
+    desk = LeaseQueue()
     lists(DataLoader(Numbers(10), 4, job=desk[0]))
     assert desk.passed_over == 10 and desk.left == 0
     assert desk[0].samples.uses.take() == [] and not desk[0].samples.taken
@@ -220,7 +220,7 @@ def test_a_loop_without_steps_passes_over_what_it_has_read() -> None:
 @pytest.mark.parametrize("num_samples", [1, 10])
 def test_the_job_hears_nothing_of_an_evaluation(num_samples: int) -> None:
     """In the middle of an epoch its samples would weigh on the next step, and spoil the progress shown."""
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     job = desk[1]
     training = iter(DataLoader(Numbers(20), 4, job=job))
     next(training)
@@ -255,7 +255,7 @@ def test_an_evaluation_is_no_epoch_of_the_job() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_leaving_the_loop_early_gives_back_what_the_script_has_not_got(num_workers: int) -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     for _ in DataLoader(Numbers(40), 4, num_workers=num_workers, job=desk[0]):
         desk[0].step()
         break
@@ -273,7 +273,7 @@ class Broken(Numbers):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_cannot_be_read_ends_the_loop_and_stays_with_the_worker_that_failed(num_workers: int) -> None:
     """If it dies of it, the job knows at which batch; the rest is others' at once."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     job = desk[0]
     with pytest.raises(KeyError, match="sample 9"):
         train(DataLoader(Broken(40), 4, num_workers=num_workers, job=job), job)
@@ -282,11 +282,11 @@ def test_a_sample_that_cannot_be_read_ends_the_loop_and_stays_with_the_worker_th
     assert epoch is not None
     assert [span.positions().tolist() for lease in epoch.of(job.owner) for span in lease.rest()] == [[8, 9, 10, 11]]
     desk.leasing.out(job.owner, failed=True)
-    assert [(one.span.start, one.span.stop, one.workers) for one in epoch.doubts] == [(8, 12, ["worker-0"])]
+    assert [(one.span.start, one.span.stop, one.workers) for one in epoch.suspect_batches] == [(8, 12, ["worker-0"])]
 
 
 def test_a_script_that_goes_on_after_a_sample_that_cannot_be_read_keeps_it_from_nobody() -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     loader = DataLoader(Broken(20), 4, job=desk[0])
     with pytest.raises(KeyError):
         train(loader, desk[0])
@@ -298,7 +298,7 @@ def test_a_script_that_goes_on_after_a_sample_that_cannot_be_read_keeps_it_from_
     (False, True, 3), (True, True, 2), (False, False, 8), (True, False, 7),
 ])  # fmt: skip
 def test_total_steps_are_the_jobs(drop_last: bool, in_rounds: bool, expected: int) -> None:
-    desk = Desk(3, in_rounds=in_rounds)
+    desk = LeaseQueue(3, in_rounds=in_rounds)
     assert DataLoader(Numbers(31), 4, drop_last=drop_last, job=desk[0]).total_steps == expected
 
 

@@ -21,7 +21,7 @@ from syncline.torch import DistributedOptimizer, carriers, hatch_carrier
 from syncline.worker import digests, placement
 
 STEPS = 8
-#: Two hosts with two workers each, whose sums go by deputies; one host; and four workers whose sums gloo makes.
+#: Two hosts with two workers each, whose sums go by host leaders; one host; and four workers whose sums gloo makes.
 KINDS: dict[str, dict[str, Any]] = {
     "relay": {"on": ["a", "a", "b", "b"]},
     "one host": {"num_cores": 64},
@@ -283,7 +283,7 @@ class Ledger(torch.nn.Module):
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_death_while_sums_are_early(kind: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers have threads of their own. One worker changes its gradients now and then: some sums are made anew."""
+    """Servers have threads of their own. One worker changes its gradients now and then: some sums are made again."""
     broken, steps, acknowledged = list[Exception](), 30, [0, 0, 0, 0]
     monkeypatch.setattr(pool, "InlinePool", lambda: pool.ThreadPool(broken.append, 2))
     with local_job(workers=4, exchange="ring", slice_bytes=256, **KINDS[kind]) as jobs:

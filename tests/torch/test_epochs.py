@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.leased import Desk, FakeJob, alone, order
+from tests.leased import FakeJob, LeaseQueue, alone, order
 from tests.patience import PATIENCE
 from tests.torch.test_data import Numbers, flat, train
 
@@ -26,7 +26,7 @@ def test_every_epoch_is_given_once_in_its_own_order() -> None:
 
 
 def test_a_worker_that_starts_again_gets_the_epochs_that_are_left_in_their_order() -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     first = DataLoader(Numbers(8), 2, True, job=desk[0], seed=0)
     for _ in range(2):
         train(first, desk[0])
@@ -37,7 +37,7 @@ def test_a_worker_that_starts_again_gets_the_epochs_that_are_left_in_their_order
 
 def test_an_epoch_whose_rest_others_have_is_not_given() -> None:
     """It is under way when the worker comes, and there is nothing in it for it: the wait for its end is here."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     loader, coming = (
         DataLoader(Numbers(2), 2, True, job=desk[0], seed=0),
         DataLoader(Numbers(2), 2, True, job=desk[1], seed=0),
@@ -113,7 +113,7 @@ def test_what_is_no_number_of_epochs_is_refused(number: Any) -> None:
 
 
 def test_with_range_an_empty_epoch_names_the_remedy_once() -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     train(DataLoader(Numbers(8), 2, job=desk[0]), desk[0])
     again = DataLoader(Numbers(8), 2, job=desk[1])
     assert train(again, desk[1]) == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
-from tests.leased import Desk, alone, order
+from tests.leased import LeaseQueue, alone, order
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.torch.test_data import Numbers, flat, lists, seed_of_the_script, train
 from tests.torch.test_shards import ALL, LENGTHS, Files, numbers, source
@@ -30,7 +30,7 @@ DISABLED = pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_m
 @DISABLED
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
 def test_with_gradients_disabled_every_worker_reads_the_whole_set(disabled: Any, options: dict[str, Any]) -> None:
-    desk = Desk(3)
+    desk = LeaseQueue(3)
     with disabled():
         for job in desk:
             loader: DataLoader[Any] = DataLoader(Numbers(10), 4, job=job, **options)
@@ -40,7 +40,7 @@ def test_with_gradients_disabled_every_worker_reads_the_whole_set(disabled: Any,
 
 @pytest.mark.parametrize("data", [Files, source])
 def test_a_whole_pass_reads_all_shards(data: Any) -> None:
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     with torch.no_grad():
         for job in desk:
             loader: DataLoader[Any] = DataLoader(data(LENGTHS), 4, job=job)
@@ -49,12 +49,12 @@ def test_a_whole_pass_reads_all_shards(data: Any) -> None:
 
 
 def test_an_epoch_does_not_advance_by_a_whole_pass_and_shuffled_passes_differ() -> None:
-    job = Desk(2)[0]
+    job = LeaseQueue(2)[0]
     loader = DataLoader(Numbers(50), 50, True, job=job)
     with torch.no_grad():
         assert [lists(loader)[0], lists(loader)[0]] == [order(50, 0, 0), order(50, 0, 1)]
     assert job.samples.progress == (0, 0, 0)
-    desk = Desk()
+    desk = LeaseQueue()
     loader = DataLoader(Numbers(50), 50, True, job=desk[0])
     with torch.no_grad():
         lists(loader)
@@ -63,7 +63,7 @@ def test_an_epoch_does_not_advance_by_a_whole_pass_and_shuffled_passes_differ() 
 
 def test_len_is_that_of_the_pass() -> None:
     """`loss /= len(test_loader)` often stands outside of the `with`; `tqdm(loader)` asks before the pass."""
-    loader = DataLoader(Numbers(40), 4, job=Desk(2)[0])
+    loader = DataLoader(Numbers(40), 4, job=LeaseQueue(2)[0])
     assert len(loader) == 5, "before any pass: this worker's share"
     with torch.no_grad():
         assert len(loader) == 10
@@ -77,7 +77,7 @@ def test_len_is_that_of_the_pass() -> None:
 
 
 def test_split_gives_each_worker_its_part_of_an_evaluation() -> None:
-    desk, read, shards = Desk(2), [], []
+    desk, read, shards = LeaseQueue(2), [], []
     with torch.no_grad():
         for job in desk:
             loader = DataLoader(Numbers(10), 4, split=True, job=job)
@@ -90,7 +90,7 @@ def test_split_gives_each_worker_its_part_of_an_evaluation() -> None:
 
 
 def test_split_is_leased_in_training() -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     loaders = [DataLoader(Numbers(20), 4, split=True, job=job) for job in desk]
     read = [flat(train(loader, job)) for loader, job in zip(loaders, desk, strict=True)]
     assert sorted(flat(read)) == list(range(20)) and desk.heard
@@ -99,7 +99,7 @@ def test_split_is_leased_in_training() -> None:
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "prefetch_factor": 4}])
 def test_without_split_every_worker_trains_on_the_whole_set(options: dict[str, Any]) -> None:
     """No lease; passes are numbered, so that their orders differ; batches count when the script takes them."""
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     for job in desk:
         loader: DataLoader[Any] = DataLoader(Numbers(10), 4, True, split=False, job=job, **options)
         assert len(loader) == 3 and loader.total_steps == 3
@@ -113,18 +113,18 @@ def test_without_split_every_worker_trains_on_the_whole_set(options: dict[str, A
             assert flat(lists(loader)) == order(10, 0, 2) and job.samples.taken == 20
         assert not job.num_rests and not job.noticed
     assert not desk.heard
-    assert DataLoader(Numbers(10), 4, split=False, job=Desk(2, in_rounds=False)[0]).total_steps == 6
+    assert DataLoader(Numbers(10), 4, split=False, job=LeaseQueue(2, in_rounds=False)[0]).total_steps == 6
 
 
 def test_a_stop_rule_ends_training_on_the_whole_set() -> None:
-    job = Desk(2)[0]
+    job = LeaseQueue(2)[0]
     for number, _ in enumerate(DataLoader(Numbers(20), 4, split=False, job=job), 1):
         job.should_stop = number == 2  # type: ignore[misc]
     assert job.samples.taken == 8
 
 
 def test_the_first_whole_pass_says_what_changed_and_only_among_several_workers() -> None:
-    job = Desk(2)[0]
+    job = LeaseQueue(2)[0]
     with torch.no_grad():
         lists(DataLoader(Numbers(4), 2, job=job))
     (notice,) = job.noticed
@@ -151,7 +151,7 @@ def _one_batch(loader: DataLoader[Any]) -> None:
 
 @pytest.mark.parametrize("read", [_to_its_end, _left_by_break, _one_batch])
 def test_samples_that_no_step_used_are_told_with_the_remedy(read: Any) -> None:
-    job = Desk(2, in_rounds=False)[0]
+    job = LeaseQueue(2, in_rounds=False)[0]
     loader = DataLoader(Numbers(4), 2, job=job)
     read(loader)
     iter(loader)
@@ -163,7 +163,7 @@ def test_samples_that_no_step_used_are_told_with_the_remedy(read: Any) -> None:
 
 
 def test_nothing_is_told_of_a_loop_with_steps_or_one_that_failed_or_was_stopped() -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     train(DataLoader(Numbers(8), 2, job=desk[0]), desk[0])
     for _ in DataLoader(Numbers(8), 2, job=desk[0]):
         desk[0].step()

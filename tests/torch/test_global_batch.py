@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.leased import Desk, alone
+from tests.leased import LeaseQueue, alone
 from tests.torch.test_data import Numbers, flat, train
 
 import syncline
@@ -45,14 +45,14 @@ def test_with_parts_by_speed_every_sample_counts_once(tmp_path: pathlib.Path) ->
 
 @pytest.mark.parametrize("policy", ["async", "bounded:2"])
 def test_outside_of_rounds_a_batch_is_a_part(policy: str) -> None:
-    desk = Desk(3, in_rounds=False)
+    desk = LeaseQueue(3, in_rounds=False)
     found = desk.run(lambda job: train(DataLoader(Numbers(120), job=job, global_batch_size=10), job))
     assert {len(batch) for batches in found for batch in batches} == {4}
     assert sorted(flat(flat(found))) == list(range(120))
 
 
 def test_length_steps_and_batch_size_are_those_of_the_parts() -> None:
-    desk, free = Desk(3), Desk(3, in_rounds=False)
+    desk, free = LeaseQueue(3), LeaseQueue(3, in_rounds=False)
     loaders = [DataLoader(Numbers(105), job=job, global_batch_size=10) for job in desk]
     assert [loader.batch_size for loader in loaders] == [4, 3, 3]
     assert [loader.total_steps for loader in loaders] == [11] * 3
@@ -69,14 +69,14 @@ def test_length_steps_and_batch_size_are_those_of_the_parts() -> None:
 
 
 def test_a_rest_that_is_less_than_the_workers_is_in_the_length_of_those_who_read_it() -> None:
-    desk = Desk(3)
+    desk = LeaseQueue(3)
     loaders = [DataLoader(Numbers(22), job=job, global_batch_size=10) for job in desk]
     lengths = [len(loader) for loader in loaders]
     assert lengths == [len(batches) for batches in desk.run(lambda job: train(loaders[job.rank], job))]
 
 
 def test_shards_are_read_in_parts_too() -> None:
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     source = syncline.data.IterableSource({f"s{k}": lambda: iter([{"x": n} for n in range(20)]) for k in range(2)})
     found = desk.run(
         lambda job: [len(batch["x"]) for batch in _read(DataLoader(source, job=job, global_batch_size=9), job)]
@@ -100,9 +100,9 @@ def test_what_makes_no_sense_is_refused_with_the_remedy() -> None:
     with pytest.raises(
         ConfigError, match=r"less than the 3 workers .*: give global_batch_size=3 or more, or start few"
     ):
-        iter(DataLoader(Numbers(8), job=Desk(3)[0], global_batch_size=2))
-    assert DataLoader(Numbers(8), None, job=Desk(3, in_rounds=False)[0], global_batch_size=2).batch_size == 1
+        iter(DataLoader(Numbers(8), job=LeaseQueue(3)[0], global_batch_size=2))
+    assert DataLoader(Numbers(8), None, job=LeaseQueue(3, in_rounds=False)[0], global_batch_size=2).batch_size == 1
 
 
 def test_without_it_batch_size_is_each_workers() -> None:
-    assert DataLoader(Numbers(8), 2, job=Desk(2)[0]).batch_size == 2
+    assert DataLoader(Numbers(8), 2, job=LeaseQueue(2)[0]).batch_size == 2

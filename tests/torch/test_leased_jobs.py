@@ -17,7 +17,7 @@ from tests.patience import PATIENCE
 
 import syncline
 from syncline.coordinator import handing
-from syncline.core.leasing.ledger import Doubt
+from syncline.core.leasing.ledger import SuspectBatch
 from syncline.core.leasing.ranges import Span
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
@@ -75,7 +75,7 @@ def test_every_sample_counts_once_in_every_epoch(policy: str, tmp_path: pathlib.
 def test_uneven_ends_leave_the_next_epoch_in_whole_rounds(tmp_path: pathlib.Path) -> None:
     """9 samples, batches of 2: one worker has a batch more, the other waits for the end. Then both are level again.
 
-    If a wait in the middle of an epoch counted as its end, the one that waited would be in a later stretch from then
+    If a wait in the middle of an epoch counted as its end, the one that waited would be in a later phase from then
     on, and each would step alone.
     """
     with local_job(workers=2, folder=str(tmp_path)) as jobs:
@@ -106,7 +106,7 @@ def test_the_end_of_a_job_names_what_was_passed_over_and_set_aside(tmp_path: pat
         iter(DataLoader(Numbers(12), 3, job=jobs[0], name="begun"))
         epoch = coordinator.handing.leasing.epoch("begun", 0)
         assert epoch is not None
-        epoch.aside.append(Doubt(Span(3, 6), ["worker-0", "worker-1"]))
+        epoch.aside.append(SuspectBatch(Span(3, 6), ["worker-0", "worker-1"]))
     assert list(coordinator.events)[-2:] == [
         "epoch 1 of 'read': 7 samples were read and used in no step",
         "epoch 1 of 'begun': the samples at positions 3 to 5 were set aside: worker-0, worker-1 died at them; "
@@ -158,7 +158,7 @@ def test_who_waits_for_the_end_of_an_epoch_has_its_parameters_behind_it(
 
 
 def test_one_that_gets_what_is_left_does_not_wait_for_those_who_got_nothing(tmp_path: pathlib.Path) -> None:
-    """Two have nothing to do and pause; then a third gives one sample back. Whoever gets it steps in a stretch of its
+    """Two have nothing to do and pause; then a third gives one sample back. Whoever gets it steps in a phase of its
     own, and the other, which waits for the end of the epoch, steps no more: waited for, it would wait for ever."""
     with local_job(workers=3, folder=str(tmp_path)) as jobs:
         asking = jobs._process.coordinator.handing._desk.asking

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
-from tests.leased import Desk, FakeJob, order
+from tests.leased import FakeJob, LeaseQueue, order
 from tests.patience import PATIENCE
 
 from syncline.core.wire.leases import LeaveEpoch
@@ -33,7 +33,9 @@ class Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
-def epoch_of(desk: Desk, num_samples: int, batch_size: int = 4, *, seconds: Any = None, **options: Any) -> list[Any]:
+def epoch_of(
+    desk: LeaseQueue, num_samples: int, batch_size: int = 4, *, seconds: Any = None, **options: Any
+) -> list[Any]:
     """Everybody's batches of the first epoch; a step takes `seconds` by rank."""
 
     def work(job: FakeJob) -> list[list[int]]:
@@ -55,7 +57,7 @@ def flat(world: list[list[list[int]]]) -> list[int]:
 @pytest.mark.parametrize("in_rounds", [True, False])
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 20, 23, 307])
 def test_every_sample_goes_to_exactly_one_worker(num_samples: int, in_rounds: bool) -> None:
-    desk = Desk(3, in_rounds=in_rounds)
+    desk = LeaseQueue(3, in_rounds=in_rounds)
     world = epoch_of(desk, num_samples, shuffle=True, seed=5)
     assert sorted(flat(world)) == list(range(num_samples))
     assert desk.left == 0 and desk.passed_over == 0
@@ -66,7 +68,7 @@ def test_every_sample_goes_to_exactly_one_worker(num_samples: int, in_rounds: bo
 @pytest.mark.parametrize("in_rounds", [True, False])
 def test_also_when_data_processes_read_ahead(num_workers: int, in_rounds: bool) -> None:
     """What a process has read ahead may be what the others wait for: nobody waits with a batch in hand."""
-    desk = Desk(2, in_rounds=in_rounds)
+    desk = LeaseQueue(2, in_rounds=in_rounds)
     world = epoch_of(desk, 101, num_workers=num_workers, persistent_workers=num_workers == 2)
     assert sorted(flat(world)) == list(range(101)) and desk.left == 0
 
@@ -76,7 +78,7 @@ def test_also_when_data_processes_read_ahead(num_workers: int, in_rounds: bool) 
 )
 def test_rounds_are_the_global_batches_of_the_order(num_samples: int, batch_size: int, num_workers: int) -> None:
     """Round k is exactly the next num_workers × batch_size positions, each worker's part in the order of ranks."""
-    world = epoch_of(Desk(num_workers), num_samples, batch_size, shuffle=True, seed=9)
+    world = epoch_of(LeaseQueue(num_workers), num_samples, batch_size, shuffle=True, seed=9)
     rounds = [list(itertools.chain(*parts)) for parts in itertools.zip_longest(*world, fillvalue=[])]
     expected, wide = order(num_samples, 9, 0), num_workers * batch_size
     assert rounds[: num_samples // wide] == [expected[k * wide : (k + 1) * wide] for k in range(num_samples // wide)]
@@ -84,12 +86,12 @@ def test_rounds_are_the_global_batches_of_the_order(num_samples: int, batch_size
 
 
 def test_rounds_are_the_same_whoever_is_slow() -> None:
-    worlds = [epoch_of(Desk(2), 64, seconds=seconds) for seconds in ([0, 0.003], [0.003, 0])]
+    worlds = [epoch_of(LeaseQueue(2), 64, seconds=seconds) for seconds in ([0, 0.003], [0.003, 0])]
     assert worlds[0] == worlds[1]
 
 
 def test_drop_last_leaves_out_the_partial_global_batch() -> None:
-    desk = Desk(3)
+    desk = LeaseQueue(3)
     world = epoch_of(desk, 47, drop_last=True)
     assert [len(parts) for parts in world] == [3, 3, 3] and desk.left == 0
     assert sorted(flat(world)) == list(range(36))
@@ -110,14 +112,14 @@ def test_the_fast_take_more_where_nobody_steps_together() -> None:
                 seventy.set()
         return found
 
-    world = Desk(2, in_rounds=False).run(work)
+    world = LeaseQueue(2, in_rounds=False).run(work)
     assert sorted(flat(world)) == list(range(400))
     assert len(world[0]) > 2 * len(world[1])
 
 
 def test_parts_of_a_global_batch_follow_the_speeds() -> None:
     """batch="auto": the speeds are known, so the first parts are already wide and narrow; rounds stay whole."""
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     desk.leasing.measured("worker-0", 300, 1.0)
     desk.leasing.measured("worker-1", 100, 1.0)
     world = epoch_of(desk, 160, 16, batch="auto")
@@ -128,7 +130,7 @@ def test_parts_of_a_global_batch_follow_the_speeds() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_recall_in_the_middle_takes_what_is_not_begun_and_nothing_else(num_workers: int) -> None:
     """A data process has batches in hand: they stay with this worker, and the rest is given out once."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     for job in desk:
         desk.leasing.measured(job.owner[0], 10_000, 1.0)  # so that leases are long
     slow = iter(DataLoader(Numbers(400), 4, num_workers=num_workers, job=desk[0]))
@@ -150,7 +152,7 @@ def test_a_recall_in_the_middle_takes_what_is_not_begun_and_nothing_else(num_wor
 
 def test_a_coordinator_that_is_away_stops_nobody_who_has_leases() -> None:
     """Leases are asked for ahead: with the coordinator gone the worker reads on, and more when it is back."""
-    desk = Desk(in_rounds=False)
+    desk = LeaseQueue(in_rounds=False)
     job = desk[0]
     desk.leasing.measured("worker-0", 1000, 1.0)
     batches = iter(DataLoader(Numbers(2000), 10, job=job))
@@ -172,7 +174,7 @@ def test_a_coordinator_that_is_away_stops_nobody_who_has_leases() -> None:
     assert sorted(itertools.chain(*read)) == list(range(2000)) and desk.left == 0
 
 
-def comes_back(desk: Desk) -> None:
+def comes_back(desk: LeaseQueue) -> None:
     with desk.change:
         desk.is_away = False
         desk.change.notify_all()
@@ -180,7 +182,7 @@ def comes_back(desk: Desk) -> None:
 
 def test_a_lease_whose_word_got_lost_is_given_once_more() -> None:
     """The coordinator gave it and died, or the connection broke: the worker has never heard of it."""
-    desk = Desk(in_rounds=False)
+    desk = LeaseQueue(in_rounds=False)
     job = desk[0]
     batches = iter(DataLoader(Numbers(200), 4, job=job))
     read = [next(batches).tolist()]
@@ -195,7 +197,7 @@ def test_a_lease_whose_word_got_lost_is_given_once_more() -> None:
 
 
 def test_a_lease_on_its_way_goes_back_with_the_loop_that_is_left() -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     batches = iter(DataLoader(Numbers(200), 4, job=desk[0]))
     next(batches)
     desk[0].step()
@@ -220,7 +222,7 @@ def test_a_lease_on_its_way_goes_back_with_the_loop_that_is_left() -> None:
 
 def test_a_loop_that_is_left_while_the_coordinator_is_away_is_left_when_it_is_back() -> None:
     """It was away for longer than anybody waits for it. What was leased for that loop would be nobody's."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     batches = iter(DataLoader(Numbers(40), 4, job=desk[0]))
     next(batches)
     desk[0].step()
@@ -240,7 +242,7 @@ def test_a_loop_that_is_left_while_the_coordinator_is_away_is_left_when_it_is_ba
     assert desk.run(work)[1] == list(range(4, 40))
 
 
-def one_sample_for_two(desk: Desk, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
+def one_sample_for_two(desk: LeaseQueue, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
     """Everybody's batches; whoever has the one there is makes its step when the other one waits for it."""
 
     def work(job: FakeJob) -> list[list[int]]:
@@ -260,7 +262,7 @@ def one_sample_for_two(desk: Desk, meanwhile: Callable[[], None] = lambda: None)
 
 def test_who_is_through_waits_for_the_end_and_takes_part_in_no_round_meanwhile() -> None:
     """One sample, two workers: the one without a batch pauses, and the other's round is whole without it."""
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     world = one_sample_for_two(desk)
     assert sorted(map(len, world)) == [0, 1]
     assert desk.num_rounds == 1
@@ -268,7 +270,7 @@ def test_who_is_through_waits_for_the_end_and_takes_part_in_no_round_meanwhile()
 
 def test_samples_that_wait_for_a_commit_hold_nobody_up() -> None:
     """Gradients of two batches are accumulated: the odd one counts with the first step of the next epoch."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     both = threading.Barrier(2)  # who gets less than two batches of an epoch makes no step in it
 
     def work(job: FakeJob) -> int:
@@ -305,7 +307,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
 
 def test_waits_for_others_are_no_time_of_work(ticks: Ticks) -> None:
     """Who waits for the end of an epoch is not slow by it."""
-    desk = Desk(2)
+    desk = LeaseQueue(2)
 
     def take_long() -> None:
         ticks.now = 100.0
@@ -332,7 +334,7 @@ def test_a_speed_is_of_whole_steps(ticks: Ticks) -> None:
 
 def test_what_is_between_two_loops_is_no_time_of_work(ticks: Ticks) -> None:
     """An evaluation after an epoch: the next step is not slow by it."""
-    desk = Desk(1)
+    desk = LeaseQueue(1)
     epoch_of(desk, 1)
     ticks.now = 100.0
     epoch_of(desk, 2)

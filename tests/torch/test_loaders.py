@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.leased import Desk, alone, order
+from tests.leased import LeaseQueue, alone, order
 from tests.torch.test_data import Numbers, flat, train
 
 import syncline.torch.data
@@ -39,7 +39,7 @@ def test_loaders_made_before_the_job_are_known_by_the_order_in_which_they_were_m
 
 
 def test_data_of_different_length_is_refused_with_both_named() -> None:
-    desk = Desk(2)
+    desk = LeaseQueue(2)
     iter(DataLoader(Numbers(8), 2, job=desk[0]))
     with pytest.raises(ConfigError, match=r"worker-1 has 9 samples in batches of 2 .*worker-0 has 8 samples"):
         iter(DataLoader(Numbers(9), 2, job=desk[1]))

@@ -58,7 +58,7 @@ def test_the_mean_of_the_deltas_is_weighted_and_state_stays_local() -> None:
 
 
 def test_what_is_left_at_the_end_of_the_data_is_averaged_too() -> None:
-    """Five and four batches with H = 3: the last, shorter stretch counts; nobody hangs."""
+    """Five and four batches with H = 3: the last, shorter phase counts; nobody hangs."""
     data = torch.utils.data.TensorDataset(torch.arange(17.0).reshape(17, 1))
 
     def train(job: Job) -> float:

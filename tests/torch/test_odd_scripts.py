@@ -97,7 +97,7 @@ def test_models_made_one_after_the_other_do_not_inherit() -> None:
 
 
 def test_a_model_whose_tensors_were_replaced_still_gets_the_updates() -> None:
-    """model.to(), an exchange of weights, a buffer that is assigned anew."""
+    """model.to(), an exchange of weights, a buffer that is assigned again."""
 
     def train(job: Job) -> tuple[float, float, float]:
         model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.BatchNorm1d(1, affine=False))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.leased import Desk, FakeJob, alone
+from tests.leased import FakeJob, LeaseQueue, alone
 from tests.torch.test_data import Numbers, train
 
 import syncline
@@ -55,7 +55,7 @@ def test_in_rounds_it_is_the_same_for_all_workers(options: dict[str, Any], tmp_p
 
 def test_outside_of_rounds_it_is_about_what_all_have_read() -> None:
     """Each worker has leases of its own, which lie apart; their places alone would be apart by as much."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     loaders = [DataLoader(Numbers(400), 4, job=job) for job in desk]
     runs = [loader.epochs(1) for loader in loaders]
     assert [next(run) for run in runs] == [0, 0]
@@ -71,7 +71,7 @@ def test_outside_of_rounds_it_is_about_what_all_have_read() -> None:
 
 
 def test_a_worker_that_starts_again_and_one_that_takes_up_go_on_where_the_job_is() -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     first = DataLoader(Numbers(40), 4, job=desk[0])
     for _ in range(2):
         train(first, desk[0])

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.leased import Desk, FakeJob, alone, order
+from tests.leased import FakeJob, LeaseQueue, alone, order
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.torch.test_data import Numbers, flat, lists, train
 
@@ -73,7 +73,7 @@ def test_the_seed_is_taken_at_the_first_training_pass_and_kept() -> None:
 @pytest.mark.parametrize("in_rounds", [True, False])
 def test_workers_with_different_seeds_read_every_sample_once_in_the_chiefs_order(in_rounds: bool) -> None:
     """`torch.manual_seed(job.rank)` is in many scripts: with orders of their own, samples were lost and repeated."""
-    desk = Desk(3, in_rounds=in_rounds)
+    desk = LeaseQueue(3, in_rounds=in_rounds)
 
     def work(job: FakeJob) -> list[list[list[int]]]:
         loader: DataLoader[Any] = DataLoader(
@@ -89,7 +89,7 @@ def test_workers_with_different_seeds_read_every_sample_once_in_the_chiefs_order
 
 
 def test_a_worker_that_comes_before_the_chief_waits_for_its_seed() -> None:
-    desk, waits = Desk(2, in_rounds=False), threading.Event()
+    desk, waits = LeaseQueue(2, in_rounds=False), threading.Event()
 
     def work(job: FakeJob) -> int:
         if job.rank == 0:
@@ -105,7 +105,7 @@ def test_a_worker_that_comes_before_the_chief_waits_for_its_seed() -> None:
 
 def test_a_chief_that_does_not_read_this_loader_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "CHIEF_SECONDS", 0.1)
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     assert flat(train(shuffled(desk[1], seed=6), desk[1])) == order(50, 6, 0)
     assert flat(train(shuffled(desk[1], seed=8, name="own"), desk[1])) == order(50, 8, 0)
     again = shuffled(desk[0], seed=7)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from tests.leased import Desk, FakeJob, alone
+from tests.leased import FakeJob, LeaseQueue, alone
 
 from syncline.core.leasing.order import ChunkedOrder
 from syncline.data import ArraySource, IterableSource
@@ -63,7 +63,7 @@ def train(loader: DataLoader[Any], job: FakeJob) -> list[list[int]]:
 @pytest.mark.parametrize("make", [Files, source])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_every_sample_of_every_shard_is_read_once(make: Any, num_workers: int, in_rounds: bool) -> None:
-    desk = Desk(num_workers, in_rounds=in_rounds)
+    desk = LeaseQueue(num_workers, in_rounds=in_rounds)
     world = desk.run(lambda job: train(DataLoader(make(LENGTHS), 4, True, job=job), job))
     batches = list(itertools.chain(*world))
     assert sorted(itertools.chain(*batches)) == ALL
@@ -80,7 +80,7 @@ def test_shards_are_mixed_by_seed_and_epoch() -> None:
 
 
 def test_whoever_goes_on_with_a_shard_skips_what_is_done() -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     for number, _ in enumerate(DataLoader(Files([20, 5]), 4, job=desk[0])):
         desk[0].step()
         if number == 1:
@@ -91,7 +91,7 @@ def test_whoever_goes_on_with_a_shard_skips_what_is_done() -> None:
 
 def test_a_shard_that_is_begun_stays_with_its_reader() -> None:
     """The other would have to read it from its first sample: it takes shards that are not begun, or waits."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     dataset = Files([12, 12, 12])
     mine = iter(DataLoader(dataset, 4, job=desk[0]))
     next(mine)
@@ -114,13 +114,13 @@ def test_a_shard_that_is_begun_stays_with_its_reader() -> None:
 
 def test_a_lease_behind_the_end_of_a_shard_is_nothing() -> None:
     """A worker died at the last samples of a shard: what follows them is leased apart, and there is nothing."""
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     with pytest.raises(KeyError):
         for _ in DataLoader(Broken([6]), 4, job=desk[0]):
             desk[0].step()
     desk.leasing.out(desk[0].owner, failed=True)
     epoch = desk.leasing.epoch("loader-0", 0)
-    assert epoch is not None and [one.span.stop - one.span.start for one in epoch.doubts] == [4]
+    assert epoch is not None and [one.span.stop - one.span.start for one in epoch.suspect_batches] == [4]
     desk.jobs.pop(0)
     assert train(DataLoader(Files([6]), 4, job=desk[0]), desk[0]) == [[4, 5]] and desk.left == 0
 
@@ -200,7 +200,7 @@ def test_a_source_is_read_in_whole_batches_in_its_own_order() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_arrays_come_as_tensors(num_workers: int) -> None:
-    desk = Desk(2, in_rounds=False)
+    desk = LeaseQueue(2, in_rounds=False)
     arrays = ArraySource((np.arange(30.0).reshape(15, 2), np.arange(15)))
 
     def work(job: FakeJob) -> list[int]:

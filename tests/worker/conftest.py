@@ -15,20 +15,20 @@ from syncline.config import resolve
 from syncline.core.layout import Segment, Slice, in_ranges
 from syncline.core.members import Member
 from syncline.core.registry import Registry
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import LOOP
-from syncline.core.seats import Seat
 from syncline.core.slice_state import life_of
-from syncline.core.wire.checkpoints import AskTakenUp, GivenTakenUp
+from syncline.core.wire.checkpoints import AskResume, GivenResume
 from syncline.core.wire.control import (
     AskLife,
     AskRoster,
     AskWhy,
     Barrier,
-    Beat,
     Enter,
     Entered,
     GivenLife,
     GivenWhy,
+    Heartbeat,
     Joined,
     Leave,
     Passed,
@@ -89,7 +89,7 @@ class TwinServer:
         self._blocks: dict[int, HeapMemory] = {}
 
     def slices(self) -> list[Slice]:
-        return [p for p in self.house.layout_slices() if self.house.seats[p.id].primary == self.name]
+        return [p for p in self.house.layout_slices() if self.house.replica_sets[p.id].primary == self.name]
 
     def die(self) -> None:
         self.house.servers.pop(self.name, None)
@@ -176,7 +176,7 @@ class TwinServer:
         return Hosted([(n, self._blocks[n].array.nbytes) for n, _, _ in places], places)
 
     def _check(self, number: int) -> None:
-        if self.house.seats[number].primary != self.name:
+        if self.house.replica_sets[number].primary != self.name:
             raise ProtocolError(f"slice {number} is not hosted here")
 
     def _commit(self, message: Stage | CommitStaged) -> Any:
@@ -247,7 +247,9 @@ class TwinCoordinator:
             if found.segment is not None:
                 house.host(found.segment)
             upload = found.segment.index if found.segment is not None else None
-            return Registered(house.registry.layout.segments, list(house.seats.values()), house.generation, upload)
+            return Registered(
+                house.registry.layout.segments, list(house.replica_sets.values()), house.generation, upload
+            )
         if isinstance(message, Uploaded):
             house.registry.ready.add(message.segment)
             return Done()
@@ -255,15 +257,15 @@ class TwinCoordinator:
             return house.roster()
         if isinstance(message, AskLife):
             return GivenLife()
-        if isinstance(message, AskTakenUp):
-            return GivenTakenUp()
+        if isinstance(message, AskResume):
+            return GivenResume()
         if isinstance(message, Barrier):
-            return Passed(message.stretch + (1 << 32))
+            return Passed(message.phase + (1 << 32))
         if isinstance(message, Enter):
             return Entered(5 * LOOP, 17)
         if isinstance(message, AskWhy):
             return GivenWhy(f"step {message.step} has waited 1.2 s for worker-7 on host b (last heard of 1.1 s ago)")
-        if isinstance(message, Leave | Report | Beat):
+        if isinstance(message, Leave | Report | Heartbeat):
             return Done()
         raise ProtocolError(f"a twin does not answer {type(message).__name__}")
 
@@ -309,8 +311,8 @@ class House:
         )  # fmt: skip
 
     @property
-    def seats(self) -> dict[int, Seat]:
-        return self.registry.seats
+    def replica_sets(self) -> dict[int, ReplicaSet]:
+        return self.registry.replica_sets
 
     def layout_slices(self) -> list[Slice]:
         return list(self.registry.layout.slices())
@@ -332,7 +334,7 @@ class House:
         return server
 
     def roster(self) -> Roster:
-        return Roster(self.generation, list(self.members.values()), list(self.seats.values()))
+        return Roster(self.generation, list(self.members.values()), list(self.replica_sets.values()))
 
     def change(self, moves: dict[int, str] | None = None, *, tell: bool = True) -> None:
         """The next generation: dead servers are out, these slices have other primaries, what is staged is dropped."""
@@ -340,7 +342,7 @@ class House:
         for name in [n for n, m in self.members.items() if m.role == "server" and n not in self.servers]:
             del self.members[name]
         for number, name in (moves or {}).items():
-            self.seats[number] = Seat(number, name)
+            self.replica_sets[number] = ReplicaSet(number, name)
         if moves:
             for server in self.servers.values():
                 server.generation = self.generation
@@ -350,7 +352,7 @@ class House:
 
     def fail_over(self, dead: str, to: str, *, tell: bool = True) -> None:
         """A server is gone, and another has become the primary of its slices."""
-        moves = {number: to for number, seat in self.seats.items() if seat.primary == dead}
+        moves = {number: to for number, replica_set in self.replica_sets.items() if replica_set.primary == dead}
         self.change(moves, tell=tell)
 
     def dial_coordinator(self) -> Any:

@@ -105,7 +105,7 @@ def test_what_is_exempt_or_no_float32_or_assigned_goes_as_it_is() -> None:
 
 def stage_of(job: Job, codec: str, sizes: list[list[int]]) -> Stage:
     return Stage(
-        clock=1, stretch=0, slot=0, pushed=((0, 1),), weight=1.0, skip=False, clip_norm=None, overrides=[],
+        clock=1, phase=0, slot=0, pushed=((0, 1),), weight=1.0, skip=False, clip_norm=None, overrides=[],
         slices=[0], back_at=None, commit=True, pull=[], num_segments=1, codec=codec, sizes=sizes,
     )  # fmt: skip
 

@@ -89,7 +89,7 @@ def test_the_end_of_the_job_ends_the_dial(house: Callable[..., Any], nowhere: An
 
 
 def test_a_roster_that_comes_while_a_server_is_reached_closes_nothing(house: Any, monkeypatch: Any) -> None:
-    """It names the very server that was just reached: closed, it would have to be reached anew."""
+    """It names the very server that was just reached: closed, it would have to be reached again."""
     twin, reader = house(2, slice_bytes=256), placement.ServerReader
 
     def heard(*given: Any, **more: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.wire.message import Done, Message
 from syncline.core.wire.traffic import AskClip, Committed
 from syncline.errors import ConnectionLost, Refresh, RuleError
@@ -30,7 +30,7 @@ class TwinLane:
         self.earlier: list[Call] = []
         self.answer: Committed | None = None
         self.clock = 0
-        self.roll: Roll | None = None
+        self.roll: RoundMembership | None = None
 
     def _made(self, verb: str) -> Call:
         self.told.append((f"{verb} {self.name}", self.clock))
@@ -39,7 +39,7 @@ class TwinLane:
     def stage(self) -> Call:
         return self._made("stage")
 
-    def commit(self, clock: int, roll: Roll | None = None) -> Call:
+    def commit(self, clock: int, roll: RoundMembership | None = None) -> Call:
         self.roll = roll
         return self._made("commit")
 
@@ -146,7 +146,7 @@ def test_the_norm_of_a_step_made_anew_is_the_one_it_was_clipped_by() -> None:
 
 # -- with spare workers --------------------------------------------------------------------------------------
 
-ROLL = Roll(0, 1, [("worker-0", 1, 1)])
+ROLL = RoundMembership(0, 1, [("worker-0", 1, 1)])
 
 
 def spare_flow(told: list[tuple[str, int]]) -> Any:

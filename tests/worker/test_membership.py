@@ -65,7 +65,7 @@ def test_one_who_comes_late_enters_with_its_first_push(house: Callable[..., Any]
     push(twin).wait()
     assert sum(isinstance(m, Enter) for m in twin.coordinator.heard) == 1
     first, second = stages(twin)
-    assert [(one.clock, one.stretch) for one in (first, second)] == [(1, 5 * LOOP), (2, 5 * LOOP)]
+    assert [(one.clock, one.phase) for one in (first, second)] == [(1, 5 * LOOP), (2, 5 * LOOP)]
     assert (first.back_at, second.back_at) == ((17, None) if policy != "sync" else (None, None))
 
 
@@ -82,7 +82,7 @@ def test_a_barrier_before_the_entry_counts_for_its_era(house: Callable[..., Any]
     register(twin)
     twin.job.barrier("begin")
     push(twin).wait()
-    assert stages(twin)[0].stretch == 1 << 32
+    assert stages(twin)[0].phase == 1 << 32
 
 
 @pytest.mark.parametrize("how", ["retire", "coordinator"])
@@ -97,7 +97,9 @@ def test_asked_to_leave_it_finishes_its_step(house: Callable[..., Any], how: str
     with pytest.raises(SystemExit) as caught:
         ticket.wait()
     assert caught.value.code == 0
-    assert {seat.slice for seat in twin.seats.values()} == {number for _, number, clock in twin.ledger if clock == 1}
+    assert {replica_set.slice for replica_set in twin.replica_sets.values()} == {
+        number for _, number, clock in twin.ledger if clock == 1
+    }
     for server in twin.servers.values():
         assert any(isinstance(m, Leave) for m in server.heard)
     assert any(isinstance(m, Leave) for m in twin.coordinator.heard)
@@ -200,7 +202,7 @@ def test_a_coordinator_that_comes_back_is_asked_again(house: Callable[..., Any])
     twin.coordinator.answers[Barrier] = lambda m: breaks(m) or twin.coordinator._answer(m)
     twin.job.barrier("x")
     push(twin).wait()
-    assert held.is_set() and stages(twin)[-1].stretch == 1 << 32
+    assert held.is_set() and stages(twin)[-1].phase == 1 << 32
 
 
 def test_pushes_go_on_without_a_coordinator(house: Callable[..., Any]) -> None:

@@ -75,7 +75,7 @@ def test_a_server_dies_within_a_commit(
     twin.job.exchange.settle()
     assert_exact(twin, 6)
     assert (results[-1]["a"] == twin.everything()["a"]).all()
-    assert {seat.primary for seat in twin.seats.values()} == {"server-0"}
+    assert {replica_set.primary for replica_set in twin.replica_sets.values()} == {"server-0"}
     assert twin.stamp.generation == twin.generation == twin.job.generation
     assert list(twin.job.exchange._endpoints) == ["server-0"]
 
@@ -143,8 +143,10 @@ def test_refresh_before_the_roster_is_told(house: Callable[..., Any]) -> None:
     twin = house(3, slice_bytes=256)
     register(twin)
     push(twin, 0).wait()
-    moved = {number: "server-2" for number, seat in twin.seats.items() if seat.primary == "server-0"}
-    before = dict(twin.seats)
+    moved = {
+        number: "server-2" for number, replica_set in twin.replica_sets.items() if replica_set.primary == "server-0"
+    }
+    before = dict(twin.replica_sets)
     twin.change(moved, tell=False)
     after = twin.roster()
     old = twin.roster
@@ -173,10 +175,10 @@ def test_who_rests_says_so_to_new_servers_before_anything_else(house: Callable[.
     twin.fail_over("server-1", "server-2")
     twin.job.kv.pull()
     words = [m for m in fresh.heard if isinstance(m, Rest | Pull | Stage)]
-    assert isinstance(words[0], Rest) and not words[0].away and words[0].stretch == LOOP - 1
+    assert isinstance(words[0], Rest) and not words[0].at_barrier and words[0].phase == LOOP - 1
     push(twin, 1).wait()
     stages = [m for m in fresh.heard if isinstance(m, Stage)]
-    assert {m.stretch for m in stages} == {LOOP}
+    assert {m.phase for m in stages} == {LOOP}
 
 
 def test_what_is_made_anew_is_the_same_commit(house: Callable[..., Any]) -> None:
@@ -197,7 +199,7 @@ def test_what_is_made_anew_is_the_same_commit(house: Callable[..., Any]) -> None
     twin.job.kv.push({name: np.full(NUM, 10.0) for name in "ab"}, weight=3.0).wait()
     stages = [m for m in twin.servers["server-0"].heard if isinstance(m, Stage) and m.clock == 2]
     assert len(stages) == 2
-    assert {(m.stretch, m.weight, m.back_at, m.pushed) for m in stages} == {(LOOP, 3.0, 7, stages[0].pushed)}
+    assert {(m.phase, m.weight, m.back_at, m.pushed) for m in stages} == {(LOOP, 3.0, 7, stages[0].pushed)}
     assert any(isinstance(m, AskPlace) for m in twin.servers["server-0"].heard)
     assert_exact(twin, 2)
 
@@ -251,11 +253,11 @@ def test_slices_without_a_server_are_waited_for(house: Callable[..., Any]) -> No
     register(twin)
     push(twin, 0).wait()
     twin.servers["server-0"].die()
-    twin.change(dict.fromkeys(twin.seats, ""))
+    twin.change(dict.fromkeys(twin.replica_sets, ""))
 
     def comes() -> None:
         twin.add_server("server-0")
-        twin.change(dict.fromkeys(twin.seats, "server-0"))
+        twin.change(dict.fromkeys(twin.replica_sets, "server-0"))
 
     timer = threading.Timer(0.3, comes)
     timer.name = "Thread-comes"
@@ -295,7 +297,7 @@ def test_early_bytes_are_forgotten_by_a_change(house: Callable[..., Any]) -> Non
 
 
 def test_a_move_there_and_back_is_made_anew_as_well(house: Callable[..., Any]) -> None:
-    """The seats are as they were; what was open was dropped all the same."""
+    """The replica sets are as they were; what was open was dropped all the same."""
     twin = house(2, slice_bytes=256)
     register(twin)
     push(twin, 0).wait()
@@ -304,9 +306,9 @@ def test_a_move_there_and_back_is_made_anew_as_well(house: Callable[..., Any]) -
     server.answer = lambda r, m: asked.append(r) if isinstance(m, CommitStaged) else kept(r, m)
     ticket = push(twin, 1)
     server.answer = kept
-    before = dict(twin.seats)
+    before = dict(twin.replica_sets)
     twin.change(dict.fromkeys(before, "server-1"), tell=False)
-    twin.change({number: seat.primary for number, seat in before.items()})
+    twin.change({number: replica_set.primary for number, replica_set in before.items()})
     for request in asked:
         request.refuse(Refresh("moved, and back"))
     ticket.wait()
@@ -339,7 +341,7 @@ def test_late_answers_of_the_old_placement_go_nowhere(house: Callable[..., Any])
     register(twin)
     slow, other = twin.servers["server-0"], twin.servers["server-1"]
     kept, late = slow.answer, []
-    wanted = [n for n, seat in twin.seats.items() if seat.primary == "server-0"]
+    wanted = [n for n, replica_set in twin.replica_sets.items() if replica_set.primary == "server-0"]
 
     def withhold(request: Any, message: Any) -> Any:
         if isinstance(message, CommitStaged) and not late:
@@ -375,12 +377,12 @@ def test_values_that_went_with_a_server_before_they_counted_are_uploaded_again(h
         if len(asked) > 1:
             return Done()
         twin.servers["server-1"].die()
-        for number, seat in twin.seats.items():
-            if seat.primary == "server-1":
+        for number, replica_set in twin.replica_sets.items():
+            if replica_set.primary == "server-1":
                 twin.values[number][:] = 0.0
         twin.fail_over("server-1", "server-0")
         segments = twin.registry.layout.segments
-        return Registered(segments, list(twin.seats.values()), twin.generation, message.segment)
+        return Registered(segments, list(twin.replica_sets.values()), twin.generation, message.segment)
 
     twin.coordinator.answers[Uploaded] = uploaded
     found = twin.job.kv.register({"a": np.arange(64.0)}, SGD)

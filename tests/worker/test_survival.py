@@ -11,7 +11,7 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline import Rule
-from syncline.core.seats import Seat
+from syncline.core.replica_sets import ReplicaSet
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
 from syncline.worker.job import Job
@@ -91,8 +91,10 @@ def wait_for_backups(jobs: LocalJob) -> None:
         with coordinator.lock:
             live = set(coordinator.membership.servers())
             state = coordinator.membership.state
-            seats = list(state.seats.values()) if not state.is_changing else [Seat(0, "")]  # else they are not so yet
-            if all(set(seat.names) <= live and len(seat.names) == 2 for seat in seats):
+            replica_sets = (
+                list(state.replica_sets.values()) if not state.is_changing else [ReplicaSet(0, "")]
+            )  # else they are not so yet
+            if all(set(replica_set.names) <= live and len(replica_set.names) == 2 for replica_set in replica_sets):
                 return
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -51,7 +51,7 @@ def test_behind_a_barrier_all_stand_level() -> None:
     part = part_of(servers)
     part.step_aside()
     part.pass_barrier(Passed(ERA))
-    assert servers.heard == [Rest(0, True)] and not part.must_come_back and part.stretch == ERA
+    assert servers.heard == [Rest(0, True)] and not part.must_come_back and part.phase == ERA
 
 
 def test_who_comes_to_a_barrier_that_all_have_passed_asks_where_it_stands() -> None:
@@ -62,7 +62,7 @@ def test_who_comes_to_a_barrier_that_all_have_passed_asks_where_it_stands() -> N
     part.pass_barrier(Passed(ERA))
     part.step_aside()
     part.pass_barrier(Passed(ERA, is_away=True))
-    assert part.must_come_back and part.stretch == ERA
+    assert part.must_come_back and part.phase == ERA
     part.come_back()
     assert part.back_at == 6 and servers.heard[-1] == AskPlace()
     part.committed(ERA)
@@ -81,22 +81,22 @@ def test_in_sync_who_came_late_to_a_barrier_is_away_and_enters_again() -> None:
         part.tell()
         assert servers.heard == [Rest(ERA, True)], "a server that comes now must not wait for it either"
         part.come_back()
-        assert coordinator.heard[-1] == Enter(entry) and part.stretch == ERA + 3 and part.back_at is None
-        part.committed(part.stretch)
+        assert coordinator.heard[-1] == Enter(entry) and part.phase == ERA + 3 and part.back_at is None
+        part.committed(part.phase)
         assert not part.must_come_back
         part.pass_barrier(Passed(ERA))
 
 
 def test_in_sync_who_has_paused_in_a_loop_enters_again_beside_the_others() -> None:
-    """In a stretch of its own it would wait for all who have paused, and they, for the end of the epoch, for it."""
+    """In a phase of its own it would wait for all who have paused, and they, for the end of the epoch, for it."""
     servers, coordinator = Servers(), Coordinator()
     part = part_of(servers, Policy("sync"), coordinator)
     part.pause()
     part.pause()
     assert servers.heard == [Rest(0, False)] and part.must_enter
     part.come_back()
-    assert coordinator.heard == [Enter(0)] and part.stretch == ERA + 3
-    part.committed(part.stretch)
+    assert coordinator.heard == [Enter(0)] and part.phase == ERA + 3
+    part.committed(part.phase)
     assert not part.must_come_back
 
 
@@ -104,11 +104,11 @@ def test_who_has_paused_until_the_end_of_the_loop_is_in_the_next_one_like_all_ot
     part = part_of(Servers(), Policy("sync"))
     part.pause()
     part.rest()
-    assert not part.must_enter and part.stretch == LOOP
+    assert not part.must_enter and part.phase == LOOP
 
 
 def test_with_spare_workers_nobody_enters_again() -> None:
     """There is one server, which decides who is late."""
     part = part_of(Servers(), Policy("sync", spare=1))
     part.pause()
-    assert not part.must_enter and part.stretch == 1
+    assert not part.must_enter and part.phase == 1

@@ -85,7 +85,7 @@ class Halted:
         yield buffer_of(first[:half])
         self._stopped.set()
         _eventually(lambda: self.commits)
-        time.sleep(0.3)  # the worker is about to make its commit anew
+        time.sleep(0.3)  # the worker is about to make its commit again
         yield buffer_of(first[half:])
         for array in arrays[1:]:
             yield buffer_of(array)
@@ -96,7 +96,9 @@ class Halted:
             return
         if not self.commits:
             assert self._stopped.wait(PATIENCE)
-            moved = next(number for number, seat in self.twin.seats.items() if seat.primary == "server-0")
+            moved = next(
+                number for number, replica_set in self.twin.replica_sets.items() if replica_set.primary == "server-0"
+            )
             self.twin.change({moved: "server-1"})
             self.twin.values[moved] -= 10.0  # another worker's push
             self.twin.versions[moved] += 1
@@ -118,7 +120,7 @@ def test_an_answer_that_is_still_coming_in_does_not_land_over_a_newer_one(
     house: Callable[..., Any], where: str, window: int
 ) -> None:
     """The slice has moved: the bytes of its old primary and those of the new one come by two connections, for the
-    same memory of the model. What comes in already is through before the commit is told anew to anybody: every
+    same memory of the model. What comes in already is through before the commit is told again to anybody: every
     server acknowledges what is staged first, by the connection that the old answer came by. What comes later goes
     nowhere."""
     twin = house(2, shares_memory=False, policy="async", window=window, slice_bytes=SLICE, wait_seconds=PATIENCE)

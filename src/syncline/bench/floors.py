@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.bench.task import Task, read_arguments
-from syncline.bench.turns import Operation, Seat, take_turns
+from syncline.bench.turns import Operation, ReplicaSet, take_turns
 from syncline.net import shm
 from syncline.net.transport import buffer_of
 
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> None:
             PARTNERS[task.kind](task, sock)
         return
     with _partner(task, arguments) as sock:
-        take_turns(path, Seat(task.side, task.number), FLOORS[task.kind](task, sock))
+        take_turns(path, ReplicaSet(task.side, task.number), FLOORS[task.kind](task, sock))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from syncline.bench.row import LEAST_PAIRS, Effort, Samples
 from syncline.bench.sides import Side
-from syncline.bench.turns import Seat, Table
+from syncline.bench.turns import ReplicaSet, Table
 
 #: Of a side, after so many operations of its.
 Gauge = Callable[[int], float]
@@ -35,7 +35,7 @@ def play(ours: Side, reference: Side, effort: Effort, *, gauges: Mapping[str, Ga
         try:
             for side in sides.values():
                 side.start(folder, table.path)
-            table.wait_for({Seat(key, k) for key, side in sides.items() for k in range(side.num_processes)})
+            table.wait_for({ReplicaSet(key, k) for key, side in sides.items() for k in range(side.num_processes)})
             return _take_turns(table, effort, gauges or {})
         finally:
             table.close()

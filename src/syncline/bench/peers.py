@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from syncline.bench.memory import return_what_is_freed
 from syncline.bench.models import Training, backward_step, make, settling, training_step
 from syncline.bench.task import Task, read_arguments
-from syncline.bench.turns import Operation, Seat, take_turns
+from syncline.bench.turns import Operation, ReplicaSet, take_turns
 from syncline.config import num_cores
 from syncline.launch.compiler import leave_out_the_compiler
 
@@ -121,8 +121,8 @@ PEERS = {
 def main(arguments: list[str]) -> None:
     task, path = read_arguments(arguments)
     operation = PEERS[task.kind](task, path)
-    seat = Seat(task.side, task.number)
-    take_turns(path, seat, operation, settle=settling(task.device), num_uncounted=task.num_uncounted)
+    replica_set = ReplicaSet(task.side, task.number)
+    take_turns(path, replica_set, operation, settle=settling(task.device), num_uncounted=task.num_uncounted)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may wait for ranks that have ended already
 

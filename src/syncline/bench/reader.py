@@ -6,14 +6,14 @@ import sys
 from typing import Any
 
 from syncline.bench.task import Task, read_arguments
-from syncline.bench.turns import Operation, Seat, take_turns
+from syncline.bench.turns import Operation, ReplicaSet, take_turns
 from syncline.data.extra import needed
 
 BATCH_SIZE = 1024
 
 
 def batches(task: Task) -> Operation:
-    """One pass by `syncline.data`, opened anew: nothing is kept from the pass before."""
+    """One pass by `syncline.data`, opened again: nothing is kept from the pass before."""
     import syncline.data
 
     def read() -> None:
@@ -63,7 +63,7 @@ READERS = {"batches": batches, "iter_batches": iter_batches, "row_groups": row_g
 
 def main(arguments: list[str]) -> None:
     task, path = read_arguments(arguments)
-    take_turns(path, Seat(task.side, task.number), READERS[task.kind](task))
+    take_turns(path, ReplicaSet(task.side, task.number), READERS[task.kind](task))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from syncline.bench.task import Task, read_arguments
-from syncline.bench.turns import Operation, Seat, take_turns
+from syncline.bench.turns import Operation, ReplicaSet, take_turns
 from syncline.errors import ConnectionLost
 from syncline.net.certificate import Certificate, client_context
 from syncline.net.transport import buffer_of
@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> None:
         _serve(task)
         return
     with _partner(task, arguments) as sock:
-        take_turns(path, Seat(task.side, task.number), stream(task, Duplex(sock)))
+        take_turns(path, ReplicaSet(task.side, task.number), stream(task, Duplex(sock)))
 
 
 if __name__ == "__main__":

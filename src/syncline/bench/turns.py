@@ -29,7 +29,7 @@ Operation = Callable[[], object]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Seat(msgspec.Struct, frozen=True):
+class ReplicaSet(msgspec.Struct, frozen=True):
     """The first line of a process: for which side it plays, and which of its processes it is."""
 
     side: str
@@ -49,7 +49,12 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 def take_turns(
-    path: str, seat: Seat, operation: Operation, *, settle: Operation = lambda: None, num_uncounted: int = 1
+    path: str,
+    replica_set: ReplicaSet,
+    operation: Operation,
+    *,
+    settle: Operation = lambda: None,
+    num_uncounted: int = 1,
 ) -> None:
     """Runs the operation whenever it is this process's turn, until the bench closes the connection.
 
@@ -58,7 +63,7 @@ def take_turns(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(path)
         with sock.makefile("rwb") as lines, contextlib.suppress(ConnectionError):
-            _send(lines, seat)
+            _send(lines, replica_set)
             while line := lines.readline(_LINE_BYTES):
                 turn = msgspec.json.decode(line, type=Turn)
                 for _ in range(num_uncounted):  # the caches are the other side's, and the processes of a side meet
@@ -91,7 +96,7 @@ class Table:
         if len(self.path.encode()) > _PATH_BYTES:
             raise ConfigError(f"{self.path} is too long for the name of a socket; choose a shorter TMPDIR")
         self._look = look
-        self._seats: dict[Seat, tuple[socket.socket, io.BufferedRWPair]] = {}
+        self._replica_sets: dict[ReplicaSet, tuple[socket.socket, io.BufferedRWPair]] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(self.path)
@@ -101,13 +106,13 @@ class Table:
             self._listener.close()
             raise
 
-    def wait_for(self, wanted: set[Seat]) -> None:
+    def wait_for(self, wanted: set[ReplicaSet]) -> None:
         """Until all of these are there."""
         deadline = time.monotonic() + SEAT_SECONDS
-        while missing := wanted - set(self._seats):
+        while missing := wanted - set(self._replica_sets):
             self._look()
             if time.monotonic() > deadline:
-                who = ", ".join(sorted(f"{seat.side} {seat.number}" for seat in missing))
+                who = ", ".join(sorted(f"{replica_set.side} {replica_set.number}" for replica_set in missing))
                 raise WaitTimeout(f"the bench has waited {SEAT_SECONDS:g} s for {who}")
             try:
                 sock, _ = self._listener.accept()
@@ -115,29 +120,33 @@ class Table:
                 continue
             sock.settimeout(TURN_SECONDS)
             lines = sock.makefile("rwb")
-            self._seats[_read(lines, Seat)] = (sock, lines)
+            self._replica_sets[_read(lines, ReplicaSet)] = (sock, lines)
 
     def turn(self, side: str, count: int) -> float:
         """One turn of all processes of a side; seconds per operation of the slowest."""
-        players = [(seat, lines) for seat, (_, lines) in self._seats.items() if seat.side == side]
+        players = [
+            (replica_set, lines) for replica_set, (_, lines) in self._replica_sets.items() if replica_set.side == side
+        ]
         answered: list[float] = []
-        for seat, lines in players:
-            with self._talking_to(seat):
+        for replica_set, lines in players:
+            with self._talking_to(replica_set):
                 _send(lines, Turn(count))
-        for seat, lines in players:
-            with self._talking_to(seat):
+        for replica_set, lines in players:
+            with self._talking_to(replica_set):
                 answered.append(_read(lines, Taken).seconds)
         return max(answered)
 
     @contextlib.contextmanager
-    def _talking_to(self, seat: Seat) -> Iterator[None]:
+    def _talking_to(self, replica_set: ReplicaSet) -> Iterator[None]:
         try:
             yield
         except TimeoutError:
-            raise WaitTimeout(f"{seat.side} {seat.number}: its turn has lasted {TURN_SECONDS:g} s") from None
+            raise WaitTimeout(
+                f"{replica_set.side} {replica_set.number}: its turn has lasted {TURN_SECONDS:g} s"
+            ) from None
         except (OSError, SynclineError) as error:
             self._say_why()
-            raise ConnectionLost(f"{seat.side} {seat.number}: {error}") from None
+            raise ConnectionLost(f"{replica_set.side} {replica_set.number}: {error}") from None
 
     def _say_why(self) -> None:
         """A connection that broke is no reason: give the process that broke it a moment to end with one."""
@@ -148,7 +157,7 @@ class Table:
 
     def close(self) -> None:
         """Everybody goes home."""
-        for sock, lines in self._seats.values():
+        for sock, lines in self._replica_sets.values():
             with contextlib.suppress(OSError):
                 lines.close()
             sock.close()

@@ -11,7 +11,7 @@ import numpy as np
 
 import syncline
 from syncline.bench.task import Task, read_arguments
-from syncline.bench.turns import Operation, Seat, take_turns
+from syncline.bench.turns import Operation, ReplicaSet, take_turns
 
 
 def push_pull(task: Task) -> Operation:
@@ -145,8 +145,8 @@ def _settling(task: Task) -> Operation:
 def main(arguments: list[str]) -> None:
     task, path = read_arguments(arguments)
     operation = OPERATIONS[task.kind](task)
-    seat = Seat(task.side, syncline.current_job().rank)
-    take_turns(path, seat, operation, settle=_settling(task), num_uncounted=task.num_uncounted)
+    replica_set = ReplicaSet(task.side, syncline.current_job().rank)
+    take_turns(path, replica_set, operation, settle=_settling(task), num_uncounted=task.num_uncounted)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ class TerminalScreen:
         return " · ".join(parts)
 
     def _measure(self, now: float, samples: dict[str, int]) -> None:
-        """Samples per second, over a second; afresh when others report, or one anew: a coordinator or worker died."""
+        """Samples per second, over a second; afresh when others report, or one again: a coordinator or worker
+        died."""
         since, before = self._last
         if samples.keys() != before.keys() or any(samples[name] < before[name] for name in samples):
             self._rate, self._last = None, (now, samples)

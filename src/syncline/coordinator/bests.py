@@ -13,7 +13,7 @@ from syncline.core.checkpoint.manifest import Manifest
 from syncline.core.checkpoint.schedule import Checkpoint
 from syncline.core.conditions import Best
 from syncline.core.validation import BestSoFar, Validation, ValidationState, of_candidates
-from syncline.core.wire.validation import AVERAGE, MEAN, WEIGHTS, WriteOwn, WrittenOwn
+from syncline.core.wire.validation import AVERAGE, MEAN, WEIGHTS, WriteCandidate, WrittenCandidate
 from syncline.errors import StoreError, SynclineError
 from syncline.store import averaging, checkpoints
 from syncline.store.averaging import WEIGHTS_FILE
@@ -141,9 +141,9 @@ class Bests:
                 endpoint = self._c.endpoints.get(worker)
             if endpoint is None:
                 raise StoreError(f"{worker}, whose own model is the best so far ({best.told}), is gone")
-            call = endpoint.call(WriteOwn(max(self._over), folder.url, WEIGHTS_FILE))
+            call = endpoint.call(WriteCandidate(max(self._over), folder.url, WEIGHTS_FILE))
             answer = call.wait(self._c.config.wait_seconds)
-            if not isinstance(answer, WrittenOwn):
+            if not isinstance(answer, WrittenCandidate):
                 raise StoreError(f"{worker} answered {type(answer).__name__} to WriteOwn")
             values = {k.removeprefix(f"{worker}:"): v for k, v in manifest.metrics.items()}
             values = {k: v for k, v in values.items() if f"{worker}:{k}" in manifest.metrics}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from syncline import faults
 from syncline.coordinator.restoring import restore
 from syncline.core.members import Member
-from syncline.core.reconfigure import Change, Deciding
-from syncline.core.seats import Plan, by_source
+from syncline.core.reconfigure import Planner, Reconfiguration
+from syncline.core.replica_sets import Plan, by_source
 from syncline.core.wire.control import Enter, Host, LetGo, Prepared, Retire, SeedTo
-from syncline.core.wire.leases import AskUses
+from syncline.core.wire.leases import AskLeaseAcks
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ConnectionLost, FencedError, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
@@ -38,7 +38,7 @@ class Changing:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         self._wakes = threading.Condition(coordinator.lock)
-        self._deciding = Deciding(coordinator.membership)
+        self._deciding = Planner(coordinator.membership)
         self._asking: dict[str, Request] = {}  # workers that enter, servers that retire
         self._trouble = ("", 0.0)  # why a change is tried again, and since when
         self._closed = False
@@ -46,7 +46,7 @@ class Changing:
 
     @property
     def moves(self) -> bool:
-        """Primaries are about to change: nobody is told of seats now."""
+        """Primaries are about to change: nobody is told of replica sets now."""
         return self._deciding.moves
 
     def start(self, *, resume: bool) -> None:
@@ -89,7 +89,7 @@ class Changing:
     def enter(self, request: Request, message: Enter) -> None:
         """A worker is about to push that takes part in no rounds."""
         with self._wakes:
-            place = self._deciding.enter(request.peer.name, request.peer.incarnation, message.entry, message.stretch)
+            place = self._deciding.enter(request.peer.name, request.peer.incarnation, message.entry, message.phase)
             if place is None:
                 self._asking[request.peer.name] = request
                 self._wakes.notify_all()
@@ -120,7 +120,7 @@ class Changing:
                 self._c.event(f"{error}; the change waits")
                 pause = 1.0
             except SynclineError as error:
-                pause = _AGAIN_SECONDS  # a server is gone, or held no longer: begun anew, with what is known by then
+                pause = _AGAIN_SECONDS  # a server is gone, or held no longer: begun again, with what is known by then
                 self._say_reason(str(error))
             except Exception as error:  # a bug of ours must end in a verdict, not in silence
                 self._c.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
@@ -178,9 +178,13 @@ class Changing:
         with self._c.lock:
             if self._deciding.is_urgent:
                 return 0.0  # slice 0 may have another primary, or none: first all servers must know of that
-            gone, seat = self._c.handing.gone(), self._c.membership.state.seats.get(0)
+            gone, replica_set = self._c.handing.gone(), self._c.membership.state.replica_sets.get(0)
         if gone:
-            answers = self._ask_all({seat.primary: AskUses()}) if seat is not None and seat.primary else {}
+            answers = (
+                self._ask_all({replica_set.primary: AskLeaseAcks()})
+                if replica_set is not None and replica_set.primary
+                else {}
+            )
             if not self._c.handing.out(gone, answers.values()):
                 return _AGAIN_SECONDS
         return 0.0
@@ -198,8 +202,8 @@ class Changing:
                     self._deciding.strangers.discard(name)
 
     def _let_go(self) -> None:
-        """Servers on which nothing is left may end; segments whose slices have all their seats are ready."""
-        self._c.registering.seats_are_right()
+        """Servers on which nothing is left may end; segments whose slices have all their replica sets are ready."""
+        self._c.registering.replica_sets_are_right()
         with self._c.lock:
             free = self._deciding.relieved()
             requests = [self._asking.pop(name) for name in free]
@@ -247,7 +251,7 @@ class Changing:
         self._finish(change)
         return 0.0
 
-    def _prepare(self, change: Change) -> None:
+    def _prepare(self, change: Reconfiguration) -> None:
         """All servers hold at the same time when this returns: the answers of one question, close together."""
         for _ in range(_MOST_TIMES):
             began = time.monotonic()
@@ -258,7 +262,7 @@ class Changing:
             if time.monotonic() - began < _APART_SECONDS:
                 return
 
-    def _install(self, change: Change) -> None:
+    def _install(self, change: Reconfiguration) -> None:
         with self._c.lock:
             install, lost = self._deciding.install(change)
         for _, text in lost:
@@ -267,7 +271,7 @@ class Changing:
             )
         self._ask_all(dict.fromkeys(change.servers, install), fails_soon=True)
 
-    def _finish(self, change: Change) -> None:
+    def _finish(self, change: Reconfiguration) -> None:
         """Every server has the generation: rounds, barriers and places are others' from now on."""
         with self._c.lock:
             self._deciding.settle(change)
@@ -289,7 +293,7 @@ class Changing:
     # -- plans --------------------------------------------------------------------------------------------
 
     def _carry_out(self, wanted: Plan) -> float:
-        """Seeds first, as long as they take, unless something more urgent comes up; then the seats."""
+        """Seeds first, as long as they take, unless something more urgent comes up; then the replica sets."""
         with self._c.lock:
             members = dict(self._c.membership.state.members)
         jobs: dict[str, list[Message]] = {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from syncline import faults
 from syncline.coordinator.recording import Taken
 from syncline.core.checkpoint.snapshot import CUT_SECONDS, Cut, ledger_at
-from syncline.core.wire.checkpoints import GateClosed, Mark
+from syncline.core.wire.checkpoints import Mark, SnapshotBarrierClosed
 from syncline.core.wire.message import Message
 from syncline.errors import WaitTimeout
 
@@ -33,7 +33,7 @@ def find_level(coordinator: Coordinator, cut: Cut, asking: Asking) -> Taken | No
         answers = asking.ask_servers(dict.fromkeys(cut.servers, cut.close()), gives_way=True, until=cut.until)
         if not answers and time.monotonic() < cut.until:
             return None
-        closed = {name: answer for name, answer in answers.items() if isinstance(answer, GateClosed)}
+        closed = {name: answer for name, answer in answers.items() if isinstance(answer, SnapshotBarrierClosed)}
         if closed.keys() != set(cut.servers):
             raise WaitTimeout(f"not all commits that had begun came to their end within {CUT_SECONDS:g} s")
         verdict = cut.decide(closed, time.monotonic())

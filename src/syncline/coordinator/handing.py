@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from syncline import faults
 from syncline.core.leasing.leases import SHARD_POSITIONS, Leasing
 from syncline.core.leasing.ledger import Epoch
-from syncline.core.leasing.queue import Desk
+from syncline.core.leasing.queue import LeaseQueue
 from syncline.core.slice_state import Identity
-from syncline.core.wire.control import Beat
+from syncline.core.wire.control import Heartbeat
 from syncline.core.wire.leases import (
     AskLease,
-    AskUses,
+    AskLeaseAcks,
     Confirm,
     EndShard,
     GaveBack,
@@ -45,7 +45,7 @@ class Handing:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
-        self._desk: Desk[Request] = Desk(coordinator.membership)
+        self._desk: LeaseQueue[Request] = LeaseQueue(coordinator.membership)
         self._later: list[tuple[Request, Message]] = []  # answers that are given when the state is kept
         self._asked_workers: set[Identity] = set()  # what they have used; the answer is not here yet
         self._kept_at = 0.0
@@ -120,12 +120,15 @@ class Handing:
         """Somebody waits for the end of an epoch: what was used meanwhile is asked for, not waited for. `then` is
         called behind it, also where there is no answer."""
         with self._c.lock:
-            seat, is_wanted = self._c.membership.state.seats.get(0), then is not None or self._desk.asking
-            endpoint = self._c.endpoints.get(seat.primary) if seat is not None and is_wanted else None
+            replica_set, is_wanted = (
+                self._c.membership.state.replica_sets.get(0),
+                then is not None or self._desk.asking,
+            )
+            endpoint = self._c.endpoints.get(replica_set.primary) if replica_set is not None and is_wanted else None
         try:
             if endpoint is None:
                 raise ConnectionLost("slice 0 has no server now")
-            call = endpoint.call(AskUses())
+            call = endpoint.call(AskLeaseAcks())
         except ConnectionLost:
             if then is not None:
                 then()
@@ -173,10 +176,10 @@ class Handing:
 
     # -- what servers say ---------------------------------------------------------------------------------
 
-    def beat(self, name: str, beat: Beat) -> None:
+    def beat(self, name: str, beat: Heartbeat) -> None:
         """Under the lock: the server of slice 0 says what was used, a worker how fast it is."""
-        seat, member = self._c.membership.state.seats.get(0), self._c.membership.state.members.get(name)
-        if (beat.uses or beat.late) and seat is not None and seat.primary == name:
+        replica_set, member = self._c.membership.state.replica_sets.get(0), self._c.membership.state.members.get(name)
+        if (beat.uses or beat.late) and replica_set is not None and replica_set.primary == name:
             self._desk.use(beat.uses, beat.late)
         if beat.is_quarantined and member is not None and self._desk.is_open:
             owner = (name, member.incarnation)
@@ -189,7 +192,7 @@ class Handing:
             self.leasing.measured(name, beat.samples - samples, beat.work_seconds - seconds)
 
     def look(self, now: float) -> None:
-        """Now and then: keeps what was used and confirms it, cuts parts anew, sees to those who wait in vain."""
+        """Now and then: keeps what was used and confirms it, cuts parts again, sees to those who wait in vain."""
         self._ask_workers()
         if not self._desk.is_open:
             return
@@ -219,8 +222,8 @@ class Handing:
                 self._desk.put_back_news(used, late)
                 self._c.say_trouble(error)
                 return
-            seat = self._c.membership.state.seats.get(0)
-            names = seat.names if seat is not None else ()
+            replica_set = self._c.membership.state.replica_sets.get(0)
+            names = replica_set.names if replica_set is not None else ()
             endpoints = [self._c.endpoints[name] for name in names if name in self._c.endpoints]
         for endpoint in endpoints:
             endpoint.mention(Confirm(sorted(set(used)), sorted(set(late))))
@@ -231,9 +234,9 @@ class Handing:
             self._tell(f"epoch {number + 1} of {name!r}", epoch)
 
     def _tell(self, which: str, epoch: Epoch) -> None:
-        for doubt in epoch.aside:
-            where = f"positions {doubt.span.start} to {doubt.span.stop - 1}"
-            workers = ", ".join(doubt.workers)
+        for suspect_batch in epoch.aside:
+            where = f"positions {suspect_batch.span.start} to {suspect_batch.span.stop - 1}"
+            workers = ", ".join(suspect_batch.workers)
             told = "syncline.data.samples_at says which they are"
             self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
         if epoch.num_passed_over:
@@ -317,7 +320,7 @@ class Handing:
             self._asked_workers.update(endpoints)
         for owner, endpoint in endpoints.items():
             try:
-                call = endpoint.call(AskUses())
+                call = endpoint.call(AskLeaseAcks())
             except ConnectionLost:
                 self._asked_workers.discard(owner)
             else:

@@ -225,7 +225,7 @@ class Joining:
             return Roster(
                 state.generation,
                 self._c.membership.ordered(),
-                list(state.seats.values()),
+                list(state.replica_sets.values()),
                 finished,
                 is_chief_done=bool(state.chief_done),
             )

@@ -21,14 +21,14 @@ class Meeting:
     def __init__(self, coordinator: Coordinator) -> None:
         self._c = coordinator
         state = coordinator.membership.state
-        self._barriers = Barriers(state.stretch, state.passed)
+        self._barriers = Barriers(state.phase, state.passed)
         self._there: dict[tuple[str, int], list[tuple[Request, float]]] = {}
 
     def arrive(self, request: Request, message: Barrier) -> None:
         with self._c.lock:
-            if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.stretch):
-                begun, turn = self._c.membership.state.stretch, self._barriers.passed[message.name]
-                request.reply(self._barriers.behind_passed(message.stretch, begun, turn))
+            if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.phase):
+                begun, turn = self._c.membership.state.phase, self._barriers.passed[message.name]
+                request.reply(self._barriers.behind_passed(message.phase, begun, turn))
                 return
             waiting = self._there.setdefault((message.name, message.turn), [])
             waiting[:] = [w for w in waiting if w[0].peer.name != request.peer.name]
@@ -49,19 +49,17 @@ class Meeting:
             whole = self._barriers.ready(self.workers())
             if not whole:
                 return
-            before = (state.stretch, dict(state.passed))
+            before = (state.phase, dict(state.passed))
             answers = self._barriers.pass_all(whole)
-            state.stretch = answers[-1]
+            state.phase = answers[-1]
             try:
                 self._c.keep()
             except StoreError as error:
-                state.stretch = before[0]
+                state.phase = before[0]
                 self._barriers.take_back(before[1])
                 self._c.say_trouble(error)
                 return
-            passed = [
-                (self._there.pop(key, []), Passed(stretch)) for key, stretch in zip(whole, answers, strict=True)
-            ]
+            passed = [(self._there.pop(key, []), Passed(phase)) for key, phase in zip(whole, answers, strict=True)]
             self._barriers.forget(whole)
         for waiting, answer in passed:
             for request, _ in waiting:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from syncline import faults
 from syncline.core.layout import Segment
-from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.control import Host, Register, Registered, Uploaded
 from syncline.core.wire.message import Done
 from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError
@@ -83,14 +83,14 @@ class Registering:
 
     def _answer(self, segments: list[Segment], upload: int | None = None) -> Registered:
         state = self._c.membership.state
-        return Registered(segments, list(state.seats.values()), state.generation, upload)
+        return Registered(segments, list(state.replica_sets.values()), state.generation, upload)
 
     def _host(self, request: Request, segment: Segment) -> None:
         """Every server makes room for its slices; then the chief is asked for its values."""
         with self._c.lock:
             endpoints = {name: self._c.endpoints.get(name) for name in self._c.membership.servers()}
-            seats = self._c.membership.state.seats
-            mine = {name: [p.id for p in segment.slices if seats[p.id].primary == name] for name in endpoints}
+            replica_sets = self._c.membership.state.replica_sets
+            mine = {name: [p.id for p in segment.slices if replica_sets[p.id].primary == name] for name in endpoints}
             if None in endpoints.values():
                 self._wait(request)  # for a server that has not found us yet, or is about to be evicted
                 return
@@ -144,10 +144,10 @@ class Registering:
     def _take_up(self, request: Request, segment: Segment) -> None:
         """In the place of the chief's values: every server reads what is its own from the checkpoint."""
         with self._c.lock:
-            known, seats = self._c.membership.state.saves.taken_up, self._c.membership.state.seats
+            known, replica_sets = self._c.membership.state.saves.taken_up, self._c.membership.state.replica_sets
             mine: dict[str, list[int]] = {}
             for part in segment.slices:
-                mine.setdefault(seats[part.id].primary, []).append(part.id)
+                mine.setdefault(replica_sets[part.id].primary, []).append(part.id)
             endpoints = {name: self._c.endpoints.get(name) for name in mine}
             if self._c.changing.moves or None in endpoints.values() or segment.index in self._taking_up:
                 self._wait(request)
@@ -160,7 +160,7 @@ class Registering:
         for name, endpoint in endpoints.items():
             try:
                 assert endpoint is not None
-                calls.append(endpoint.call(TakeUp(known.folder, known.digest, mine[name], fresh=fresh)))
+                calls.append(endpoint.call(Resume(known.folder, known.digest, mine[name], fresh=fresh)))
             except ConnectionLost:
                 lost = True
         self._c.reporting.when_all(calls, lambda calls: self._has_taken_up(request, segment, calls, lost))
@@ -193,9 +193,9 @@ class Registering:
             config = self._c.config
             has_backups = (config.replicas > 1 or config.is_ring) and len(self._c.membership.servers()) > 1
         if has_backups:
-            self._c.changing.wake()  # who then finds that the seats are right
+            self._c.changing.wake()  # who then finds that the replica sets are right
         else:
-            self.seats_are_right()
+            self.replica_sets_are_right()
 
     def _take_back(self, segment: Segment) -> None:
         """It could not be hosted: nobody hears of it, nor does a coordinator that takes the job up later."""
@@ -204,7 +204,7 @@ class Registering:
             registry.take_back(segment)
             if segment.index < len(registry.layout.segments):
                 return  # it was taken back before, and its number is another's
-            state.lost = [number for number in state.lost if number in state.seats]
+            state.lost = [number for number in state.lost if number in state.replica_sets]
             self._c.drop_segment(segment)
             self._c.try_keep()  # or with whatever is kept next
 
@@ -226,7 +226,7 @@ class Registering:
             self._ask_for_values(request, message.segment)
 
     def slices_are_lost(self, slices: Collection[int]) -> None:
-        """Under the lock. Of segments that are not ready yet they are hosted anew, full of zeros."""
+        """Under the lock. Of segments that are not ready yet they are hosted again, full of zeros."""
         for segment in self._c.registry.layout.segments:
             if segment.index not in self._c.registry.ready and any(part.id in slices for part in segment.slices):
                 self._asked.discard(segment.index)
@@ -241,7 +241,7 @@ class Registering:
         known = self._c.registry.ready | set(self._uploaded)
         return {part.id for s in self._c.registry.layout.segments if s.index in known for part in s.slices}
 
-    def seats_are_right(self) -> None:
+    def replica_sets_are_right(self) -> None:
         """What has its values, and its backups, is ready to be used by all."""
         with self._c.lock:
             uploaded, self._uploaded = self._uploaded, {}
@@ -260,7 +260,7 @@ class Registering:
         self.try_again()
 
     def try_again(self) -> None:
-        """Something has changed: registrations that waited are looked at anew."""
+        """Something has changed: registrations that waited are looked at again."""
         with self._c.lock:
             waiting, self._waiting = self._waiting, []
             too_late, self._too_late = self._too_late, []

@@ -111,7 +111,7 @@ class Reporting:
             self._c.launchers.add(request.endpoint)
             membership, outcome = self._c.membership, self._c.membership.outcome
             state = membership.state
-            seated = {name for seat in state.seats.values() for name in seat.names}
+            seated = {name for replica_set in state.replica_sets.values() for name in replica_set.names}
             stepped = {name for name, (beat, _) in self._c.beats.items() if beat.step}
             standings = Standings(
                 formed=membership.formed,
@@ -271,7 +271,7 @@ class Reporting:
         """What a server's death would cost now."""
         state = self._c.membership.state
         hosts = [state.members[name].host for name in self._c.membership.servers()]
-        return protection_of(self._c.config, hosts, state.seats.values())
+        return protection_of(self._c.config, hosts, state.replica_sets.values())
 
     def _member_status(self, name: str) -> MemberStatus:
         state, now = self._c.membership.state, time.monotonic()
@@ -292,8 +292,8 @@ class Reporting:
             state=self._state_of(name),
             step=step,
             lag=max(steps, default=0) - step if member.role == "worker" and name in state.entered else 0,
-            num_primary=sum(seat.primary == name for seat in state.seats.values()),
-            num_backup=sum(name in seat.backups for seat in state.seats.values()),
+            num_primary=sum(replica_set.primary == name for replica_set in state.replica_sets.values()),
+            num_backup=sum(name in replica_set.backups for replica_set in state.replica_sets.values()),
             cores=member.cores,
             pid=member.pid,
             samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,

@@ -18,7 +18,7 @@ from syncline.core.layout import Segment
 from syncline.core.policy import parse_policy
 from syncline.core.slice_state import Copy, Identity, freshest, num_revoked
 from syncline.core.units import counted
-from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.control import AskCopies, GiveCopies, GivenCopies, Host
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, StoreError, SynclineError, WaitTimeout
@@ -68,22 +68,24 @@ class Back:
 
 
 def restore(coordinator: Coordinator, asking: Asking) -> None:
-    """Hosts the lost slices where the seats say, and has workers bring what they have of them."""
+    """Hosts the lost slices where the replica sets say, and has workers bring what they have of them."""
     with coordinator.lock:
         lost = list(coordinator.membership.state.lost)
         if not lost:
             return
-        seats = {number: coordinator.membership.state.seats[number].primary for number in lost}
-        segments = [s for s in coordinator.registry.layout.segments if any(part.id in seats for part in s.slices)]
+        replica_sets = {number: coordinator.membership.state.replica_sets[number].primary for number in lost}
+        segments = [
+            s for s in coordinator.registry.layout.segments if any(part.id in replica_sets for part in s.slices)
+        ]
         ready = set(coordinator.registry.ready)
     for segment in segments:
-        here = [part.id for part in segment.slices if part.id in seats]
+        here = [part.id for part in segment.slices if part.id in replica_sets]
         by_server: dict[str, Message] = {}
-        for server in {seats[number] for number in here}:
-            by_server[server] = Host(segment, [number for number in here if seats[number] == server])
+        for server in {replica_sets[number] for number in here}:
+            by_server[server] = Host(segment, [number for number in here if replica_sets[number] == server])
         asking.ask_servers(by_server)
-    with_values = [part.id for s in segments if s.index in ready for part in s.slices if part.id in seats]
-    back = _bring(coordinator, asking, with_values, seats, segments) if with_values else Back()
+    with_values = [part.id for s in segments if s.index in ready for part in s.slices if part.id in replica_sets]
+    back = _bring(coordinator, asking, with_values, replica_sets, segments) if with_values else Back()
     if with_values:
         # Said before it is kept: a coordinator that dies in between says it again, never not at all.
         least = "at least " if _a_worker_is_gone(coordinator) or not back.is_known else ""
@@ -95,7 +97,7 @@ def restore(coordinator: Coordinator, asking: Asking) -> None:
         )
     with coordinator.lock:
         state = coordinator.membership.state
-        state.lost = [number for number in state.lost if number not in seats]
+        state.lost = [number for number in state.lost if number not in replica_sets]
         state.num_revoked += back.num_revoked
         if 0 in with_values:
             coordinator.handing.uses_are_lost()
@@ -112,7 +114,7 @@ def _bring(
     coordinator: Coordinator,
     asking: Asking,
     lost: Sequence[int],
-    seats: Mapping[int, str],
+    replica_sets: Mapping[int, str],
     segments: Sequence[Segment],
 ) -> Back:
     """Each from where it loses less; a checkpoint that cannot be read is none."""
@@ -127,7 +129,7 @@ def _bring(
             back.from_disk[number] = saved[number]
     if checkpoint is not None and back.from_disk:
         try:
-            asking.ask_servers(_to_take_up(checkpoint, back.from_disk, found, seats))
+            asking.ask_servers(_to_take_up(checkpoint, back.from_disk, found, replica_sets))
         except StoreError as error:
             coordinator.event(f"{checkpoint.folder} cannot bring back what was lost: {error}")
             back.from_disk = {}
@@ -136,7 +138,7 @@ def _bring(
             if one is None:
                 _give_up(coordinator, number, segments)
             back.from_workers[number] = one
-    _have_them_brought(coordinator, back.from_workers, seats)
+    _have_them_brought(coordinator, back.from_workers, replica_sets)
     known = {number: one[1].known if one else 0 for number, one in found.items()}
     back.num_revoked = max(
         num_revoked(copy for _, copy in back.from_workers.values()),
@@ -160,14 +162,17 @@ def _saved(coordinator: Coordinator) -> tuple[Checkpoint | None, dict[int, Saved
 
 
 def _to_take_up(
-    checkpoint: Checkpoint, parts: Collection[int], found: Mapping[int, Brought | None], seats: Mapping[int, str]
+    checkpoint: Checkpoint,
+    parts: Collection[int],
+    found: Mapping[int, Brought | None],
+    replica_sets: Mapping[int, str],
 ) -> dict[str, Message]:
     mine: dict[str, list[int]] = {}
     for number in parts:
-        mine.setdefault(seats[number], []).append(number)
+        mine.setdefault(replica_sets[number], []).append(number)
     known = {number: one[1].known if one else 0 for number, one in found.items()}
     return {
-        name: TakeUp(checkpoint.folder, checkpoint.digest, numbers, True, known=[known[n] for n in numbers])
+        name: Resume(checkpoint.folder, checkpoint.digest, numbers, True, known=[known[n] for n in numbers])
         for name, numbers in mine.items()
     }
 
@@ -196,10 +201,12 @@ def _copies(coordinator: Coordinator, lost: Sequence[int]) -> dict[Identity, lis
     return found
 
 
-def _have_them_brought(coordinator: Coordinator, chosen: Mapping[int, Brought], seats: Mapping[int, str]) -> None:
+def _have_them_brought(
+    coordinator: Coordinator, chosen: Mapping[int, Brought], replica_sets: Mapping[int, str]
+) -> None:
     pairs: dict[tuple[str, str], list[Copy]] = {}
     for number, (name, copy) in chosen.items():
-        pairs.setdefault((name, seats[number]), []).append(copy)
+        pairs.setdefault((name, replica_sets[number]), []).append(copy)
     calls = []
     for (name, server), copies in pairs.items():
         with coordinator.lock:

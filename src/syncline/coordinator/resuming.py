@@ -16,7 +16,7 @@ from syncline.core.layout import Segment
 from syncline.core.leasing.leases import LeaseState
 from syncline.core.policy import policy_of
 from syncline.core.units import counted
-from syncline.core.wire.checkpoints import AskTakenUp, GivenTakenUp, NoteScript
+from syncline.core.wire.checkpoints import AskResume, GivenResume, NoteScript
 from syncline.core.wire.control import Register
 from syncline.errors import DamagedError, LayoutError, SynclineError
 from syncline.net.rpc import Request
@@ -187,7 +187,7 @@ class Resuming:
 
     # -- scripts ------------------------------------------------------------------------------------------
 
-    def asked(self, request: Request, message: AskTakenUp) -> None:
+    def asked(self, request: Request, message: AskResume) -> None:
         """Who came later has the state of the newest save: the others have gone on since the job was taken up."""
         with self._c.lock:
             state = self._c.membership.state
@@ -197,7 +197,7 @@ class Resuming:
             known = state.saves.newest if is_late else state.saves.taken_up
             note = self._notes.get(noted_by)
         folder, digest = (known.folder, known.digest) if known is not None else ("", "")
-        request.reply(GivenTakenUp(folder, digest, note, noted_by))
+        request.reply(GivenResume(folder, digest, note, noted_by))
 
     def note(self, request: Request, message: NoteScript) -> None:
         """A worker's script is there now. Kept in memory only: a coordinator that comes back hears of it again."""

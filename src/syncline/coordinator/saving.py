@@ -20,7 +20,7 @@ from syncline.core.checkpoint.snapshot import AGAIN_SECONDS, CUT_SECONDS, MOST_T
 from syncline.core.policy import policy_of
 from syncline.core.slice_state import Identity
 from syncline.core.units import size
-from syncline.core.wire.checkpoints import EndSave, Finish, Noted, OpenGate, Save, Saved
+from syncline.core.wire.checkpoints import EndSave, Finish, Noted, OpenSnapshotBarrier, Save, Saved
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
 from syncline.net.rpc import Request
@@ -139,7 +139,9 @@ class Saving:
         registry, membership = self._c.registry, self._c.membership
         if not registry.layout.segments or len(registry.ready) != len(registry.layout.segments):
             return False
-        is_there = {seat.primary for seat in membership.state.seats.values()} <= set(membership.servers())
+        is_there = {replica_set.primary for replica_set in membership.state.replica_sets.values()} <= set(
+            membership.servers()
+        )
         return is_there and not self._c.handing.is_in_doubt
 
     def _is_due(self, now: float) -> bool:
@@ -263,7 +265,7 @@ class Saving:
         with self._c.lock:
             if not self._may_begin():
                 return
-            primaries = {seat.primary for seat in self._c.membership.state.seats.values()}
+            primaries = {replica_set.primary for replica_set in self._c.membership.state.replica_sets.values()}
             # Who asks from now on has a commit behind it that may not be in this cut: it gets the next one.
             self.is_cutting = under_way.is_cut = True
             under_way.cut_at = time.monotonic()
@@ -309,7 +311,7 @@ class Saving:
         self, under_way: UnderWay, servers: Sequence[str] | set[str], reason: str, *, is_urgent: bool = False
     ) -> None:
         """This try is over, and commits go on; the next one has another number."""
-        self._tell_all(OpenGate(under_way.number), servers)
+        self._tell_all(OpenSnapshotBarrier(under_way.number), servers)
         self._tell_all(EndSave(under_way.number))
         wanted = under_way.wanted
         if under_way.is_marked:

@@ -34,7 +34,7 @@ from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.metrics import Metrics
 from syncline.core.registry import Registry
 from syncline.core.ring import partner_of
-from syncline.core.wire.checkpoints import AskTakenUp, Finish, NoteScript, Save
+from syncline.core.wire.checkpoints import AskResume, Finish, NoteScript, Save
 from syncline.core.wire.control import (
     AskLife,
     AskRoster,
@@ -42,9 +42,9 @@ from syncline.core.wire.control import (
     AskStatus,
     AskWhy,
     Barrier,
-    Beat,
     Died,
     Enter,
+    Heartbeat,
     Join,
     Leave,
     Register,
@@ -58,7 +58,7 @@ from syncline.core.wire.control import (
 from syncline.core.wire.leases import AskLease, EndShard, LeaveEpoch, OpenEpoch
 from syncline.core.wire.message import Done, Message
 from syncline.core.wire.pace import Pace
-from syncline.core.wire.validation import AskReading, AskStint, Attend, Begin, Come, Own
+from syncline.core.wire.validation import AskReading, AskValidationShard, Attend, Begin, Come, LocalCandidate
 from syncline.errors import FencedError, ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
@@ -103,7 +103,7 @@ class Coordinator:
         state, segments = self._load()
         self.membership = Membership(state)
         self.registry = Registry([], state.config.slice_bytes)
-        self.registry.seats = state.seats
+        self.registry.replica_sets = state.replica_sets
         for segment in segments:
             self.registry.restore(segment)
         self.registry.ready.update(state.ready)
@@ -115,7 +115,7 @@ class Coordinator:
             asleep_seconds=min(state.config.deadline_seconds, state.config.suspect_seconds) / 2,
         )
         self.endpoints: dict[str, Endpoint] = {}
-        self.beats: dict[str, tuple[Beat, float]] = {}
+        self.beats: dict[str, tuple[Heartbeat, float]] = {}
         self.advanced: dict[str, float] = {}  # when a worker's step was last another than before
         self.reports: dict[str, Report] = {}
         self.rates: dict[str, dict[str, float]] = {}  # of workers: the last that each name has reported
@@ -220,7 +220,7 @@ class Coordinator:
             Rejoin: self.joining.rejoin,
             AskRoster: self.joining.ask_roster,
             AskLife: self.joining.ask_life,
-            Beat: self._beat,
+            Heartbeat: self._beat,
             Enter: self.changing.enter,
             Retire: self.changing.retire,
             Register: self.registering.register,
@@ -243,12 +243,12 @@ class Coordinator:
             Come: self.validating.come,
             Attend: self.validating.attend,
             Begin: self.validating.begin,
-            AskStint: self.validating.ask,
+            AskValidationShard: self.validating.ask,
             AskReading: self.validating.ask_reading,
-            Own: self.validating.own,
+            LocalCandidate: self.validating.own,
             Save: self.saving.save,
             Finish: self.saving.finish,
-            AskTakenUp: self.resuming.asked,
+            AskResume: self.resuming.asked,
             NoteScript: self.resuming.note,
         }
 
@@ -330,7 +330,7 @@ class Coordinator:
             self.membership.fail(name, f"{name} is gone: {reason}")
         self.ending.conclude()
 
-    def _beat(self, request: Request, message: Beat) -> None:
+    def _beat(self, request: Request, message: Heartbeat) -> None:
         now = time.monotonic()
         with self.lock:
             name = request.peer.name

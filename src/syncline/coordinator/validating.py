@@ -13,14 +13,14 @@ from syncline.core.wire.validation import (
     MEAN,
     WEIGHTS,
     AskReading,
-    AskStint,
+    AskValidationShard,
     Attend,
     Begin,
     Begun,
     Called,
     Come,
     GivenReading,
-    Own,
+    LocalCandidate,
 )
 from syncline.errors import ConfigError
 from syncline.net.rpc import Endpoint, Request
@@ -142,8 +142,9 @@ class Validations:
             self._beginning[owner[0]] = (request, message.turn)
         self._go_on()
 
-    def ask(self, request: Request, message: AskStint) -> None:
-        """What is said with it counts when it is kept, and not before; nor is a stint given that is not."""
+    def ask(self, request: Request, message: AskValidationShard) -> None:
+        """What is said with it counts when it is kept, and not before; nor is a validation shard given that is
+        not."""
         with self._c.lock:
             core = self._core
             try:
@@ -151,12 +152,12 @@ class Validations:
             except ConfigError as error:
                 request.refuse(error)
                 return
-            if given.stint or message.stint:
+            if given.validation_shard or message.validation_shard:
                 self._c.try_keep()
         request.reply(given)
         self._go_on()
 
-    def own(self, request: Request, message: Own) -> None:
+    def own(self, request: Request, message: LocalCandidate) -> None:
         with self._c.lock:
             self._core.said_own(message.turn, _owner(request), message.set, message.values)
         request.reply(Done())
@@ -231,7 +232,7 @@ class Validations:
     def _give_up(self, lost: Validation) -> None:
         self._readings = {}
         self._c.event(
-            f"the validation at step {lost.step} was given up: nobody is left who has its parameters; it is made anew"
+            f"the validation at step {lost.step} was given up: no worker left has its parameters; it is repeated"
         )
         self._c.try_keep()
         self.tell()

@@ -1,7 +1,7 @@
 """What the next round of a generation will be, by the one before: so that its sums can begin before it is whole.
 
 Every server comes to the same forecast by itself, since all have the same rounds in the same order, and to the same
-word on what of it has held. What was added up early counts where it has; the rest is added up anew.
+word on what of it has held. What was added up early counts where it has; the rest is added up again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Outcome:
     changed: frozenset[int] = frozenset()  # slices that somebody has changed since they were staged early
 
     def is_anew(self, number: int) -> bool:
-        """Whether this slice is added up anew, whatever was made of it early."""
+        """Whether this slice is added up again, whatever was made of it early."""
         return self.was_forecast and (not self.held or number in self.changed)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rule import PLAIN, Rule, RuleSpec
-from syncline.core.seats import Seat
 from syncline.errors import LayoutError, RuleError
 
 ALIGN = 64
@@ -303,7 +303,7 @@ Run = tuple[str, str, int, int]  # server, dtype, offset, num_bytes
 
 def place(
     segment: Segment, servers: Sequence[str], loads: Mapping[str, int], slice_bytes: int, first_slice: int
-) -> tuple[Segment, list[Seat]]:
+) -> tuple[Segment, list[ReplicaSet]]:
     """The segment with its slices, and a primary for each, so that the servers' bytes come out even.
 
     What must stay whole goes first, largest first, to the server with the least; what may be cut then fills
@@ -319,8 +319,8 @@ def place(
         runs.append((server, dtype, offset, num_bytes))
     for dtype, offset, num_bytes in sorted(blocks, key=lambda item: item[2]):
         runs += _pour(dtype, offset, num_bytes, servers, level)
-    slices, seats = _cut(segment, runs, slice_bytes, first_slice)
-    return msgspec.structs.replace(segment, slices=tuple(slices)), seats
+    slices, replica_sets = _cut(segment, runs, slice_bytes, first_slice)
+    return msgspec.structs.replace(segment, slices=tuple(slices)), replica_sets
 
 
 Block = tuple[str, int, int]  # dtype, offset, num_bytes
@@ -363,9 +363,11 @@ def _pour(dtype: str, offset: int, num_bytes: int, servers: Sequence[str], level
     return runs
 
 
-def _cut(segment: Segment, runs: list[Run], slice_bytes: int, first_slice: int) -> tuple[list[Slice], list[Seat]]:
+def _cut(
+    segment: Segment, runs: list[Run], slice_bytes: int, first_slice: int
+) -> tuple[list[Slice], list[ReplicaSet]]:
     slices: list[Slice] = []
-    seats: list[Seat] = []
+    replica_sets: list[ReplicaSet] = []
     whole_starts = {
         offset
         for parameter, offset in zip(segment.parameters, segment.offsets, strict=True)
@@ -378,5 +380,5 @@ def _cut(segment: Segment, runs: list[Run], slice_bytes: int, first_slice: int) 
             if end > begin:
                 number = first_slice + len(slices)
                 slices.append(Slice(number, segment.index, dtype, offset + begin, end - begin))
-                seats.append(Seat(number, server))
-    return slices, seats
+                replica_sets.append(ReplicaSet(number, server))
+    return slices, replica_sets

@@ -16,7 +16,7 @@ import msgspec
 from syncline.core.members import by_name
 from syncline.stats import Wait
 
-# A sample is the longest silence in a stretch of a quarter of the least deadline: a burst of messages cannot push a
+# A sample is the longest silence in a phase of a quarter of the least deadline: a burst of messages cannot push a
 # member's usual pauses out of the window, nor can one long pause stay in it for ever.
 _NUM_SAMPLES = 32
 _STRETCHES = 4
@@ -29,7 +29,7 @@ class _Watched:
     """One member. `since` is where its silence is counted from, which moves with time that does not count."""
 
     since: float
-    stretch: float
+    phase: float
     not_before: float = -math.inf
     heard: float | None = None
     suspected: float | None = None
@@ -43,7 +43,7 @@ class _Watched:
     def shift(self, seconds: float, now: float) -> None:
         """Takes time out of all that is counted; nothing gets to lie in the future by it."""
         self.since = min(self.since + seconds, now)
-        self.stretch = min(self.stretch + seconds, now)
+        self.phase = min(self.phase + seconds, now)
         if self.suspected is not None:
             self.suspected = min(self.suspected + seconds, now)
         if self.heard is not None:
@@ -55,7 +55,7 @@ class Liveness:
     """When each member was last heard of, and when it counts as dead.
 
     Ask `dead` again by `next_deadline`, at the latest; `asleep_seconds` without a question is a coordinator that did
-    not run (stopped, or out of processor time), and that stretch counts as silence of nobody.
+    not run (stopped, or out of processor time), and that phase counts as silence of nobody.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Liveness:
         self._patient_until = -math.inf  # after a long sleep, for those who gave up on us to find us again
 
     def watch(self, name: str, now: float, *, full: bool = False) -> None:
-        """From now on this member is to be heard of. A name that was watched already starts anew.
+        """From now on this member is to be heard of. A name that was watched already starts again.
 
         full: the coordinator has come back, and the member must find it first. What is known of its rhythm stays, and
         until it is heard of, a connection that closes does not shorten its one whole deadline.
         """
         self._wake(now)
         before = self._members.get(name)
-        member = _Watched(since=now, stretch=now)
+        member = _Watched(since=now, phase=now)
         if full:
             if before is not None:
                 member.samples, member.heard = before.samples, before.heard
@@ -104,9 +104,9 @@ class Liveness:
         member.since = max(member.since, now)
         member.heard = max(member.heard, now) if member.heard is not None else now
         member.suspected, member.not_before = None, -math.inf
-        if now - member.stretch >= self._least / _STRETCHES:
+        if now - member.phase >= self._least / _STRETCHES:
             member.samples.append(member.longest)
-            member.stretch, member.longest = now, 0.0
+            member.phase, member.longest = now, 0.0
 
     def suspect(self, name: str, now: float, reason: str) -> None:
         """Its connection closed: it has `suspect_seconds` to come back. A second one that closes gives it no more."""
@@ -157,7 +157,7 @@ class Liveness:
 
     def _allowed(self, member: _Watched) -> float:
         """The seconds for which this member may be silent."""
-        # A silence that matters is longer than a stretch, so it ends one and is among the samples at once.
+        # A silence that matters is longer than a phase, so it ends one and is among the samples at once.
         longest = max(member.samples, default=0.0)
         return min(max(_TIMES_LONGEST * longest, self._least), self._most)
 

@@ -36,24 +36,24 @@ class Standing(msgspec.Struct, array_like=True):
     name: str
     incarnation: int
     clock: int = 0
-    stretch: int = 0  # how often it has rested
-    stretch_began: int = 0  # its clock when the stretch began
-    resting: bool = False
-    away: bool = False  # at a barrier: no round waits for it until its next push, or the next era
+    phase: int = 0  # how often it has rested
+    phase_began: int = 0  # its clock when the phase began
+    inactive: bool = False
+    at_barrier: bool = False  # at a barrier: no round waits for it until its next push, or the next era
     left: bool = False
     position: int = 0  # its clock for the sake of lag: a worker that comes back from a rest is not behind
     late: int = 0  # its last commit that was late
     fenced: bool = False  # evicted: nothing more is taken from it, and rounds wait until that is settled everywhere
-    rested: int = 0  # its clock when it last rested, or stood aside at a barrier
+    last_inactive: int = 0  # its clock when it last rested, or stood aside at a barrier
     num_segments: int = 0  # that it had registered by its last commit; 0: it has not said
 
     @property
     def active(self) -> bool:
-        return not (self.resting or self.away or self.left)
+        return not (self.inactive or self.at_barrier or self.left)
 
     def turn(self) -> tuple[int, int]:
         """Stretch and number within it of its latest commit."""
-        return (self.stretch, self.clock - self.stretch_began)
+        return (self.phase, self.clock - self.phase_began)
 
 
 def by_name(name: str) -> tuple[str, int, str]:
@@ -68,13 +68,13 @@ def merged(reports: Iterable[Iterable[Standing]]) -> dict[str, Standing]:
     for report in reports:
         for one in report:
             known = found.get(one.name)
-            if known is None or (known.incarnation, known.clock, known.stretch) < (
+            if known is None or (known.incarnation, known.clock, known.phase) < (
                 one.incarnation,
                 one.clock,
-                one.stretch,
+                one.phase,
             ):
                 found[one.name] = msgspec.structs.replace(one)
-            elif (known.incarnation, known.clock, known.stretch) == (one.incarnation, one.clock, one.stretch):
-                known.resting, known.away = known.resting or one.resting, known.away or one.away
+            elif (known.incarnation, known.clock, known.phase) == (one.incarnation, one.clock, one.phase):
+                known.inactive, known.at_barrier = known.inactive or one.inactive, known.at_barrier or one.at_barrier
                 known.left, known.position = known.left or one.left, max(known.position, one.position)
     return found

@@ -9,9 +9,9 @@ from syncline.core.checkpoint.schedule import SaveState
 from syncline.core.leasing.leases import LeaseState
 from syncline.core.members import Address, Member, by_name
 from syncline.core.metrics import MetricState
+from syncline.core.replica_sets import ReplicaSet, without
 from syncline.core.ring import partner_of
 from syncline.core.rounds import after_barrier
-from syncline.core.seats import Seat, without
 from syncline.core.stopping import Steering
 from syncline.core.units import counted
 from syncline.core.validation import ValidationState
@@ -45,13 +45,13 @@ class JobState(msgspec.Struct, kw_only=True):
     #: Of workers: the last life that is over and settled on every server, and the commits that count of all of these.
     settled: dict[str, tuple[int, int]] = {}
     fencing: dict[str, tuple[int, str]] = {}  # evicted, not settled on every server yet: incarnation, reason
-    seats: dict[int, Seat] = {}
-    seats_before: dict[int, Seat] = {}  # in a ring: whoever is named since may not have everything yet
+    replica_sets: dict[int, ReplicaSet] = {}
+    replica_sets_before: dict[int, ReplicaSet] = {}  # in a ring: whoever is named since may not have everything yet
     lost: list[int] = []  # slices that no server has
     ready: list[int] = []  # segments whose values are on the servers
     wanted: dict[str, int] = {}  # role: how many there are to be
     num_scalings: int = 0  # how often that was said
-    stretch: int = 0
+    phase: int = 0
     passed: dict[str, int] = {}  # barriers: the last turn of each name that all have passed
     awaited: dict[str, str] = {}  # dead, and being started again: name, role
     paces: dict[str, Paced] = {}  # workers that are slowed or held by hand
@@ -108,7 +108,7 @@ class Membership:
     def hosts(self) -> list[str]:
         """The servers that new slices may go to: one that came late knows nobody's place before its first move."""
         state, servers = self.state, self.servers()
-        primaries = {seat.primary for seat in state.seats.values()}
+        primaries = {replica_set.primary for replica_set in state.replica_sets.values()}
         return [name for name in servers if name in primaries or state.members[name].since <= 1] or servers
 
     def ordered(self) -> list[Member]:
@@ -251,10 +251,11 @@ class Membership:
             if name in self.state.entered:
                 self.state.fencing[name] = (self.state.entered.pop(name), reason)
             return []
-        # A coordinator that dies before it has told anybody of the new seats must know that they are to be told.
+        # A coordinator that dies before it has told anybody of the new replica sets must know that they are to be
+        # told.
         self.state.is_changing = self.state.is_changing or self.formed
-        seats, lost = without(self.state.seats.values(), {name})
-        self.state.seats.update((seat.slice, seat) for seat in seats)
+        replica_sets, lost = without(self.state.replica_sets.values(), {name})
+        self.state.replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)
         fresh = [number for number in lost if number not in self.state.lost]
         self.state.lost += fresh
         return fresh
@@ -289,30 +290,30 @@ class Membership:
 class Barriers:
     """Barriers by name and turn: whole when every worker that has not left is there."""
 
-    def __init__(self, stretch: int = 0, passed: dict[str, int] | None = None) -> None:
+    def __init__(self, phase: int = 0, passed: dict[str, int] | None = None) -> None:
         self._waiting: dict[tuple[str, int], set[str]] = {}
-        self._stretch = stretch
+        self._stretch = phase
         self.passed: dict[str, int] = {} if passed is None else passed
 
-    def arrive(self, name: str, turn: int, worker: str, stretch: int = 0) -> bool:
+    def arrive(self, name: str, turn: int, worker: str, phase: int = 0) -> bool:
         """Whether it waits: a barrier that all have passed is open to whoever comes later, or asks again."""
         if turn <= self.passed.get(name, 0):
             return False
         self._waiting.setdefault((name, turn), set()).add(worker)
-        self._stretch = max(self._stretch, stretch)
+        self._stretch = max(self._stretch, phase)
         return True
 
     @staticmethod
-    def behind_passed(stretch: int, begun: int, turn: int = 0) -> Passed:
+    def behind_passed(phase: int, begun: int, turn: int = 0) -> Passed:
         """The answer to one that comes to a barrier that all have passed. `begun`: what the last barrier began.
         `turn`: the last one of this barrier that was passed.
 
         Who asks again may not have heard of that. Who is in that era already came late: it stays away.
         """
-        return Passed(max(stretch, begun), is_away=stretch >= begun, turn=turn)
+        return Passed(max(phase, begun), is_away=phase >= begun, turn=turn)
 
     def next_stretch(self) -> int:
-        """The stretch that begins behind a barrier: later than any that a worker was in."""
+        """The phase that begins behind a barrier: later than any that a worker was in."""
         self._stretch = after_barrier(self._stretch)
         return self._stretch
 
@@ -321,7 +322,7 @@ class Barriers:
         return [key for key, there in self._waiting.items() if workers and there.issuperset(workers)]
 
     def pass_all(self, keys: list[tuple[str, int]]) -> list[int]:
-        """They are open from now on; the stretch that begins behind each."""
+        """They are open from now on; the phase that begins behind each."""
         for name, turn in keys:
             self.passed[name] = max(turn, self.passed.get(name, 0))
         return [self.next_stretch() for _ in keys]

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from syncline.core.members import Member, Standing, merged
 from syncline.core.membership import Membership
+from syncline.core.replica_sets import Plan, ReplicaSet, plan, rehome, without
 from syncline.core.ring import partner_of, settled_by
-from syncline.core.rounds import LOOP, Roll, Rolls
-from syncline.core.seats import Plan, Seat, plan, rehome, without
+from syncline.core.rounds import LOOP, RoundMembership, RoundMemberships
 from syncline.core.slice_state import Identity, life_of
 from syncline.core.units import counted
 from syncline.core.wire.control import Entered, Install, Prepare, Prepared
 from syncline.errors import ConfigError
 
 
-class Deciding:
+class Planner:
     """One change at a time. Deaths and entries come before plans."""
 
     def __init__(self, membership: Membership) -> None:
@@ -26,17 +26,19 @@ class Deciding:
         self._stretches: dict[str, int] = {}  # of the loops that they are in
         self.retiring: set[str] = set()  # servers that want to leave
         self.strangers: set[str] = set()  # servers that do not know the layout yet
-        self.moves = False  # primaries are about to change: nobody is told of seats now
+        self.moves = False  # primaries are about to change: nobody is told of replica sets now
         self._places: dict[str, tuple[int, int, Entered]] = {}  # who has entered: incarnation, which time, answer
         self._server_is_out = False  # since the change under way was begun
         self._said: set[Loss] = set()  # slices remember what was torn: it is said once
-        self._before: dict[int, Seat] | None = None  # the seats that a plan would change: until it is installed
+        self._before: dict[int, ReplicaSet] | None = (
+            None  # the replica sets that a plan would change: until it is installed
+        )
 
     def resume(self) -> None:
         """An earlier coordinator may have died within a change, and servers may have missed what it said."""
         self.moves = self.state.is_changing
-        if self.state.seats_before:
-            self._seat_who_has_all(self.state.seats_before)
+        if self.state.replica_sets_before:
+            self._seat_who_has_all(self.state.replica_sets_before)
         self.strangers.update(self._membership.servers())
 
     # -- what happens -------------------------------------------------------------------------------------
@@ -51,10 +53,10 @@ class Deciding:
         self.strangers.discard(member.name)
         if member.role == "server" and self._membership.formed:
             self.moves = self._server_is_out = True  # also where it was a backup only: who lost it waits for our word
-            if self.state.seats_before:
-                self._seat_who_has_all(self.state.seats_before)
+            if self.state.replica_sets_before:
+                self._seat_who_has_all(self.state.replica_sets_before)
             elif self._before is not None:
-                self._restore_seats(self._before)  # of what it was to take over, others still have everything
+                self._restore_replica_sets(self._before)  # of what it was to take over, others still have everything
 
     def has_left(self, name: str) -> None:
         """It asks for nothing any more."""
@@ -62,20 +64,20 @@ class Deciding:
         self._stretches.pop(name, None)
         self.retiring.discard(name)
 
-    def enter(self, name: str, incarnation: int, entry: int, stretch: int = -1) -> Entered | None:
+    def enter(self, name: str, incarnation: int, entry: int, phase: int = -1) -> Entered | None:
         """A worker that takes part in no rounds is about to push; the place that it has already, if it asks again."""
         *known, place = self._places.get(name, (0, 0, None))
         if place is not None and known == [incarnation, entry]:
             return place
-        self.entering[name], self._stretches[name] = entry, stretch
+        self.entering[name], self._stretches[name] = entry, phase
         return None
 
     def retire(self, name: str) -> None:
         """A server wants to leave; not the last one, which has nobody to give its slices to."""
         staying = [server for server in self._membership.servers() if server not in self.retiring | {name}]
-        if not staying and self.state.seats:
+        if not staying and self.state.replica_sets:
             raise ConfigError(f"{name} is the last server: its slices cannot go anywhere")
-        if len(staying) < 2 and self.state.seats and self._may_stay(name):
+        if len(staying) < 2 and self.state.replica_sets and self._may_stay(name):
             raise ConfigError(f"{name} stays: else only {staying[0]} would have its slices")
         self.retiring.add(name)
 
@@ -87,49 +89,49 @@ class Deciding:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether there is to be a change at once, with the seats as they are."""
+        """Whether there is to be a change at once, with the replica sets as they are."""
         state = self.state
         due = state.fencing or self.entering or self.moves or state.lost or state.is_changing
         return bool(self._membership.servers() and due)
 
     def plan(self, sizes: Mapping[int, int], slices: Collection[int]) -> Plan:
-        """What to do about the seats of these slices, which have values."""
+        """What to do about the replica sets of these slices, which have values."""
         state = self.state
-        seats = [seat for number, seat in state.seats.items() if number in slices]
+        replica_sets = [replica_set for number, replica_set in state.replica_sets.items() if number in slices]
         servers = [name for name in self._membership.servers() if name not in self.strangers]
         hosts = {name: state.members[name].host for name in servers}
         replicas = len(hosts) if state.config.is_ring else max(1, state.config.replicas)
         leaving = self.retiring & set(hosts)
-        if state.config.is_ring and any(leaving.issuperset(seat.names) for seat in seats):
+        if state.config.is_ring and any(leaving.issuperset(replica_set.names) for replica_set in replica_sets):
             leaving = set()  # nobody seeds before the change: first those who stay get everything
         if len(set(hosts) - leaving) < 2:  # others have died since they were let go
             leaving = {name for name in leaving if not self._may_stay(name)}
-        found = plan(seats, sizes, hosts, replicas=replicas, leaving=leaving)
+        found = plan(replica_sets, sizes, hosts, replicas=replicas, leaving=leaving)
         if state.config.is_ring and found.seeds:
-            names = sorted({name for seat in found.seats for name in seat.names})
+            names = sorted({name for replica_set in found.replica_sets for name in replica_set.names})
             found = dataclasses.replace(
-                found, reason=f"{counted(len(found.seats), 'slice')}, all on {', '.join(names)}"
+                found, reason=f"{counted(len(found.replica_sets), 'slice')}, all on {', '.join(names)}"
             )
         return found
 
     def relieved(self) -> list[str]:
         """Servers that want to leave, and on which nothing is left."""
-        seated = {name for seat in self.state.seats.values() for name in seat.names}
+        seated = {name for replica_set in self.state.replica_sets.values() for name in replica_set.names}
         return sorted(self.retiring - seated)
 
     # -- one change ---------------------------------------------------------------------------------------
 
-    def begin(self, wanted: Plan | None, sizes: Mapping[int, int]) -> Change | None:
+    def begin(self, wanted: Plan | None, sizes: Mapping[int, int]) -> Reconfiguration | None:
         """The next generation, to be kept before any server hears of it; None: a plan has to wait."""
         state = self.state
         if wanted is not None:
             if self.is_urgent:
                 return None
-            self._before = dict(state.seats)
-            state.seats_before = self._before if state.config.is_ring else {}
-            self._seat(wanted.seats)
+            self._before = dict(state.replica_sets)
+            state.replica_sets_before = self._before if state.config.is_ring else {}
+            self._seat(wanted.replica_sets)
         if state.lost:
-            self._seat(rehome(state.seats.values(), sizes, self._membership.servers()))
+            self._seat(rehome(state.replica_sets.values(), sizes, self._membership.servers()))
             self.moves = True
         self._server_is_out = False
         # From now on servers may count them: whoever dies while it enters has to be fenced.
@@ -139,72 +141,78 @@ class Deciding:
         state.entered.update(entering)
         state.generation += 1
         state.is_changing = True
-        return Change(
+        return Reconfiguration(
             state.generation,
             {name: state.members[name].incarnation for name in self._membership.servers()},
             fenced={name: incarnation for name, (incarnation, _) in state.fencing.items()},
             entering=entering,
-            seats=list(state.seats.values()),
+            replica_sets=list(state.replica_sets.values()),
             moves=self.moves,
             staying=staying,
-            stretch=state.stretch,
+            phase=state.phase,
             stretches={name: self._stretches.get(name, -1) for name in entering},
         )
 
-    def _seat(self, seats: Collection[Seat]) -> None:
-        known = self.state.seats
-        if self.state.config.is_ring or any(known[seat.slice].primary != seat.primary for seat in seats):
+    def _seat(self, replica_sets: Collection[ReplicaSet]) -> None:
+        known = self.state.replica_sets
+        if self.state.config.is_ring or any(
+            known[replica_set.slice].primary != replica_set.primary for replica_set in replica_sets
+        ):
             self.moves = True
-        known.update((seat.slice, seat) for seat in seats)
+        known.update((replica_set.slice, replica_set) for replica_set in replica_sets)
 
     def take_back(self) -> None:
-        """Somebody's open step could not be made anew just now: the plan waits. To be kept."""
+        """Somebody's open step could not be made again just now: the plan waits. To be kept."""
         if self._before is not None:  # else a server has died just now, and that took it back
-            self._restore_seats(self._before)
+            self._restore_replica_sets(self._before)
         self.moves = self.state.is_changing = self._server_is_out
 
-    def _restore_seats(self, before: Mapping[int, Seat]) -> None:
-        """No server has the new seats yet, but all may have prepared them: a backup that they do not name may have
-        missed updates since, and is none any more."""
+    def _restore_replica_sets(self, before: Mapping[int, ReplicaSet]) -> None:
+        """No server has the new replica sets yet, but all may have prepared them: a backup that they do not name may
+        have missed updates since, and is none any more."""
         kept = []
-        for number, seat in before.items():
-            now = self.state.seats.get(number)
+        for number, replica_set in before.items():
+            now = self.state.replica_sets.get(number)
             if now is None:
                 continue  # its segment was taken back since
-            kept.append(Seat(number, seat.primary, tuple(name for name in seat.backups if name in now.names)))
+            kept.append(
+                ReplicaSet(
+                    number, replica_set.primary, tuple(name for name in replica_set.backups if name in now.names)
+                )
+            )
         self._seat_again(before, kept)
 
-    def _seat_who_has_all(self, before: Mapping[int, Seat]) -> None:
+    def _seat_who_has_all(self, before: Mapping[int, ReplicaSet]) -> None:
         """In a ring, where a change was not finished: who it was to bring in may lack something, who was to leave may
         have let go of it already. All others have everything."""
         both = [
-            (number, [name for name in self.state.seats[number].names if name in seat.names])
-            for number, seat in before.items()
-            if number in self.state.seats
+            (number, [name for name in self.state.replica_sets[number].names if name in replica_set.names])
+            for number, replica_set in before.items()
+            if number in self.state.replica_sets
         ]
         self._seat_again(
-            before, [Seat(number, names[0] if names else "", tuple(names[1:])) for number, names in both]
+            before, [ReplicaSet(number, names[0] if names else "", tuple(names[1:])) for number, names in both]
         )
 
-    def _seat_again(self, before: Mapping[int, Seat], kept: Collection[Seat]) -> None:
+    def _seat_again(self, before: Mapping[int, ReplicaSet], kept: Collection[ReplicaSet]) -> None:
         state, self._before = self.state, None
-        state.seats_before = {}
-        named = {name for seat in kept for name in seat.names}
-        seats, lost = without(kept, named - set(state.members))
-        state.seats.update((seat.slice, seat) for seat in seats)
+        state.replica_sets_before = {}
+        named = {name for replica_set in kept for name in replica_set.names}
+        replica_sets, lost = without(kept, named - set(state.members))
+        state.replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)
         state.lost = lost + [number for number in state.lost if number not in before]  # registered since then
 
-    def install(self, change: Change) -> tuple[Install, list[Loss]]:
+    def install(self, change: Reconfiguration) -> tuple[Install, list[Loss]]:
         """All servers have answered: what they are to install, and what is outside of what is promised."""
         self._before = None
         losses = [loss for loss in change.torn() if loss not in self._said]
         self._said.update(losses)
         return change.install(self._membership.ordered()), losses
 
-    def settle(self, change: Change) -> None:
+    def settle(self, change: Reconfiguration) -> None:
         """Every server has the generation. To be kept; then others are given rounds, barriers and places."""
         state = self.state
-        state.seats_before = {}
+        state.replica_sets_before = {}
         clocks = {(name, incarnation): clock for name, incarnation, clock in change.settle()}
         for name, incarnation in change.fenced.items():
             if state.fencing.get(name, (0, ""))[0] == incarnation:
@@ -218,7 +226,7 @@ class Deciding:
         """It could not be kept: the change is made once more."""
         self.state.is_changing = True
 
-    def finish(self, change: Change) -> dict[str, Entered]:
+    def finish(self, change: Reconfiguration) -> dict[str, Entered]:
         """It is kept: who has entered, and where."""
         self.moves = self._server_is_out
         entered = [name for name in change.entering if name in self.state.entered and name in self.entering]
@@ -240,7 +248,7 @@ class Loss(NamedTuple):
     text: str
 
 
-class Change:
+class Reconfiguration:
     """One step from a generation to the next, as the coordinator takes it."""
 
     def __init__(
@@ -250,24 +258,26 @@ class Change:
         *,
         fenced: Mapping[str, int],
         entering: Mapping[str, int],
-        seats: Sequence[Seat],
+        replica_sets: Sequence[ReplicaSet],
         moves: bool,
         staying: Mapping[str, int] | None = None,
-        stretch: int = 0,
+        phase: int = 0,
         stretches: Mapping[str, int] | None = None,
     ) -> None:
-        """`servers` with their incarnations; `staying`: workers that take part already; `stretch`: the one that the
-        last barrier began; `stretches`: of the loops that those who enter are in."""
+        """`servers` with their incarnations; `staying`: workers that take part already; `phase`: the one that the
+        last barrier began; `phases`: of the loops that those who enter are in."""
         self.generation, self.servers = generation, dict(sorted(servers.items()))
         self.fenced, self.entering = dict(fenced), dict(entering)
-        self.seats, self.moves = list(seats), moves
-        self.staying, self.stretch, self._stretches = dict(staying or {}), stretch, dict(stretches or {})
+        self.replica_sets, self.moves = list(replica_sets), moves
+        self.staying, self.phase, self._stretches = dict(staying or {}), phase, dict(stretches or {})
         self._answers: dict[str, Prepared] = {}
         #: By worker: its clock at some boundary of its script, and its commits between two of them.
         self.boundaries: dict[str, tuple[int, int]] = {}
 
     def prepare(self) -> Prepare:
-        return Prepare(self.generation, list(self.fenced.items()), self.seats, self.moves, list(self.servers.items()))
+        return Prepare(
+            self.generation, list(self.fenced.items()), self.replica_sets, self.moves, list(self.servers.items())
+        )
 
     def prepared(self, server: str, answer: Prepared) -> bool:
         """Whether this was the last answer that was missing."""
@@ -324,14 +334,14 @@ class Change:
 
     def _speaking(self) -> list[Prepared]:
         """Before anything is registered, all; then those that hear of commits."""
-        return [answer for answer in self._answers.values() if answer.is_primary or not self.seats]
+        return [answer for answer in self._answers.values() if answer.is_primary or not self.replica_sets]
 
     def _standings(self) -> list[Standing]:
         return [standing for answer in self._speaking() for standing in answer.standings]
 
     def turn(self) -> tuple[int, int]:
         """The highest round that any server has opened; behind a barrier, none yet."""
-        return max(next_turn(self._standings()), (self.stretch, 0))
+        return max(next_turn(self._standings()), (self.phase, 0))
 
     def back_at(self) -> int:
         """Beside the slowest: the same place on every server. While all rest, beside the one that is furthest: who
@@ -347,7 +357,7 @@ class Change:
         kept = [s for s in stay.values() if not s.left and s.name not in self.fenced and s.name not in self.entering]
         # Every server that knew where they stand is gone: their next commits are the first of a new count.
         known = {(s.name, s.incarnation) for s in [*kept, *entering]}
-        anew = [Standing(n, i, stretch=-1) for n, i in self.staying.items() if (n, i) not in known]
+        anew = [Standing(n, i, phase=-1) for n, i in self.staying.items() if (n, i) not in known]
         return kept + entering + anew
 
     def _placed(self, known: Standing | None, name: str, incarnation: int) -> Standing:
@@ -356,24 +366,24 @@ class Change:
         Who is in a loop is beside those in it: others may have left it, and be in a later one.
         """
         clock = known.clock if known is not None and known.incarnation == incarnation else 0
-        stretch, number = self.turn()
+        phase, number = self.turn()
         own = self._stretches.get(name, -1)
-        if self.stretch <= own < stretch + LOOP:
+        if self.phase <= own < phase + LOOP:
             # Not at the loop's end, also where all others are there: from there nobody could pause in this loop.
-            beside = [s for s in self._standings() if s.stretch // LOOP == own // LOOP and not (s.left or s.fenced)]
+            beside = [s for s in self._standings() if s.phase // LOOP == own // LOOP and not (s.left or s.fenced)]
             inside = [s.turn() for s in beside if not has_left_loop(s)]
-            stretch, number = max(inside, default=(own // LOOP * LOOP, 0))
-        return Standing(name, incarnation, clock, stretch, clock - number, position=self.back_at())
+            phase, number = max(inside, default=(own // LOOP * LOOP, 0))
+        return Standing(name, incarnation, clock, phase, clock - number, position=self.back_at())
 
-    def rolls(self) -> list[Roll]:
+    def rolls(self) -> list[RoundMembership]:
         """With spare workers: what any server knows of who is in the last rounds, every one is to know."""
-        return Rolls(roll for answer in self._answers.values() for roll in answer.rolls).entries()
+        return RoundMemberships(roll for answer in self._answers.values() for roll in answer.rolls).entries()
 
     def places(self) -> dict[str, Entered]:
-        """For those who enter: the stretch of their next commits, or where beside the slowest."""
+        """For those who enter: the phase of their next commits, or where beside the slowest."""
         back_at, step = self.back_at(), self.step()
         return {
-            s.name: Entered(s.stretch, back_at, step, self._num_void(s))
+            s.name: Entered(s.phase, back_at, step, self._num_void(s))
             for s in self.standings()
             if s.name in self.entering
         }
@@ -381,10 +391,10 @@ class Change:
     def _num_void(self, entering: Standing) -> int:
         """Scripts with several optimizers make several commits of a batch. One that enters begins a batch: so many
         rounds are left until the others do."""
-        stretch, number = entering.turn()
+        phase, number = entering.turn()
         for s in self._standings():
             boundary, stride = self.boundaries.get(s.name, (0, 0))
-            is_beside = s.turn()[0] == stretch and not (s.left or s.fenced or s.resting or s.name in self.entering)
+            is_beside = s.turn()[0] == phase and not (s.left or s.fenced or s.inactive or s.name in self.entering)
             if stride > 1 and is_beside:
                 made = s.clock + number - s.turn()[1]  # by that one, when the first round of this one begins
                 return (boundary - made) % stride
@@ -418,4 +428,4 @@ def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
 
 def has_left_loop(standing: Standing) -> bool:
     """Whether it rests at the loop's end."""
-    return standing.resting and standing.stretch % LOOP == LOOP - 1
+    return standing.inactive and standing.phase % LOOP == LOOP - 1

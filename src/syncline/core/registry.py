@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from syncline.core.layout import Layout, Parameter, Segment, arrange, place
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rule import RuleSpec
-from syncline.core.seats import Seat
 from syncline.errors import LayoutError
 
 
@@ -27,7 +27,7 @@ class Registry:
     def __init__(self, servers: Sequence[str], slice_bytes: int) -> None:
         self.layout = Layout()
         self.ready: set[int] = set()  # segments whose first values are on the servers
-        self.seats: dict[int, Seat] = {}
+        self.replica_sets: dict[int, ReplicaSet] = {}
         self.servers, self._slice_bytes = list(servers), slice_bytes
         self.sizes: dict[int, int] = {}  # of slices
 
@@ -73,7 +73,7 @@ class Registry:
         """A segment could not be hosted, and nobody has heard of it: as if it had not been registered."""
         if self.layout.segments and self.layout.segments[-1] is segment:
             for part in self.layout.drop_last().slices:
-                del self.seats[part.id], self.sizes[part.id]
+                del self.replica_sets[part.id], self.sizes[part.id]
 
     def _check_new(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:
@@ -105,19 +105,19 @@ class Registry:
 
     def _add(self, segment: Segment) -> Segment:
         loads = dict.fromkeys(self.servers, 0)
-        for seat in self.seats.values():
-            if seat.primary in loads:
-                loads[seat.primary] += self.sizes[seat.slice]
-        placed, seats = place(segment, self.servers, loads, self._slice_bytes, self.layout.num_slices)
-        self.restore(placed, seats)
+        for replica_set in self.replica_sets.values():
+            if replica_set.primary in loads:
+                loads[replica_set.primary] += self.sizes[replica_set.slice]
+        placed, replica_sets = place(segment, self.servers, loads, self._slice_bytes, self.layout.num_slices)
+        self.restore(placed, replica_sets)
         return placed
 
     def use_slices_of(self, num_bytes: int) -> None:
         """About how large slices are from now on."""
         self._slice_bytes = num_bytes
 
-    def restore(self, segment: Segment, seats: Iterable[Seat] = ()) -> None:
+    def restore(self, segment: Segment, replica_sets: Iterable[ReplicaSet] = ()) -> None:
         """A segment that has its slices: placed now, or by an earlier life of this coordinator."""
         self.layout.add(segment)
         self.sizes.update((part.id, part.num_bytes) for part in segment.slices)
-        self.seats.update((seat.slice, seat) for seat in seats)
+        self.replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)

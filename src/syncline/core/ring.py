@@ -13,7 +13,7 @@ from syncline.core.codecs.pieces import SliceCoder, coder_of
 from syncline.core.layout import Segment, Slice
 from syncline.core.members import Member, by_name
 from syncline.core.policy import parse_policy
-from syncline.core.seats import Seat, protection
+from syncline.core.replica_sets import ReplicaSet, protection
 from syncline.core.slice_state import Identity
 from syncline.core.units import counted
 from syncline.errors import ConfigError
@@ -123,16 +123,16 @@ def check_circle_gpus(config: JobConfig, num_workers: int, num_gpus: int, where:
         )
 
 
-def protection_of(config: JobConfig, hosts: Iterable[str], seats: Collection[Seat] = ()) -> str:
-    """What a death would cost, in either exchange. `hosts`: of each server; `seats`: as they are now."""
+def protection_of(config: JobConfig, hosts: Iterable[str], replica_sets: Collection[ReplicaSet] = ()) -> str:
+    """What a death would cost, in either exchange. `hosts`: of each server; `replica_sets`: as they are now."""
     hosts = list(hosts)
     if not config.is_ring:
-        return protection(config.replicas, hosts, seats)
+        return protection(config.replicas, hosts, replica_sets)
     if len(hosts) < 2:
         return "a ring of 1 worker: nobody else has a copy of its parameters and momenta"
-    alone = sum(not seat.backups for seat in seats)
+    alone = sum(not replica_set.backups for replica_set in replica_sets)
     if alone:
-        return f"a ring, but {alone} of {counted(len(seats), 'slice')} are in one process only now"
+        return f"a ring, but {alone} of {counted(len(replica_sets), 'slice')} are in one process only now"
     reach = "" if len(set(hosts)) > 1 else " (process-level only: all are on one host)"
     return (
         f"a ring of {len(hosts)} workers, each of which has everything: the loss of any process but the last costs "
@@ -141,7 +141,8 @@ def protection_of(config: JobConfig, hosts: Iterable[str], seats: Collection[Sea
 
 
 class Ballot(msgspec.Struct, frozen=True, array_like=True):
-    """A round that is voted on: since which change of seats, and one of its commits, which is in no other round."""
+    """A round that is voted on: since which change of replica sets, and one of its commits, which is in no other
+    round."""
 
     generation: int
     worker: str
@@ -197,20 +198,22 @@ class Spread:
         self._push, self.sums = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
 
     def of(
-        self, parts: Iterable[tuple[Segment, Slice]], seats: Mapping[int, Seat], hosts: Mapping[str, str]
+        self, parts: Iterable[tuple[Segment, Slice]], replica_sets: Mapping[int, ReplicaSet], hosts: Mapping[str, str]
     ) -> frozenset[int]:
         """The slices that are spread. `hosts`: of the servers, by name."""
         if not self._is_ring:  # of a circle, every server sums up by itself anyway
             return frozenset()
-        return frozenset(part.id for segment, part in parts if self._is_spread(segment, part, seats, hosts))
+        return frozenset(part.id for segment, part in parts if self._is_spread(segment, part, replica_sets, hosts))
 
-    def _is_spread(self, segment: Segment, part: Slice, seats: Mapping[int, Seat], hosts: Mapping[str, str]) -> bool:
-        seat = seats.get(part.id)
-        if seat is None or not seat.primary or not seat.backups:
+    def _is_spread(
+        self, segment: Segment, part: Slice, replica_sets: Mapping[int, ReplicaSet], hosts: Mapping[str, str]
+    ) -> bool:
+        replica_set = replica_sets.get(part.id)
+        if replica_set is None or not replica_set.primary or not replica_set.backups:
             return False
-        if not self._is_tcp and len({hosts.get(name) for name in seat.names}) == 1:
+        if not self._is_tcp and len({hosts.get(name) for name in replica_set.names}) == 1:
             return False  # they read each other's memory
-        most = len(seat.backups) * _num_bytes(self._push, segment, part)
+        most = len(replica_set.backups) * _num_bytes(self._push, segment, part)
         return most <= _num_bytes(self.sums, segment, part)
 
 
@@ -219,39 +222,41 @@ def _num_bytes(coder: SliceCoder | None, segment: Segment, part: Slice) -> int:
     return part.num_bytes if coder is None else coder.bound(segment, part)
 
 
-class Deputies:
+class HostLeaders:
     """Of one generation."""
 
-    def __init__(self, seats: Mapping[int, Seat], hosts: Mapping[str, str]) -> None:
+    def __init__(self, replica_sets: Mapping[int, ReplicaSet], hosts: Mapping[str, str]) -> None:
         """`hosts`: of the servers, by name."""
-        self._seats, self._hosts = seats, hosts
+        self._replica_sets, self._hosts = replica_sets, hosts
         self._known: dict[int, dict[str, str]] = {}
 
     def host_of(self, name: str) -> str:
-        """Of a server, or of a worker by the server in its process; "": it has no seat."""
+        """Of a server, or of a worker by the server in its process; "": it has no replica set."""
         return self._hosts.get(name if name in self._hosts else partner_of(name), "")
 
     def of(self, number: int) -> dict[str, str]:
         """By host, in the order of hosts."""
         found = self._known.get(number)
         if found is None:
-            seat = self._seats.get(number)
-            found = self._known[number] = _deputies(seat, self._hosts) if seat is not None and seat.primary else {}
+            replica_set = self._replica_sets.get(number)
+            found = self._known[number] = (
+                _deputies(replica_set, self._hosts) if replica_set is not None and replica_set.primary else {}
+            )
         return found
 
     def primary(self, number: int) -> str:
-        seat = self._seats.get(number)
-        return seat.primary if seat is not None else ""
+        replica_set = self._replica_sets.get(number)
+        return replica_set.primary if replica_set is not None else ""
 
     def carries(self, sender: str, number: int, to: str) -> bool:
-        """Whether this server gives that one its host's sum of a slice: a deputy, the primary."""
+        """Whether this server gives that one its host's sum of a slice: a host leader, the primary."""
         host = self.host_of(sender)
         return self.primary(number) == to and host != self.host_of(to) and self.of(number).get(host) == sender
 
     def gives(self, sender: str, number: int, to: str) -> bool:
-        """Whether it gives it the sum of all: the primary a deputy, a deputy its neighbours."""
-        deputy, primary = self.of(number).get(self.host_of(to)), self.primary(number)
-        return to not in ("", primary) and sender == (primary if deputy == to else deputy)
+        """Whether it gives it the sum of all: the primary a host leader, a host leader its neighbours."""
+        host_leader, primary = self.of(number).get(self.host_of(to)), self.primary(number)
+        return to not in ("", primary) and sender == (primary if host_leader == to else host_leader)
 
     def neighbours(self, name: str) -> list[str]:
         """The other servers on its host."""
@@ -259,20 +264,22 @@ class Deputies:
         return sorted((other for other, where in self._hosts.items() if where == host and other != name), key=by_name)
 
 
-def deputies_of(config: JobConfig, seats: Mapping[int, Seat], members: Iterable[Member]) -> Deputies | None:
+def host_leaders_of(
+    config: JobConfig, replica_sets: Mapping[int, ReplicaSet], members: Iterable[Member]
+) -> HostLeaders | None:
     """None where sums go straight: of a lone worker, of two on two hosts, on one host without cores to spare, without
     shared memory, with a codec, or where torch.distributed adds up. All members come to the same by
-    the seats, and by what the roster says of who is in them."""
+    the replica sets, and by what the roster says of who is in them."""
     codecs = (config.codec, config.pull_codec)
     if not config.is_ring or config.has_circle or config.transport == "tcp" or any(c not in NONE for c in codecs):
         return None
-    names = {name for seat in seats.values() for name in seat.names}
+    names = {name for replica_set in replica_sets.values() for name in replica_set.names}
     seated = {member.name: member for member in members if member.name in names}
     hosts = {name: seated[name].host if name in seated else "" for name in names}
     num_hosts = len(set(hosts.values()))
     if len(names) <= num_hosts <= 2 or (num_hosts == 1 and not _have_cores_to_spare(seated.values())):
         return None
-    return Deputies(seats, hosts)
+    return HostLeaders(replica_sets, hosts)
 
 
 def _have_cores_to_spare(seated: Collection[Member]) -> bool:
@@ -281,11 +288,13 @@ def _have_cores_to_spare(seated: Collection[Member]) -> bool:
     return all(member.num_cores >= (2 if member.cores else 2 * len(seated)) for member in seated)
 
 
-def _deputies(seat: Seat, hosts: Mapping[str, str]) -> dict[str, str]:
+def _deputies(replica_set: ReplicaSet, hosts: Mapping[str, str]) -> dict[str, str]:
     by_host: dict[str, list[str]] = {}
-    for name in sorted(seat.names, key=by_name):
+    for name in sorted(replica_set.names, key=by_name):
         by_host.setdefault(hosts.get(name, ""), []).append(name)
     # As even as primaries are, whoever has how many workers: by the primary's place on its own host, and in turn.
-    turn = by_host[hosts.get(seat.primary, "")].index(seat.primary) + seat.slice // len(seat.names)
+    turn = by_host[hosts.get(replica_set.primary, "")].index(replica_set.primary) + replica_set.slice // len(
+        replica_set.names
+    )
     found = {host: names[turn % len(names)] for host, names in sorted(by_host.items())}
-    return {**found, hosts.get(seat.primary, ""): seat.primary}
+    return {**found, hosts.get(replica_set.primary, ""): replica_set.primary}

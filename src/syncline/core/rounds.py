@@ -43,38 +43,38 @@ ALL = 1 << 62
 Entry = tuple[str, int, int]
 
 
-class Roll(msgspec.Struct, frozen=True, array_like=True):
+class RoundMembership(msgspec.Struct, frozen=True, array_like=True):
     """A round that was closed: its place among all, whose commits are in it, and who was late by it."""
 
-    stretch: int
-    number: int  # within the stretch
+    phase: int
+    number: int  # within the phase
     members: list[Entry]
     late: list[Entry] = []
     # Members that had registered fewer segments than others of them, and how many: what was new to them then, and the
     # servers of it, they have told nothing.
     told_less: list[tuple[str, int]] = []
     # The round before, where nobody is left who could say that all servers have it: it comes first everywhere.
-    before: Roll | None = None
+    before: RoundMembership | None = None
 
     @property
     def turn(self) -> tuple[int, int]:
-        return (self.stretch, self.number)
+        return (self.phase, self.number)
 
 
-class Rolls:
+class RoundMemberships:
     """The rolls that a server knows of: the newest, and of every worker the one of its last commit.
 
     Who commits again was answered by every server, so that nobody asks for the roll of the commit before. A worker
     that came back under its name has none of the earlier one's: that was settled before it entered.
     """
 
-    def __init__(self, rolls: Iterable[Roll] = ()) -> None:
-        self._last: dict[str, tuple[int, int, Roll]] = {}  # by name: incarnation, clock
-        self.newest: Roll | None = None
+    def __init__(self, rolls: Iterable[RoundMembership] = ()) -> None:
+        self._last: dict[str, tuple[int, int, RoundMembership]] = {}  # by name: incarnation, clock
+        self.newest: RoundMembership | None = None
         for roll in rolls:
             self.learn(roll)
 
-    def learn(self, roll: Roll) -> None:
+    def learn(self, roll: RoundMembership) -> None:
         """Said again it changes nothing."""
         if roll.before is not None:
             self.learn(roll.before)
@@ -87,14 +87,14 @@ class Rolls:
 
     def was_late(self, turn: tuple[int, int], entry: Entry) -> None:
         """By this round, the newest."""
-        self.learn(msgspec.structs.replace(self.newest or Roll(*turn, []), late=[entry]))
+        self.learn(msgspec.structs.replace(self.newest or RoundMembership(*turn, []), late=[entry]))
 
-    def find(self, name: str, incarnation: int, clock: int) -> Roll | None:
+    def find(self, name: str, incarnation: int, clock: int) -> RoundMembership | None:
         """What was decided about this commit; None: nothing, for all that is known here."""
         known = self._last.get(name)
         return known[2] if known is not None and known[:2] == (incarnation, clock) else None
 
-    def entries(self) -> list[Roll]:
+    def entries(self) -> list[RoundMembership]:
         """All of them, for the wire."""
         found = {id(roll): roll for _, _, roll in self._last.values()}
         if self.newest is not None:
@@ -103,17 +103,20 @@ class Rolls:
 
 
 def closed_with(
-    turn: tuple[int, int], commits: Iterable[Commit[Any]], standings: Mapping[str, Standing], before: Roll | None
-) -> Roll:
+    turn: tuple[int, int],
+    commits: Iterable[Commit[Any]],
+    standings: Mapping[str, Standing],
+    before: RoundMembership | None,
+) -> RoundMembership:
     """The roll of a round that is closed here and now; `before`: of the last one, with other servers."""
     members = [commit[:3] for commit in commits]
     known = {name: standings[name].num_segments for name, _, _ in members if name in standings}
     most = max(known.values(), default=0)
     told_less = [(name, number) for name, number in known.items() if 0 < number < most]
-    return Roll(*turn, members, [], told_less, None if _is_everywhere(before, standings) else before)
+    return RoundMembership(*turn, members, [], told_less, None if _is_everywhere(before, standings) else before)
 
 
-def uncommitted(roll: Roll | None, standings: Mapping[str, Standing], first_segment: int = 0) -> list[str]:
+def uncommitted(roll: RoundMembership | None, standings: Mapping[str, Standing], first_segment: int = 0) -> list[str]:
     """Who is in this round, or in those that must come before it, and has not committed it here.
 
     Not who is gone, and settled; who had not registered anything that is here (`first_segment`: the first that is);
@@ -128,12 +131,12 @@ def uncommitted(roll: Roll | None, standings: Mapping[str, Standing], first_segm
     return found
 
 
-def unanswered(roll: Roll | None, standings: Mapping[str, Standing]) -> list[str]:
+def unanswered(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[str]:
     """Who is in this round, while other servers may not have it yet: one of them is to go on, or to rest."""
     return [] if _is_everywhere(roll, standings) else [s.name for s, _ in _witnesses(roll, standings)]
 
 
-def _is_everywhere(roll: Roll | None, standings: Mapping[str, Standing]) -> bool:
+def _is_everywhere(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> bool:
     """Who was in it and has gone on, or rests, was answered by all servers that know of it: a round that is closed
     after that comes after it everywhere."""
     return any(s.clock > clock or _rests_since(s, clock) for s, clock in _witnesses(roll, standings))
@@ -141,29 +144,29 @@ def _is_everywhere(roll: Roll | None, standings: Mapping[str, Standing]) -> bool
 
 def _rests_since(standing: Standing, clock: int) -> bool:
     """Its clock may have been set back after that, with a slice that was lost."""
-    return not standing.active and max(standing.clock, standing.rested) >= clock
+    return not standing.active and max(standing.clock, standing.last_inactive) >= clock
 
 
-def _witnesses(roll: Roll | None, standings: Mapping[str, Standing]) -> list[tuple[Standing, int]]:
+def _witnesses(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[tuple[Standing, int]]:
     """Those who have told all servers that anybody in this round has told."""
     less = dict(roll.told_less) if roll is not None else {}
     return [(s, clock) for s, clock in _still_there(roll, standings) if s.name not in less]
 
 
-def _still_there(roll: Roll | None, standings: Mapping[str, Standing]) -> list[tuple[Standing, int]]:
+def _still_there(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[tuple[Standing, int]]:
     """Of those who are in this round: where they stand, and their clocks in it."""
     found = [(standings.get(name), incarnation, clock) for name, incarnation, clock in roll.members] if roll else []
     return [(s, clock) for s, inc, clock in found if s is not None and s.incarnation == inc and not s.left]
 
 
-def stand_by(roll: Roll | None, standing: Standing) -> None:
+def stand_by(roll: RoundMembership | None, standing: Standing) -> None:
     """All slices of a server have this worker's last commit: it stands where that put it, or has gone on since.
 
     Whoever was told where may be gone.
     """
     if roll is not None and standing.turn() < roll.turn:
-        standing.stretch, standing.stretch_began = roll.stretch, standing.clock - roll.number
-        standing.resting = standing.away = False
+        standing.phase, standing.phase_began = roll.phase, standing.clock - roll.number
+        standing.inactive = standing.at_barrier = False
     if roll is not None and (standing.name, standing.incarnation, standing.clock) in roll.late:
         standing.late = standing.clock
 
@@ -175,9 +178,9 @@ ERA = 1 << 32
 LOOP = 1 << 8
 
 
-def after_barrier(stretch: int) -> int:
-    """The first stretch of the era that follows."""
-    return (stretch // ERA + 1) * ERA
+def after_barrier(phase: int) -> int:
+    """The first phase of the era that follows."""
+    return (phase // ERA + 1) * ERA
 
 
 class Rounds(Generic[T]):
@@ -187,10 +190,12 @@ class Rounds(Generic[T]):
         self.policy = policy
         self.standings = {name: Standing(name, incarnation) for name, incarnation in workers}
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
-        self._era = 0  # its first stretch
+        self._era = 0  # its first phase
         self._closed = (-ERA, 0)  # with spare workers: the last round that was closed
-        self.rolls = Rolls()  # likewise, who is in the last ones
-        self._following: dict[tuple[int, int], Roll] = {}  # open rounds that were closed elsewhere, or before a move
+        self.rolls = RoundMemberships()  # likewise, who is in the last ones
+        self._following: dict[
+            tuple[int, int], RoundMembership
+        ] = {}  # open rounds that were closed elsewhere, or before a move
         self.decides = True  # this server closes rounds; else, and while primaries change, it follows rolls only
         self.is_alone = True  # no other server has slices
         self.first_segment = 0  # of which anything is here
@@ -205,7 +210,7 @@ class Rounds(Generic[T]):
         return standing
 
     def commit(
-        self, worker: str, incarnation: int, clock: int, stretch: int, item: T, back_at: int | None = None
+        self, worker: str, incarnation: int, clock: int, phase: int, item: T, back_at: int | None = None
     ) -> Verdict[T]:
         """A worker commits; a clock at or below its own is answered `already applied`, a gap is refused.
 
@@ -229,8 +234,8 @@ class Rounds(Generic[T]):
                 return self._follow(standing, Commit(worker, incarnation, clock, item), roll)
             if not self.decides:
                 raise ProtocolError(f"{worker} commits clock {clock}, and nobody has said in which round that is")
-        self._enter_era(stretch)
-        self._enter_stretch(standing, self._not_behind(standing, stretch), back_at)
+        self._enter_era(phase)
+        self._enter_stretch(standing, self._not_behind(standing, phase), back_at)
         standing.clock = clock
         standing.position += 1
         commit = Commit(worker, incarnation, clock, item)
@@ -244,37 +249,37 @@ class Rounds(Generic[T]):
 
     def _is_late(self, standing: Standing, commit: Commit[T], turn: tuple[int, int]) -> Verdict[T]:
         standing.late = commit.clock
-        standing.stretch, standing.stretch_began = turn[0], commit.clock - turn[1]
+        standing.phase, standing.phase_began = turn[0], commit.clock - turn[1]
         return Verdict("late", ((commit,),), lambda: f"{self.policy}: the round was closed without {commit.worker}")
 
     # -- rolls --------------------------------------------------------------------------------------------
 
-    def learn(self, roll: Roll) -> None:
+    def learn(self, roll: RoundMembership) -> None:
         """A round was closed elsewhere."""
         self.rolls.learn(roll)
         self._closed = max(self._closed, roll.turn)
 
-    def roll_to_tell(self, worker: str, incarnation: int, clock: int) -> Roll | None:
+    def roll_to_tell(self, worker: str, incarnation: int, clock: int) -> RoundMembership | None:
         """With spare workers and several servers: what a worker is to tell the others of its commit, if anything."""
         if not self.policy.spare or self.is_alone or not self.decides:
             return None
         # What came with a worker's copy of a slice, and of whose round nobody is left that knows, is void elsewhere.
         known = self.rolls.find(worker, incarnation, clock)
-        return known or Roll(*self._closed, [], [(worker, incarnation, clock)])
+        return known or RoundMembership(*self._closed, [], [(worker, incarnation, clock)])
 
     def is_decided(self, worker: str, incarnation: int, clock: int) -> bool:
         """Whether this commit counts, or was late, by what is known here."""
         return not self.policy.spare or self.rolls.find(worker, incarnation, clock) is not None
 
-    def _follow(self, standing: Standing, commit: Commit[T], roll: Roll) -> Verdict[T]:
+    def _follow(self, standing: Standing, commit: Commit[T], roll: RoundMembership) -> Verdict[T]:
         """It was decided which round this is in, or that it was late: so it is here."""
-        self._enter_era(roll.stretch)
+        self._enter_era(roll.phase)
         standing.clock = commit.clock
         standing.position += 1
-        standing.resting = standing.away = False
+        standing.inactive = standing.at_barrier = False
         if commit[:3] in roll.late:
             return self._is_late(standing, commit, roll.turn)
-        standing.stretch, standing.stretch_began = roll.stretch, commit.clock - roll.number
+        standing.phase, standing.phase_began = roll.phase, commit.clock - roll.number
         self._open.setdefault(roll.turn, {})[commit.worker] = commit
         self._following[roll.turn] = roll
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
@@ -292,7 +297,7 @@ class Rounds(Generic[T]):
             standing.clock -= 1
 
     def _again(self, standing: Standing, clock: int, item: T) -> bool:
-        """Whether an open commit is made anew by this: the latest of this very incarnation, never one before it."""
+        """Whether an open commit is made again by this: the latest of this very incarnation, never one before it."""
         commits = self._open.get(standing.turn(), {})
         known = commits.get(standing.name)
         if known is None or known.clock != clock or clock != standing.clock:
@@ -316,47 +321,47 @@ class Rounds(Generic[T]):
         """Rounds that somebody has committed, and that are not whole."""
         return len(self._open)
 
-    def _enter_era(self, stretch: int) -> None:
+    def _enter_era(self, phase: int) -> None:
         """The first word from behind a barrier: everyone has passed it, nothing is open, all stand level."""
-        if stretch < self._era + ERA:
+        if phase < self._era + ERA:
             return
-        self._era = stretch // ERA * ERA
+        self._era = phase // ERA * ERA
         level = max((standing.position for standing in self.standings.values()), default=0)
-        for standing in [s for s in self.standings.values() if s.stretch < self._era]:
-            standing.stretch, standing.stretch_began = self._era, standing.clock
-            standing.position, standing.resting, standing.away = level, False, False
+        for standing in [s for s in self.standings.values() if s.phase < self._era]:
+            standing.phase, standing.phase_began = self._era, standing.clock
+            standing.position, standing.inactive, standing.at_barrier = level, False, False
 
-    def _not_behind(self, standing: Standing, stretch: int) -> int:
-        """With spare workers: one that was late may stand in a later stretch of this era than it has counted to."""
-        is_moved = self.policy.spare and stretch // ERA == standing.stretch // ERA
-        return max(stretch, standing.stretch) if is_moved else stretch
+    def _not_behind(self, standing: Standing, phase: int) -> int:
+        """With spare workers: one that was late may stand in a later phase of this era than it has counted to."""
+        is_moved = self.policy.spare and phase // ERA == standing.phase // ERA
+        return max(phase, standing.phase) if is_moved else phase
 
-    def _enter_stretch(self, standing: Standing, stretch: int, back_at: int | None) -> None:
-        rested = standing.resting and not self.policy.spare
-        if stretch < standing.stretch or (stretch == standing.stretch and rested):
-            raise ProtocolError(f"{standing.name} commits in stretch {stretch}, which it has rested from")
+    def _enter_stretch(self, standing: Standing, phase: int, back_at: int | None) -> None:
+        last_inactive = standing.inactive and not self.policy.spare
+        if phase < standing.phase or (phase == standing.phase and last_inactive):
+            raise ProtocolError(f"{standing.name} commits in phase {phase}, which it has rested from")
         if not standing.active:
             standing.position = max(standing.position, self.slowest() if back_at is None else back_at)
-        if stretch > standing.stretch:
-            standing.stretch, standing.stretch_began = stretch, standing.clock
-        standing.resting = standing.away = False
+        if phase > standing.phase:
+            standing.phase, standing.phase_began = phase, standing.clock
+        standing.inactive = standing.at_barrier = False
 
-    def rest(self, worker: str, incarnation: int, stretch: int, away: bool = False) -> Verdict[T]:
-        """The worker takes part in no more rounds of this stretch; `away`: nor of any other, until its next push.
+    def rest(self, worker: str, incarnation: int, phase: int, at_barrier: bool = False) -> Verdict[T]:
+        """The worker takes part in no more rounds of this phase; `at_barrier`: nor of any other, until its next push.
 
         Saying it again changes nothing.
         """
         standing = self.standing(worker, incarnation)
-        self._enter_era(stretch)
-        stretch = self._not_behind(standing, stretch)
-        if away:
+        self._enter_era(phase)
+        phase = self._not_behind(standing, phase)
+        if at_barrier:
             # One that comes late, when others are behind the barrier already, is not from this era.
-            standing.away = standing.away or stretch >= standing.stretch
-        elif stretch >= standing.stretch:
-            if stretch > standing.stretch:
-                standing.stretch, standing.stretch_began = stretch, standing.clock
-            standing.resting = True
-        standing.rested = standing.rested if standing.active else standing.clock
+            standing.at_barrier = standing.at_barrier or phase >= standing.phase
+        elif phase >= standing.phase:
+            if phase > standing.phase:
+                standing.phase, standing.phase_began = phase, standing.clock
+            standing.inactive = True
+        standing.last_inactive = standing.last_inactive if standing.active else standing.clock
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def leave(self, worker: str, incarnation: int) -> Verdict[T]:
@@ -372,13 +377,13 @@ class Rounds(Generic[T]):
         if standing is not None and standing.incarnation <= incarnation:
             standing.fenced = True
 
-    def settle(self, worker: str, clock: int, stretch: int, item: T, back_at: int | None = None) -> Verdict[T]:
+    def settle(self, worker: str, clock: int, phase: int, item: T, back_at: int | None = None) -> Verdict[T]:
         """A fenced worker's commit that counts, since another server has it."""
         standing = self.standings[worker]
         assert standing.fenced
         standing.fenced = False
         try:
-            return self.commit(worker, standing.incarnation, clock, stretch, item, back_at)
+            return self.commit(worker, standing.incarnation, clock, phase, item, back_at)
         finally:
             standing.fenced = True
 
@@ -394,7 +399,7 @@ class Rounds(Generic[T]):
 
         When all who enter are in, `release` gives the rounds that are whole by that.
         """
-        self._enter_era(standing.stretch)  # else the first commit of the new era would move it to its beginning
+        self._enter_era(standing.phase)  # else the first commit of the new era would move it to its beginning
         known = self.standings.get(standing.name)
         if known is None or (known.incarnation, known.clock) <= (standing.incarnation, standing.clock):
             self.standings[standing.name] = standing
@@ -410,7 +415,7 @@ class Rounds(Generic[T]):
             del self.standings[worker]
 
     def begin_anew(self, standings: Iterable[Standing], clocks: Mapping[tuple[str, int], int]) -> list[Commit[T]]:
-        """Slices came or went: open commits are given back, to be made anew; `clocks` are what every slice has."""
+        """Slices came or went: open commits are given back, to be made again; `clocks` are what every slice has."""
         dropped = [commit for commits in self._open.values() for commit in commits.values()]
         self._open, self._following = {}, {}
         self.standings = {s.name: s for s in standings}
@@ -418,17 +423,17 @@ class Rounds(Generic[T]):
             clock = clocks.get((standing.name, standing.incarnation), 0)
             standing.position -= standing.clock - clock
             standing.clock = clock
-            standing.stretch_began = min(standing.stretch_began, clock)
-            standing.late = standing.late if standing.late <= clock else 0  # it is decided anew
+            standing.phase_began = min(standing.phase_began, clock)
+            standing.late = standing.late if standing.late <= clock else 0  # it is decided again
             if self.policy.spare:
                 stand_by(self.rolls.find(standing.name, standing.incarnation, clock), standing)
-        newest = max((s.stretch for s in self.standings.values()), default=self._era)
+        newest = max((s.phase for s in self.standings.values()), default=self._era)
         self._era = min(newest // ERA * ERA, 0)
         self._enter_era(newest)  # of one who enters behind a barrier, maybe: the others have passed it too
         return dropped
 
     def num_orphans(self) -> int:
-        """Open commits of workers that are out: nobody could make them anew."""
+        """Open commits of workers that are out: nobody could make them again."""
         return sum(self._is_orphan(commit) for commit in self.open_commits())
 
     def _is_orphan(self, commit: Commit[T]) -> bool:
@@ -461,7 +466,7 @@ class Rounds(Generic[T]):
                 self.learn(closed_with(turn, whole[-1], self.standings, newest))
         return tuple(whole)
 
-    def _newest_in_era(self) -> Roll | None:
+    def _newest_in_era(self) -> RoundMembership | None:
         """Who has passed a barrier was answered by all servers before."""
         return self.rolls.newest if self._closed[0] >= self._era else None
 
@@ -475,20 +480,20 @@ class Rounds(Generic[T]):
             yield from uncommitted(self._following[turn], self.standings, self.first_segment)
             return
         for standing in self.standings.values():
-            if standing.name in self._open[turn] or standing.left or standing.away:
+            if standing.name in self._open[turn] or standing.left or standing.at_barrier:
                 continue
             if standing.turn() < turn and not self._has_rested(standing, turn[0]):
                 yield standing.name
 
-    def _has_rested(self, standing: Standing, stretch: int) -> bool:
-        """Whether it takes part in no round of this stretch.
+    def _has_rested(self, standing: Standing, phase: int) -> bool:
+        """Whether it takes part in no round of this phase.
 
         With spare workers some are in a later one than they have counted to: who waits in the middle of an epoch,
-        maybe for them, is waited for in no stretch of it.
+        maybe for them, is waited for in no phase of it.
         """
         if self.policy.spare:
-            return standing.resting and standing.stretch // LOOP == stretch // LOOP
-        return standing.resting and standing.stretch == stretch
+            return standing.inactive and standing.phase // LOOP == phase // LOOP
+        return standing.inactive and standing.phase == phase
 
     def missing(self) -> list[str]:
         """For whom the oldest open round waits."""

@@ -123,7 +123,7 @@ class SliceState:
 
 
 def least_clocks(states: Iterable[SliceState]) -> dict[Identity, int]:
-    """For every worker, the commits that are on all of these slices: from there on they must be made anew."""
+    """For every worker, the commits that are on all of these slices: from there on they must be made again."""
     found: dict[Identity, int] | None = None
     for state in states:
         if found is None:
@@ -173,7 +173,7 @@ def freshest(given: Mapping[Identity, Iterable[Copy]], number: int) -> tuple[str
     giver = max(found, key=lambda one: (found[one].version, one))
     clocks = dict(found[giver].clocks)
     for life, copy in ((life_of(*one), copy) for one, copy in found.items()):
-        # What a worker was told is there it never makes anew, in whatever copy it is missing.
+        # What a worker was told is there it never makes again, in whatever copy it is missing.
         if copy.clocks.get(life, 0) > clocks.get(life, 0):
             clocks[life] = copy.clocks[life]
     known = max(copy.known for copy in found.values())

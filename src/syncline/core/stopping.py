@@ -117,7 +117,7 @@ class Steering(msgspec.Struct):
 
 
 def from_checkpoint(data: Mapping[str, Any], seconds: float) -> Steering:
-    """What a checkpoint remembers. What has fired by steps or time is not: that is looked at anew."""
+    """What a checkpoint remembers. What has fired by steps or time is not: that is looked at again."""
     try:
         known = msgspec.convert(dict(data), Steering)
     except msgspec.ValidationError:

@@ -1,8 +1,8 @@
 """Validations: when all workers come together for one, who measures what of its sets, and what comes out.
 
 Pure. A validation is called by the first worker for which one is due; all come, read the same parameters, and
-share the sets: a stint that somebody has said the result of is done, once; what the dead had is to do again.
-`ValidationState` is what must outlive the coordinator.
+share the sets: a validation shard that somebody has said the result of is done, once; what the dead had is to do
+again. `ValidationState` is what must outlive the coordinator.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from syncline.core.slice_state import Identity
-from syncline.core.wire.validation import WEIGHTS, AskStint, Called, GivenStint
+from syncline.core.wire.validation import WEIGHTS, AskValidationShard, Called, GivenValidationShard
 from syncline.errors import ConfigError, ProtocolError
 
 MOST_SETS = 100
 
 
-class Stint(msgspec.Struct, frozen=True, array_like=True):
+class ValidationShard(msgspec.Struct, frozen=True, array_like=True):
     """What one life of a worker reads."""
 
     worker: str
@@ -40,7 +40,7 @@ class Run(msgspec.Struct):
     num_samples: int = -1  # nobody has said it yet
     batch: int = 1
     todo: list[tuple[int, int]] = []
-    stints: dict[int, Stint] = {}
+    stints: dict[int, ValidationShard] = {}
     sums: dict[str, float] = {}
 
     @property
@@ -58,9 +58,11 @@ class Run(msgspec.Struct):
                 f"batches of {self.batch} at others: all workers must validate on the same data"
             )
 
-    def take(self, number: int, owner: Identity, num_inside: int) -> Stint | None:
-        """The next stint: large ones first, so that all are through at about the same time."""
-        known = next((stint for stint in self.stints.values() if stint.owner == owner), None)
+    def take(self, number: int, owner: Identity, num_inside: int) -> ValidationShard | None:
+        """The next validation shard: large ones first, so that all are through at about the same time."""
+        known = next(
+            (validation_shard for validation_shard in self.stints.values() if validation_shard.owner == owner), None
+        )
         if known is not None or not self.todo:
             return None
         begin, end = self.todo.pop(0)
@@ -68,13 +70,13 @@ class Run(msgspec.Struct):
         size = max(1, math.ceil(left / (2 * max(1, num_inside)) / self.batch)) * self.batch
         if begin + size < end:
             self.todo.insert(0, (begin + size, end))
-        stint = self.stints[number] = Stint(*owner, begin, min(end, begin + size))
-        return stint
+        validation_shard = self.stints[number] = ValidationShard(*owner, begin, min(end, begin + size))
+        return validation_shard
 
     def finish(self, number: int, owner: Identity, sums: Mapping[str, float]) -> bool:
-        """Its owner is through with a stint: it counts, once."""
-        stint = self.stints.get(number)
-        if stint is None or stint.owner != owner:
+        """Its owner is through with a validation shard: it counts, once."""
+        validation_shard = self.stints.get(number)
+        if validation_shard is None or validation_shard.owner != owner:
             return False
         if self.sums and set(self.sums) != set(sums):
             odd = ", ".join(sorted(set(self.sums) ^ set(sums)))
@@ -86,8 +88,8 @@ class Run(msgspec.Struct):
         return True
 
     def out(self, owner: Identity) -> bool:
-        """A life is over: whether it had a stint of this, which is to do again."""
-        mine = [number for number, stint in self.stints.items() if stint.owner == owner]
+        """A life is over: whether it had a validation shard of this, which is to do again."""
+        mine = [number for number, validation_shard in self.stints.items() if validation_shard.owner == owner]
         self.todo = sorted([*self.todo, *((self.stints[n].begin, self.stints[n].end) for n in mine)])
         for number in mine:
             del self.stints[number]
@@ -284,23 +286,25 @@ class Validating:
         now = self.state.now
         return now if now is not None and now.turn == turn and now.is_in(owner) else None
 
-    def ask(self, owner: Identity, message: AskStint) -> GivenStint:
-        """The result of a stint counts, and the next one is given."""
+    def ask(self, owner: Identity, message: AskValidationShard) -> GivenValidationShard:
+        """The result of a validation shard counts, and the next one is given."""
         now = self.of(message.turn, owner)
         if now is None:
-            return GivenStint(0)
+            return GivenValidationShard(0)
         run = now.run(message.set, message.candidate)
         run.open(message.num_samples, message.batch)
-        if message.stint:
-            run.finish(message.stint, owner, message.sums)
+        if message.validation_shard:
+            run.finish(message.validation_shard, owner, message.sums)
         # One that is asked for twice was given and got lost on the way.
-        lost = next((number for number, stint in run.stints.items() if stint.owner == owner), None)
+        lost = next(
+            (number for number, validation_shard in run.stints.items() if validation_shard.owner == owner), None
+        )
         number = lost if lost is not None else self.state.next_stint
-        stint = run.stints[number] if lost is not None else run.take(number, owner, len(now.inside))
-        if stint is None:
-            return GivenStint(0)
+        validation_shard = run.stints[number] if lost is not None else run.take(number, owner, len(now.inside))
+        if validation_shard is None:
+            return GivenValidationShard(0)
         self.state.next_stint = max(self.state.next_stint, number + 1)
-        return GivenStint(number, stint.begin, stint.end)
+        return GivenValidationShard(number, validation_shard.begin, validation_shard.end)
 
     def end(self) -> Validation | None:
         """The one that is going on, if all of it is done: it is over by this."""

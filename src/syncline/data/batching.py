@@ -102,7 +102,7 @@ def batches(
     name, number = passes.next(source, name, epoch, kind=kind, named=job.samples.name_loader)
     if shuffle and epoch is None and not number and passes.is_gone(kind):
         job.notice(
-            "batches over a source that was opened anew begin with the same order again: open it once, before the "
+            "batches over a source that was opened again begin with the same order again: open it once, before the "
             "loop over the epochs, and every pass has an order of its own"
         )
     if isinstance(source, Source):

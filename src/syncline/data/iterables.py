@@ -1,4 +1,4 @@
-"""Anything that can be iterated over, as shards: a function per shard that starts it anew."""
+"""Anything that can be iterated over, as shards: a function per shard that starts it again."""
 
 from __future__ import annotations
 

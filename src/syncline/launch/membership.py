@@ -155,7 +155,7 @@ def myself(joined: Joined) -> Member:
 
 
 def open_link(file: JobFile, identity: tcp.Identity, hearing: FromCoordinator, stamp: Stamp, who: str) -> Link:
-    """A worker's way to its coordinator, which is made anew when it breaks."""
+    """A worker's way to its coordinator, which is made again when it breaks."""
     first = True
 
     def dial() -> Connection:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from syncline.core.wire.control import Beat, Rejoin, Roster
+from syncline.core.wire.control import Heartbeat, Rejoin, Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, ProtocolError, SynclineError, WaitTimeout
 from syncline.net.rpc import Call, Endpoint, Request, Service, Stamp
@@ -19,7 +19,7 @@ from syncline.stats import WireStats
 _AGAIN_SECONDS = 0.05
 #: How often a wait that may be ended looks whether it is to be.
 _LOOK_SECONDS = 0.1
-#: A coordinator that does not answer for this part of the deadline of silence is looked for anew.
+#: A coordinator that does not answer for this part of the deadline of silence is looked for again.
 SILENT = 0.6
 #: For a coordinator that was found again to say who is there. It has just proved who it is, so it lives; giving up on
 #: one that is slow costs more than waiting: it would take that for a connection that broke.
@@ -120,7 +120,7 @@ class Link:
         name: str,
         incarnation: int,
         *,
-        beat: Callable[[], Beat] | None,
+        beat: Callable[[], Heartbeat] | None,
         beat_seconds: float,
         silent_seconds: float,
         on_roster: Callable[[Roster], None],
@@ -137,7 +137,7 @@ class Link:
             args = (beat, beat_seconds, silent_seconds)
             threading.Thread(target=self._beat, args=args, name="beat", daemon=True).start()
 
-    def _beat(self, make: Callable[[], Beat], every_seconds: float, silent_seconds: float) -> None:
+    def _beat(self, make: Callable[[], Heartbeat], every_seconds: float, silent_seconds: float) -> None:
         rtt = 0.0
         while not self._closed.wait(every_seconds):
             endpoint = self._endpoint
@@ -156,7 +156,7 @@ class Link:
             except SynclineError:
                 continue  # lost: whoever reads the connection sees to it
 
-    def _made(self, make: Callable[[], Beat]) -> Beat:
+    def _made(self, make: Callable[[], Heartbeat]) -> Heartbeat:
         """A bug of ours is no reason to be taken for dead: then the beat has nothing to say."""
         try:
             return make()
@@ -165,12 +165,12 @@ class Link:
             if text != self._trouble:
                 self._trouble = text
                 self._say(text)
-            return Beat()
+            return Heartbeat()
 
     # -- when it breaks -----------------------------------------------------------------------------------
 
     def _lost(self, endpoint: Endpoint, reason: str) -> None:
-        """The first to know of a broken connection has it made anew, in a thread of its own."""
+        """The first to know of a broken connection has it made again, in a thread of its own."""
         with self._change:
             if self._endpoint is not endpoint or self._closed.is_set():
                 return
@@ -182,7 +182,7 @@ class Link:
             self._look_for_it(reason)
 
     def _is_silent(self, endpoint: Endpoint, call: Call, reason: str) -> None:
-        """It is looked for anew, over another connection, until this call is answered."""
+        """It is looked for again, over another connection, until this call is answered."""
         with self._change:
             if self._endpoint is not endpoint or self._is_looking or self._closed.is_set():
                 return
@@ -286,5 +286,5 @@ class _Hearing:
         self._link._lost(endpoint, reason)
 
 
-def _with_rtt(beat: Beat, rtt_seconds: float) -> Beat:
+def _with_rtt(beat: Heartbeat, rtt_seconds: float) -> Heartbeat:
     return msgspec.structs.replace(beat, rtt_seconds=rtt_seconds)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from syncline.core.ring import Deputies
+from syncline.core.ring import HostLeaders
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import HostSum, WholeSum
 from syncline.net.rpc import Request
@@ -29,19 +29,19 @@ NOTHING_LAID = Laid({}, {}, frozenset())
 
 
 class Adding:
-    """One server's part in it, as a deputy, a primary or a neighbour.
+    """One server's part in it, as a host leader, a primary or a neighbour.
 
-    What is done for a slice says whether it is done `anew`: what was begun early is left alone when the forecast of
+    What is done for a slice says whether it is done `again`: what was begun early is left alone when the forecast of
     its round has not held.
     """
 
     def __init__(
-        self, generation: int, deputies: Deputies, hosting: Hosting, pool: Pool,
+        self, generation: int, host_leaders: HostLeaders, hosting: Hosting, pool: Pool,
         *, lent: Lent, summed: Summed, failed: Failed,
     ) -> None:  # fmt: skip
-        self.generation, self._deputies, self._hosting, self._pool = generation, deputies, hosting, pool
+        self.generation, self._deputies, self._hosting, self._pool = generation, host_leaders, hosting, pool
         self._lent, self._summed, self._failed = lent, summed, failed
-        self._name, self.host = hosting.name, deputies.host_of(hosting.name)
+        self._name, self.host = hosting.name, host_leaders.host_of(hosting.name)
         self.lock = threading.Lock()  # nothing is sent, and nobody else's lock is taken, under it
         self.is_closed = False
         self.laid = NOTHING_LAID  # before the first sum
@@ -102,7 +102,7 @@ class Adding:
     # -- sums ---------------------------------------------------------------------------------------------
 
     def _is_wanted(self, turn: Turn, place: Place, anew: bool) -> bool:
-        """Under the lock: whether the round that this is done for is still the one, and the slice not begun anew."""
+        """Under the lock: whether the round that this is done for is still the one, and the slice not begun again."""
         return self.turn is turn and place.number in turn.by_number and turn.is_anew(place.number) == anew
 
     def add(self, turn: Turn, place: Place, anew: bool) -> None:
@@ -143,7 +143,7 @@ class Adding:
                 if not self._is_wanted(turn, place, anew):
                     return
                 counted, equal, weight, pushed = turn.counted, turn.equal, turn.weight, turn.hosts[place.number]
-                hosts = [host for host in place.deputies if host in pushed and host != self.host]
+                hosts = [host for host in place.host_leaders if host in pushed and host != self.host]
                 others = [place.parts.pop(host) for host in hosts]
             with self._hosting.home.at_work():
                 place.add(others, is_first=self.host not in pushed)
@@ -160,7 +160,7 @@ class Adding:
         message = WholeSum(self.generation, turn.number, place.number, anew)
         data = [buffer_of(place.region.array)]
         near = self._deputies.neighbours(self._name)
-        far = [name for name in place.deputies.values() if name != self._name] if self.is_primary(place) else []
+        far = [name for name in place.host_leaders.values() if name != self._name] if self.is_primary(place) else []
         partners, readers, freed = self.laid.partners, self.laid.readers, functools.partial(self._freed, place)
         given = [Saying(partners[name], message, then=freed) for name in near if name in readers]
         with self.lock:
@@ -212,7 +212,7 @@ class Adding:
             self.do(turn, place, message.anew, functools.partial(self._has_come, turn, place, message.anew, host))
 
     def take_whole(self, turn: Turn, request: Request, message: WholeSum) -> None:
-        """At a deputy or a neighbour: the sum of all."""
+        """At a host leader or a neighbour: the sum of all."""
         is_lent = not request.payload
         with self.lock:
             place = turn.by_number.get(message.slice)

@@ -10,7 +10,7 @@ import msgspec
 
 from syncline.core.codecs.pieces import SliceCoder
 from syncline.core.layout import Slice
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.wire.traffic import Committed
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
@@ -64,9 +64,9 @@ class PartialAnswer:
         self._refused = False  # nothing leaves after that
         self._sending = False
         self._lock = threading.Lock()
-        self._word: tuple[Contribution, Roll | None] | None = None  # what the end says
+        self._word: tuple[Contribution, RoundMembership | None] | None = None  # what the end says
 
-    def hear(self, item: Contribution, roll: Roll | None) -> None:
+    def hear(self, item: Contribution, roll: RoundMembership | None) -> None:
         self._word = (item, roll)
 
     @property

@@ -26,7 +26,7 @@ class Backup:
         self.held: tuple[Replicate, Region | None] | None = None  # in a ring: until all have voted for it
         self.queue: collections.deque[Request | Callable[[], None]] = collections.deque()  # or this server's own sums
         self.is_busy = False
-        self.is_named = False  # by the seats
+        self.is_named = False  # by the replica sets
         self.is_out = False  # it is no backup any more
 
 

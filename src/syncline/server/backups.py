@@ -14,7 +14,7 @@ import numpy as np
 from syncline import faults
 from syncline.core.layout import Segment, Slice
 from syncline.core.ring import Ballot
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.wire.traffic import Replicate, Replicated, Seed
 from syncline.errors import FencedError, FrameError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
@@ -52,7 +52,9 @@ class Backups:
     ) -> None:
         self._blocks, self._pool, self._home = blocks, pool, home
         self._find, self._check_sender = find, check_sender
-        self.learn: Callable[[Roll], None] = lambda roll: None  # what primaries say of rounds with spare workers
+        self.learn: Callable[[RoundMembership], None] = lambda roll: (
+            None
+        )  # what primaries say of rounds with spare workers
         self.voting: Voting | None = None  # in a ring
         self.backups: dict[int, Backup] = {}
         # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
@@ -162,7 +164,7 @@ class Backups:
         if slot is not None and backup.primary == request.peer.name and message.version < slot.state.version:
             raise ProtocolError(f"a seed of version {message.version} for a backup that is at {slot.state.version}")
         if slot is None:
-            self._check_sender(request.peer, message.slice)  # it may have waited while the slice was hosted anew
+            self._check_sender(request.peer, message.slice)  # it may have waited while the slice was hosted again
             slot = self._make_slot(request.peer, message)
         loaded = [
             (entry, tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape))
@@ -258,7 +260,7 @@ class Backups:
         with self._lock:
             backup = self.backups.get(number)
             if backup is None:
-                return  # seats have changed
+                return  # replica sets have changed
             starts = not (backup.is_busy or backup.held)
             backup.queue.append(action)
             backup.is_busy |= starts
@@ -279,7 +281,7 @@ class Backups:
 
             found = voting.holds(ballot, take)
             if found == "over":
-                raise FencedError(f"slice {message.slice}: seats have changed since that round")
+                raise FencedError(f"slice {message.slice}: replica sets have changed since that round")
             if found == "later":
                 return False
         if faults.armed is not None:
@@ -328,7 +330,7 @@ class Backups:
             self._let_go(backup)
 
     def drop_held(self) -> None:
-        """Seats have changed: whatever is not applied is made anew."""
+        """Seats have changed: whatever is not applied is made again."""
         refused: list[Request] = []
         with self._lock:
             for backup in self.backups.values():
@@ -346,7 +348,7 @@ class Backups:
             for backup in self.backups.values():
                 backup.own = backup.landed = None
 
-    # -- seats --------------------------------------------------------------------------------------------
+    # -- replica sets --------------------------------------------------------------------------------------------
 
     def wait_idle(self, goes_on: Callable[[], bool]) -> None:
         """Until everything that has come is taken in."""

@@ -62,10 +62,10 @@ class Clipping:
             return
         with self._flow.order:
             if self._flow.was_dropped(work):
-                return  # whoever is in it makes it anew
+                return  # whoever is in it makes it again
             requests = [(c.clock, item.request) for c in work.commits for item in c.item.sayings()]
             for commit in work.commits:
-                self._flow.take_requests([commit])  # GiveClip asks anew
+                self._flow.take_requests([commit])  # GiveClip asks again
                 self._works[key_of(commit)] = work
             self._flow.waits(work)
             for line in self.forget_orphans():  # all may have died since it was whole

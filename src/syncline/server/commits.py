@@ -11,7 +11,7 @@ from typing import Any
 from syncline import faults
 from syncline.core.layout import Segment, Slice
 from syncline.core.members import Standing
-from syncline.core.rounds import Commit, Roll, Rounds
+from syncline.core.rounds import Commit, RoundMembership, Rounds
 from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done, Message
 from syncline.core.wire.traffic import (
@@ -70,7 +70,7 @@ class Commits:
         self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
         self.num_commits = self.num_late = 0
 
-    def learn(self, roll: Roll) -> None:
+    def learn(self, roll: RoundMembership) -> None:
         """With spare workers: a round was closed, by the word of the server of slice 0."""
         with self.order:
             self.rounds.learn(roll)
@@ -105,7 +105,7 @@ class Commits:
         return standing is not None and standing.incarnation == peer.incarnation and not standing.fenced
 
     def check_generation(self, request: Request) -> None:
-        """Whoever speaks of seats that have changed looks at the new ones first."""
+        """Whoever speaks of replica sets that have changed looks at the new ones first."""
         if request.generation < self.moved:
             raise Refresh(f"primaries have changed: {request.peer} is to look at generation {self.moved}")
 
@@ -127,11 +127,11 @@ class Commits:
             key = (*worker, message.clock)
             staged = self._staged.get(key)
             if staged is None:
-                staged = (Contribution(peer.incarnation, message.stretch, message.slot), set())
+                staged = (Contribution(peer.incarnation, message.phase, message.slot), set())
                 self._staged[key] = staged
             contribution, have = staged
             have.update(message.slices)
-            contribution.stretch = message.stretch  # a rest may lie between bytes sent early and the commit
+            contribution.phase = message.phase  # a rest may lie between bytes sent early and the commit
             contribution.pushed, contribution.weight = message.pushed, message.weight
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
@@ -170,7 +170,7 @@ class Commits:
             if clock > standing.clock + 1:
                 self._catch_up(standing, clock)
             verdict = self.rounds.commit(
-                peer.name, peer.incarnation, clock, contribution.stretch, contribution, contribution.back_at
+                peer.name, peer.incarnation, clock, contribution.phase, contribution, contribution.back_at
             )
             contribution.since = time.monotonic()
             self.num_commits += verdict.kind == "new"
@@ -192,7 +192,7 @@ class Commits:
 
     def _note_uses(self, key: Key, contribution: Contribution) -> None:
         """A slice 0 that came from a worker's copy has lost what was used: of a commit that is in it, and is made
-        anew, it is known again. Also when it is new here: other slices may lack it."""
+        again, it is known again. Also when it is new here: other slices may lack it."""
         slot = self._slices.get(0)
         if slot is not None and slot.copied is not None:
             with slot.lock:
@@ -213,8 +213,8 @@ class Commits:
         if clock > standing.clock:
             raise ProtocolError(f"{peer} commits clock {clock}, for which nothing is staged")
         if known is None:
-            return Contribution(peer.incarnation, standing.stretch, 0)
-        first = Contribution(peer.incarnation, known.stretch, known.slot)
+            return Contribution(peer.incarnation, standing.phase, 0)
+        first = Contribution(peer.incarnation, known.phase, known.slot)
         first.request, first.answer = known.request, known.answer
         known.again.append(first)
         return known
@@ -233,9 +233,9 @@ class Commits:
         worker = (standing.name, standing.incarnation)
         behind = [slot for slot in self._slices.values() if slot.state.clocks.get(worker, 0) < clock - 1]
         if all(slot.copied is not None or worker not in slot.state.clocks for slot in behind):
-            if standing.stretch and all(worker not in slot.state.clocks for slot in self._slices.values()):
-                # Its stretch began here before its first commit came here: with the commits that were not for here.
-                standing.stretch_began += clock - 1 - standing.clock
+            if standing.phase and all(worker not in slot.state.clocks for slot in self._slices.values()):
+                # Its phase began here before its first commit came here: with the commits that were not for here.
+                standing.phase_began += clock - 1 - standing.clock
             for slot in behind:
                 with slot.lock:
                     slot.state.clocks[worker] = clock - 1
@@ -285,7 +285,7 @@ class Commits:
             self.check_generation(request)
             if request.generation < self.entered.get(peer.name, 0):
                 raise Refresh(f"{peer} has entered since it said that it rests")
-            verdict = self.rounds.rest(peer.name, peer.incarnation, message.stretch, message.away)
+            verdict = self.rounds.rest(peer.name, peer.incarnation, message.phase, message.at_barrier)
             works = self.flow.enqueue(verdict)
         self.flow.run(works)
         request.reply(Done())

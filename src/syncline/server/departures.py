@@ -60,7 +60,7 @@ class Departures:
         """How far slices here can come with the steps of a worker that is out.
 
         Where primaries change (`moves`), rounds that wait for the norm over all servers are dropped, and who is out
-        makes nothing anew.
+        makes nothing again.
         """
         clock = self.staged_whole(name, incarnation)
         if not moves:
@@ -82,14 +82,14 @@ class Departures:
         works: list[RoundWork] = []
         for each in range(standing.clock + 1, min(clock, self.staged_whole(name, incarnation)) + 1):
             if not self._rounds.is_decided(name, incarnation, each):
-                break  # whoever lives makes it anew
+                break  # whoever lives makes it again
             contribution, _ = self._staged.pop((name, incarnation, each))
             contribution.is_fenced, contribution.since = standing.fenced, time.monotonic()
-            stretch, back_at = contribution.stretch, contribution.back_at
+            phase, back_at = contribution.phase, contribution.back_at
             if standing.fenced:
-                verdict = self._rounds.settle(name, each, stretch, contribution, back_at)
+                verdict = self._rounds.settle(name, each, phase, contribution, back_at)
             else:
-                verdict = self._rounds.commit(name, incarnation, each, stretch, contribution, back_at)
+                verdict = self._rounds.commit(name, incarnation, each, phase, contribution, back_at)
             works += self._flow.enqueue(verdict)
         return works
 

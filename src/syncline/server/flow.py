@@ -140,7 +140,7 @@ class Flow:
         self.go_through(work)
 
     def was_dropped(self, work: RoundWork) -> bool:
-        """Under `order`, in a ring: whether it was to be voted on, and seats have changed since."""
+        """Under `order`, in a ring: whether it was to be voted on, and replica sets have changed since."""
         return work.waits_for_votes and self.voting is not None and not self.voting.expects(work)
 
     @property
@@ -199,7 +199,7 @@ class Flow:
         with self.order:
             self._busy.discard(work)
             for key in map(key_of, work.commits):
-                if self._under_way.get(key) is work:  # else it was dropped, and is made anew
+                if self._under_way.get(key) is work:  # else it was dropped, and is made again
                     del self._under_way[key]
             if self.going:
                 self.forget_gone()
@@ -352,7 +352,7 @@ class Flow:
         return self.take_requests([commit for work in works for commit in work.commits])
 
     def begin_anew(self, dropped: Iterable[Held]) -> list[Contribution]:
-        """Under `order`: primaries have changed; whoever waits for an answer is to make its commits anew."""
+        """Under `order`: primaries have changed; whoever waits for an answer is to make its commits again."""
         commits = [*dropped, *self._parked]
         commits += [commit for work in self.clipping.works() for commit in work.commits]
         self.clipping.clear()
@@ -361,7 +361,7 @@ class Flow:
         return self.take_requests(commits)
 
     def drop(self, works: Collection[RoundWork]) -> list[Contribution]:
-        """Under `order`, in a ring: these rounds count nowhere; whoever is in them is to make them anew."""
+        """Under `order`, in a ring: these rounds count nowhere; whoever is in them is to make them again."""
         for slot in self._slices.values():
             slot.drop(works)
         self._busy.difference_update(works)

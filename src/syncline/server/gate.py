@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from syncline import faults
-from syncline.core.checkpoint.snapshot import Gate, behind_to_tell, clocks_to_tell, gate_of
-from syncline.core.wire.checkpoints import CloseGate, GateClosed, Mark
+from syncline.core.checkpoint.snapshot import SnapshotBarrier, behind_to_tell, clocks_to_tell, gate_of
+from syncline.core.wire.checkpoints import CloseSnapshotBarrier, Mark, SnapshotBarrierClosed
 from syncline.core.wire.message import Done
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
@@ -20,7 +20,7 @@ from syncline.server.work import in_thread
 GATE_SECONDS = 3.0
 
 
-class CommitGate:
+class CommitBarrier:
     """Closes, tells what is in the slices when they stand still, has them marked, opens."""
 
     def __init__(
@@ -36,7 +36,9 @@ class CommitGate:
         self._name, self._commits, self._mark, self._log = name, commits, mark, log
         self._flow, self._holding, self._order = commits.flow, commits.holding, commits.order
         self._gate_seconds = gate_seconds
-        self._told: Gate | None = None  # whose clocks were told: nothing has changed since, while it is closed
+        self._told: SnapshotBarrier | None = (
+            None  # whose clocks were told: nothing has changed since, while it is closed
+        )
         self.is_closed = False
 
     def end(self) -> None:
@@ -47,16 +49,16 @@ class CommitGate:
 
     # -- closing ------------------------------------------------------------------------------------------
 
-    def close(self, request: Request, message: CloseGate) -> None:
+    def close(self, request: Request, message: CloseSnapshotBarrier) -> None:
         in_thread("gate", request, lambda: self._close(request, message))
 
-    def _close(self, request: Request, message: CloseGate) -> None:
+    def _close(self, request: Request, message: CloseSnapshotBarrier) -> None:
         gate = gate_of(message.number, message.turn, message.through)
         until = time.monotonic() + self._gate_seconds
         with self._order:
             self._check_newer(gate)
             if not self._commits.hosts_any:
-                request.reply(GateClosed([], has_slices=False))
+                request.reply(SnapshotBarrierClosed([], has_slices=False))
                 return
             self._holding.close(gate)
         self._holding.decide()
@@ -77,7 +79,7 @@ class CommitGate:
         request.reply(answer)
         self._open_after(gate, until)
 
-    def _check_newer(self, gate: Gate) -> None:
+    def _check_newer(self, gate: SnapshotBarrier) -> None:
         if self.is_closed:
             raise ProtocolError(f"{self._name} is closing")
         if self._holding.is_held:
@@ -90,21 +92,21 @@ class CommitGate:
                 f"save {before.number}, turn {before.turn}"
             )
 
-    def _check_loaded(self, gate: Gate) -> None:
+    def _check_loaded(self, gate: SnapshotBarrier) -> None:
         if self._holding.loading:
             raise ProtocolError(f"{self._name}: no cut for save {gate.number}: rules are being given their state")
 
-    def _is_current(self, gate: Gate) -> bool:
+    def _is_current(self, gate: SnapshotBarrier) -> bool:
         return self._holding.gate is gate
 
-    def _closed(self, gate: Gate) -> GateClosed:
+    def _closed(self, gate: SnapshotBarrier) -> SnapshotBarrierClosed:
         slots = self._commits.hosted()
         applied, there = self._holding.applied(), self._holding.there()
         behind = behind_to_tell(applied, {w: clock for w, clock in self._holding.on_all().items() if w in there})
         updates = max((slot.state.version for slot in slots), default=0)
         clocks = clocks_to_tell(gate, applied, there)
         rounds = self._commits.rounds
-        return GateClosed(
+        return SnapshotBarrierClosed(
             clocks, uses_here(slots), late_here(slots), updates,
             behind=behind,
             registered=[(s.name, s.incarnation, s.num_segments) for s in rounds.standings.values() if s.num_segments],
@@ -112,7 +114,7 @@ class CommitGate:
             versions=sum(slot.state.version for slot in slots),
         )  # fmt: skip
 
-    def _open_after(self, gate: Gate, until: float) -> None:
+    def _open_after(self, gate: SnapshotBarrier, until: float) -> None:
         """It is marked or opened before, or opens by itself; what was held goes on."""
         with self._order:
             while self._is_current(gate) and (left := until - time.monotonic()) > 0:

@@ -78,7 +78,7 @@ class Generations:
     def hear(self, roster: Roster) -> None:
         """Servers may come without a change, and go when nothing is left on them."""
         servers = {member.name for member in roster.members if member.role == "server"}
-        number = len(servers.union(seat.primary for seat in roster.seats if seat.primary))
+        number = len(servers.union(replica_set.primary for replica_set in roster.replica_sets if replica_set.primary))
         with self._order:
             if roster.generation >= self.installed:  # still
                 self._flow.num_servers, self._commits.rounds.is_alone = number, number == 1
@@ -109,7 +109,7 @@ class Generations:
         for worker in message.fenced:
             self._cut_off(*worker)
         self._hosting.fence_servers(message.servers, message.generation)
-        self._hosting.release_backups(message.seats)
+        self._hosting.release_backups(message.replica_sets)
         if message.moves and self._voting is not None:
             self._wait_applied(hold)
         else:
@@ -163,7 +163,7 @@ class Generations:
         num_orphans = rounds.num_orphans() + self._flow.clipping.num_orphans()
         clocks = [(*worker, clock) for worker, clock in self._hosting.highest_clocks().items()]
         reach = self._hosting.reach(
-            message.seats, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
+            message.replica_sets, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
         )
         self._commits.learn_held()
         rolls = rounds.rolls.entries()
@@ -229,7 +229,7 @@ class Generations:
                 raise ProtocolError(f"{self._name} is closing")
         faults.reach("install.done")
         request.reply(Done())
-        if refuse is not None:  # last: inside one process whoever hears of it makes its commits anew in this thread
+        if refuse is not None:  # last: inside one process whoever hears of it makes its commits again in this thread
             refuse()
 
     def _supply(self, generation: int) -> None:
@@ -255,7 +255,7 @@ class Generations:
                 self._commits.rounds.enter(standing)
                 self._commits.entered[standing.name] = message.generation
             works += self._flow.enqueue(self._commits.rounds.release())
-            ways = self._hosting.take_seats(hold.message.seats, message.members)
+            ways = self._hosting.take_replica_sets(hold.message.replica_sets, message.members)
             self._begin(message, through)
             works += self._flow.fence(fenced, through.open) if fenced else []
             self._commits.holding.let_go()
@@ -269,9 +269,9 @@ class Generations:
         self._commits.holding.decide()
 
     def _move(self, hold: _Hold, message: Install, through: Latch) -> Callable[[], None]:
-        """Primaries change: whatever is open is to be made anew, where the clocks of slices decide what is new. Who
+        """Primaries change: whatever is open is to be made again, where the clocks of slices decide what is new. Who
         waits for an answer is told so by what this returns."""
-        fenced, seats = hold.message.fenced, hold.message.seats
+        fenced, replica_sets = hold.message.fenced, hold.message.replica_sets
         works: list[RoundWork] = []
         run: Callable[[], None]
         with self._order:
@@ -282,7 +282,7 @@ class Generations:
             # take nothing more in: their new primaries may have begun, and see by the clocks what they lack.
             self._commits.rounds.decides = False  # others may have dropped what is staged for a round that is open
             if self._voting is None:
-                self._flow.hosts_others(self._hosting.leaving(seats))
+                self._flow.hosts_others(self._hosting.leaving(replica_sets))
                 for entry in message.settle:
                     works += self._departures.settle(*entry)
                 run = functools.partial(self._flow.run, works)
@@ -293,7 +293,7 @@ class Generations:
             self._is_half_way = True  # from here on only an Install lets go
         run()
         self._wait_settled(hold)
-        refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made anew")
+        refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made again")
         with self._order:
             if self._hold is not hold:
                 self._flow.refuse(settled, refresh)
@@ -302,7 +302,7 @@ class Generations:
                 self._flow.drop(self._voting.drop())
             # First: whoever asks for a slice that has just gone, without `order`, must hear that it has moved.
             self._commits.moved = message.generation
-            ways = self._hosting.take_seats(seats, message.members)
+            ways = self._hosting.take_replica_sets(replica_sets, message.members)
             staying = [(name, incarnation) for name, incarnation, _ in message.settle]
             in_rounds = self._commits.rounds.policy.in_rounds
             clocks = self._hosting.clocks(message.standings, staying, in_rounds)
@@ -312,7 +312,8 @@ class Generations:
             for worker in fenced:
                 self._departures.let_go(worker)
             self._begin(message, through)
-            # Not by way of primaries: those of the new seats may be here before their backups know them as such.
+            # Not by way of primaries: those of the new replica sets may be here before their backups know them as
+            # such.
             self._hosting.fence(fenced)
             waiting = self._pulls.begin_anew()
             self._is_late = False
@@ -323,7 +324,7 @@ class Generations:
             self._flow.refuse([*settled, *asked], refresh)
             for request in held:
                 if isinstance(request.message, Leave):
-                    self._commits.leave(request)  # whoever leaves has nothing to make anew
+                    self._commits.leave(request)  # whoever leaves has nothing to make again
                 else:
                     request.refuse(refresh)
             self._pulls.refuse(waiting, refresh)
@@ -339,7 +340,7 @@ class Generations:
     def _begin(self, message: Install, through: Latch) -> None:
         """Under `order`: this generation counts."""
         if self._voting is not None and self._hold is not None and self._hold.message.moves:
-            names = {name for seat in self._hold.message.seats for name in seat.names}
+            names = {name for replica_set in self._hold.message.replica_sets for name in replica_set.names}
             self._voting.begin(message.generation, names)
         self.installed, self._hold, self._through = message.generation, None, through
         self._is_half_way = False

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from syncline.core.checkpoint.snapshot import Gate, Kind, on_all
+from syncline.core.checkpoint.snapshot import Kind, SnapshotBarrier, on_all
 from syncline.core.rounds import Commit, Rounds
 from syncline.core.slice_state import Identity, highest_clocks
 from syncline.net.rpc import Request
@@ -36,7 +36,7 @@ class Holding:
     ) -> None:
         self._rounds, self._slices, self._idle = rounds, slices, idle
         self._is_held = False  # while a generation changes
-        self.gate: Gate | None = None  # closed, for a cut
+        self.gate: SnapshotBarrier | None = None  # closed, for a cut
         self._queue: collections.deque[Asked] | None = None  # what came since, until all of it is decided upon
         self.loading: set[Identity] = set()  # who gives rules their state, on some servers before others
         self._is_deciding = False
@@ -115,7 +115,7 @@ class Holding:
         """The hold is over; `decide` is to follow, outside of `order`."""
         self._is_held = False
 
-    def close(self, gate: Gate) -> None:
+    def close(self, gate: SnapshotBarrier) -> None:
         """The gate is closed, or closed further on; `decide` is to follow, outside of `order`."""
         self.gate = gate
         self._begin()
@@ -165,7 +165,7 @@ class Holding:
             yield asked.request
 
     def take_all(self) -> list[Request]:
-        """Primaries have changed: all that waits is to be asked anew."""
+        """Primaries have changed: all that waits is to be asked again."""
         found = list(self.waiting())
         self._queue, self._is_held = None, False
         self.loading.clear()

@@ -347,7 +347,7 @@ class HostedSlice:
                 parcel.is_acknowledged = True
 
     def drop(self, works: Collection[Work]) -> None:
-        """In a ring: these rounds count nowhere, and are made anew."""
+        """In a ring: these rounds count nowhere, and are made again."""
         with self.lock:
             self.queue = collections.deque(work for work in self.queue if work not in works)
             update = self.in_flight

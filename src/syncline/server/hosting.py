@@ -1,4 +1,5 @@
-"""What a server hosts: segments it knows, slices of which it is the primary, backups; and how seats change that."""
+"""What a server hosts: segments it knows, slices of which it is the primary, backups; and how replica sets change
+that."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from syncline.config import JobConfig
 from syncline.core.layout import Segment, Slice, aligned
 from syncline.core.members import Member, Standing
-from syncline.core.ring import Deputies, Spread, deputies_of
-from syncline.core.seats import Seat
+from syncline.core.replica_sets import ReplicaSet
+from syncline.core.ring import HostLeaders, Spread, host_leaders_of
 from syncline.core.slice_state import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
 from syncline.core.wire.control import Host
 from syncline.errors import FencedError, ProtocolError, SynclineError
@@ -49,7 +50,7 @@ class Hosting:
         self._arriving: dict[int, HostedSlice] = {}  # it is to be, from the next generation on
         self.blocks = Blocks(create_memory, home, log)
         self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self._check_sender)
-        self._seats: dict[int, Seat] = {}
+        self._replica_sets: dict[int, ReplicaSet] = {}
         self._primaries: dict[int, str] = {}  # by slice: the life of its primary
         self._members: dict[str, Member] = {}
         self._partners: dict[Identity, Partner] = {}
@@ -131,17 +132,20 @@ class Hosting:
             slot.state.clocks = {lives[life]: clock for life, clock in copy.clocks.items() if life in lives}
             slot.uploaded, slot.copied = True, dict(copy.clocks)
 
-    # -- seats --------------------------------------------------------------------------------------------
+    # -- replica sets --------------------------------------------------------------------------------------------
 
-    def hear(self, members: Sequence[Member], seats: Iterable[Seat]) -> None:
+    def hear(self, members: Sequence[Member], replica_sets: Iterable[ReplicaSet]) -> None:
         """Who there is, and where slices are, as the coordinator says."""
         self._members = {member.name: member for member in members}
-        for seat in seats:
-            if seat.slice not in self._seats:  # those of a generation count when it is installed
-                self._sit(seat)
+        for replica_set in replica_sets:
+            if replica_set.slice not in self._replica_sets:  # those of a generation count when it is installed
+                self._sit(replica_set)
 
-    def _sit(self, seat: Seat) -> None:
-        self._seats[seat.slice], self._primaries[seat.slice] = seat, self._life_of(seat.primary)
+    def _sit(self, replica_set: ReplicaSet) -> None:
+        self._replica_sets[replica_set.slice], self._primaries[replica_set.slice] = (
+            replica_set,
+            self._life_of(replica_set.primary),
+        )
 
     def _life_of(self, server: str) -> str:
         member = self._members.get(server)
@@ -152,12 +156,12 @@ class Hosting:
         if (peer.name, peer.incarnation) in self._out:
             raise FencedError(f"{peer}, incarnation {peer.incarnation}, is out")
         if number in self._arriving:
-            raise FencedError(f"slice {number} is hosted anew by {self.name}")
+            raise FencedError(f"slice {number} is hosted again by {self.name}")
         if self.backups.was_of(number, peer.name):
             return
-        seat, member = self._seats.get(number), self._members.get(peer.name)
-        if seat is not None and seat.primary != peer.name:
-            raise FencedError(f"{peer} is not the primary of slice {number}; {seat.primary or 'nobody'} is")
+        replica_set, member = self._replica_sets.get(number), self._members.get(peer.name)
+        if replica_set is not None and replica_set.primary != peer.name:
+            raise FencedError(f"{peer} is not the primary of slice {number}; {replica_set.primary or 'nobody'} is")
         if number in self.slices:
             raise FencedError(f"{self.name} itself is the primary of slice {number}")
         if member is not None and member.incarnation > peer.incarnation > 0:
@@ -190,14 +194,14 @@ class Hosting:
         """All that are here, of whatever primaries."""
         return [*self.slices.values(), *self.backups.slots()]
 
-    def deputies_by(self, config: JobConfig) -> Deputies | None:
-        """In a ring: through whom sums go, by the seats as they are."""
-        return deputies_of(config, dict(self._seats), list(self._members.values()))
+    def deputies_by(self, config: JobConfig) -> HostLeaders | None:
+        """In a ring: through whom sums go, by the replica sets as they are."""
+        return host_leaders_of(config, dict(self._replica_sets), list(self._members.values()))
 
     def spread_by(self, spread: Spread) -> frozenset[int]:
-        """In a ring: the slices that are spread by the seats as they are."""
+        """In a ring: the slices that are spread by the replica sets as they are."""
         hosts = {member.name: member.host for member in self._members.values()}
-        return spread.of(self._parts.values(), self._seats, hosts)
+        return spread.of(self._parts.values(), self._replica_sets, hosts)
 
     def partners_named(self, names: Collection[str]) -> list[Partner]:
         """The ways to these servers, but for this one."""
@@ -223,62 +227,68 @@ class Hosting:
                 for worker in workers:
                     slot.state.fence(worker)
 
-    def release_backups(self, seats: Iterable[Seat]) -> None:
+    def release_backups(self, replica_sets: Iterable[ReplicaSet]) -> None:
         """Seats are on disk: whose backup is gone there acknowledges alone from now on."""
         alone = []
-        for seat in seats:
-            slot = self.slices.get(seat.slice)
-            if slot is None or seat.primary != self.name:
+        for replica_set in replica_sets:
+            slot = self.slices.get(replica_set.slice)
+            if slot is None or replica_set.primary != self.name:
                 continue
             for replica in slot.replicas:
-                if replica.partner.name in seat.backups:
+                if replica.partner.name in replica_set.backups:
                     replica.is_named = True
                 elif replica.is_seeding:
-                    continue  # that is between this server and its copy, which no seat counts on yet
-                else:  # whatever else was given a copy: no seat counts on it
+                    continue  # that is between this server and its copy, which no replica set counts on yet
+                else:  # whatever else was given a copy: no replica set counts on it
                     slot.stand_alone(replica.partner)
                     alone.append(slot)
         for slot in alone:
             self._pool.submit(functools.partial(self._drain, slot))
 
     def has_all(self) -> bool:
-        """Whether every slice is here that the seats say is."""
-        mine = [number for number, seat in dict(self._seats).items() if self.name in seat.names]
+        """Whether every slice is here that the replica sets say is."""
+        mine = [number for number, replica_set in dict(self._replica_sets).items() if self.name in replica_set.names]
         return all(number in self.slices or self.backups.slot_of(number) is not None for number in mine)
 
-    def leaving(self, seats: Iterable[Seat]) -> list[int]:
+    def leaving(self, replica_sets: Iterable[ReplicaSet]) -> list[int]:
         """The slices of which this server is the primary, and will not be."""
-        return [seat.slice for seat in seats if seat.slice in self.slices and seat.primary != self.name]
+        return [
+            replica_set.slice
+            for replica_set in replica_sets
+            if replica_set.slice in self.slices and replica_set.primary != self.name
+        ]
 
-    def take_seats(self, seats: Sequence[Seat], members: Sequence[Member]) -> list[Partner]:
+    def take_replica_sets(self, replica_sets: Sequence[ReplicaSet], members: Sequence[Member]) -> list[Partner]:
         """A generation begins. Nothing is on its way through slices that change. Ways that lead nowhere any more."""
         self.hear(members, ())
-        for seat in seats:
-            before = self._seats.get(seat.slice)
-            self._sit(seat)
-            if seat.primary == self.name:
-                self._become_primary(seat, before)
+        for replica_set in replica_sets:
+            before = self._replica_sets.get(replica_set.slice)
+            self._sit(replica_set)
+            if replica_set.primary == self.name:
+                self._become_primary(replica_set, before)
             else:
-                self._become_other(seat)
+                self._become_other(replica_set)
         there = {(member.name, member.incarnation) for member in members}
         self.backups.lenders.forget_but(set(self._members))
         with self._partners_lock:
             return [self._partners.pop(key) for key in list(self._partners) if key not in there]
 
-    def _become_primary(self, seat: Seat, before: Seat | None) -> None:
-        slot = self.slices.get(seat.slice)
+    def _become_primary(self, replica_set: ReplicaSet, before: ReplicaSet | None) -> None:
+        slot = self.slices.get(replica_set.slice)
         if slot is None:
-            slot = self._arriving.pop(seat.slice, None)
+            slot = self._arriving.pop(replica_set.slice, None)
             if slot is not None:
-                self.backups.take_out(seat.slice)  # it is hosted anew: a copy that no seat counted on is nothing
+                self.backups.take_out(
+                    replica_set.slice
+                )  # it is hosted again: a copy that no replica set counted on is nothing
             else:
-                slot = self.backups.promote(seat.slice)
+                slot = self.backups.promote(replica_set.slice)
             if slot is None:
-                self._log(f"slice {seat.slice} is said to be here, and is not")
+                self._log(f"slice {replica_set.slice} is said to be here, and is not")
                 return
             slot.state.pins = 0
-            self.slices[seat.slice] = slot
-        for name in seat.backups:
+            self.slices[replica_set.slice] = slot
+        for name in replica_set.backups:
             backup = self._members.get(name)
             if backup is not None and slot.replica_on(name) is None:
                 replica = alone_replica(self.partner(backup), slot)
@@ -287,25 +297,25 @@ class Hosting:
                 with slot.lock:
                     slot.replicas = [*slot.replicas, replica]
 
-    def _become_other(self, seat: Seat) -> None:
-        slot = self.slices.pop(seat.slice, None)
+    def _become_other(self, replica_set: ReplicaSet) -> None:
+        slot = self.slices.pop(replica_set.slice, None)
         if slot is not None:
             slot.stand_alone()
             self._drain(slot)
             with slot.lock:
                 slot.rules.about_to_change(waits=False)  # its memory may be gone
-        self._arriving.pop(seat.slice, None)
-        if self.name in seat.backups:
+        self._arriving.pop(replica_set.slice, None)
+        if self.name in replica_set.backups:
             if slot is not None:
-                self.backups.put_in(slot, seat.primary)
-            elif seat.slice in self.backups.backups:
-                self.backups.backups[seat.slice].is_named = True
+                self.backups.put_in(slot, replica_set.primary)
+            elif replica_set.slice in self.backups.backups:
+                self.backups.backups[replica_set.slice].is_named = True
             return
-        backup = self.backups.backups.get(seat.slice)
-        if backup is not None and not (backup.is_named or backup.primary != seat.primary):
+        backup = self.backups.backups.get(replica_set.slice)
+        if backup is not None and not (backup.is_named or backup.primary != replica_set.primary):
             return  # its primary is giving it to us just now
-        self.backups.take_out(seat.slice)
-        self.blocks.drop([seat.slice])
+        self.backups.take_out(replica_set.slice)
+        self.blocks.drop([replica_set.slice])
 
     def most_updates(self) -> int:
         """Of the copy here that has had the most."""
@@ -316,16 +326,16 @@ class Hosting:
         return highest_clocks(_state_of(slot).clocks for slot in self.copies())
 
     def reach(
-        self, seats: Iterable[Seat], fenced: Iterable[Identity], staged: Callable[[Identity], int]
+        self, replica_sets: Iterable[ReplicaSet], fenced: Iterable[Identity], staged: Callable[[Identity], int]
     ) -> list[tuple[str, int, int, str]]:
-        """How far slices here can come with the steps of those who are out, before these seats count."""
+        """How far slices here can come with the steps of those who are out, before these replica sets count."""
         own = self._life_of(self.name)
         states = {own: [_state_of(slot) for slot in self.slices.values() if slot.uploaded]}
-        for seat in seats:
-            if seat.primary == self.name and seat.slice not in self.slices:
-                slot = self._arriving.get(seat.slice) or self.backups.slot_of(seat.slice)
+        for replica_set in replica_sets:
+            if replica_set.primary == self.name and replica_set.slice not in self.slices:
+                slot = self._arriving.get(replica_set.slice) or self.backups.slot_of(replica_set.slice)
                 if slot is not None and slot.uploaded:
-                    states.setdefault(self._primaries.get(seat.slice, ""), []).append(_state_of(slot))
+                    states.setdefault(self._primaries.get(replica_set.slice, ""), []).append(_state_of(slot))
         return reach_of(states, own, fenced, staged)
 
     def clocks(

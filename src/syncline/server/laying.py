@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from syncline.core.layout import aligned
-from syncline.core.ring import Deputies
-from syncline.core.wire.traffic import LendSums
+from syncline.core.ring import HostLeaders
+from syncline.core.wire.traffic import ShareSums
 from syncline.errors import SynclineError
 from syncline.net.memory import HeapMemory
 from syncline.net.transport import Memory
@@ -28,17 +28,17 @@ class Laid(NamedTuple):
     readers: frozenset[str]
 
 
-def lay_out(generation: int, names: Sequence[str], deputies: Deputies, hosting: Hosting) -> Laid:
+def lay_out(generation: int, names: Sequence[str], host_leaders: HostLeaders, hosting: Hosting) -> Laid:
     """Connects with all others; neighbours get the memory in which the sums will lie that they have from here."""
     slots = {slot.part.id: slot for slot in hosting.copies()}
-    host, near = deputies.host_of(hosting.name), deputies.neighbours(hosting.name)
+    host, near = host_leaders.host_of(hosting.name), host_leaders.neighbours(hosting.name)
     offsets, total = dict[int, int](), 0
     for number in sorted(slots):
-        if deputies.of(number).get(host) == hosting.name:
+        if host_leaders.of(number).get(host) == hosting.name:
             offsets[number], total = total, total + aligned(slots[number].part.num_bytes)
     memory = _memory(hosting, total) if near and offsets else HeapMemory(total)
     partners = {partner.name: partner for partner in hosting.partners_named(names)}
-    readers, message = set[str](), LendSums(generation, total, list(offsets.items()))
+    readers, message = set[str](), ShareSums(generation, total, list(offsets.items()))
     for name, partner in partners.items():
         with contextlib.suppress(SynclineError, OSError):  # what is said to it is said again, with bytes
             partner.connect()
@@ -47,7 +47,7 @@ def lay_out(generation: int, names: Sequence[str], deputies: Deputies, hosting: 
     places = {}
     for number, slot in slots.items():
         region = _region(memory, offsets, number, slot.part.num_bytes, slot.part.dtype)
-        places[number] = Place(slot, deputies.of(number), region)
+        places[number] = Place(slot, host_leaders.of(number), region)
     return Laid(places, partners, frozenset(readers))
 
 
@@ -58,7 +58,7 @@ def _memory(hosting: Hosting, num_bytes: int) -> Memory:
         return HeapMemory(num_bytes)  # too little to share: sums are sent
 
 
-def _lend(partner: Partner, memory: Memory, message: LendSums) -> bool:
+def _lend(partner: Partner, memory: Memory, message: ShareSums) -> bool:
     endpoint = partner.connect()
     if not (endpoint.shares_memory and endpoint.can_carry(memory)):
         return False

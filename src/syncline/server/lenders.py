@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from syncline.core.layout import Slice
 from syncline.core.wire.message import Done
-from syncline.core.wire.traffic import Lend, Seed
+from syncline.core.wire.traffic import Seed, ShareRegion
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Memory, Peer
@@ -32,7 +32,7 @@ class Lenders:
         self._lent: dict[str, Lent] = {}
         self._lock = threading.Lock()
 
-    def lend(self, request: Request, message: Lend) -> None:
+    def lend(self, request: Request, message: ShareRegion) -> None:
         """The primary's memory, and as much of ours for the slices that are to come."""
         memory = request.attachment
         if memory is None or memory.array.nbytes < message.num_bytes:

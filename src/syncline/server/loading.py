@@ -13,7 +13,7 @@ from syncline.core.checkpoint.manifest import Manifest, SavedTensor
 from syncline.core.checkpoint.restoring import Overlap, Restoring, clocks_of, version_of
 from syncline.core.layout import ITEM_BYTES
 from syncline.core.slice_state import life_of
-from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import StoreError
@@ -110,7 +110,7 @@ class Loading:
         self._one_at_a_time = threading.Lock()
         self._taken: dict[int, tuple[HostedSlice, str]] = {}  # slices, and the digest of what they have
 
-    def take_up(self, request: Request, message: TakeUp, commits: Commits) -> None:
+    def take_up(self, request: Request, message: Resume, commits: Commits) -> None:
         def action() -> None:
             with self._one_at_a_time:
                 self._take_up(message, commits)
@@ -118,7 +118,7 @@ class Loading:
 
         in_thread("take up", request, action)
 
-    def _take_up(self, message: TakeUp, commits: Commits) -> None:
+    def _take_up(self, message: Resume, commits: Commits) -> None:
         folder = open_folder(message.folder)
         manifest, _ = read_manifest(folder, message.digest)
         restoring = Restoring(manifest)
@@ -142,7 +142,7 @@ class Loading:
         known = self._taken.get(slot.part.id)
         return known is not None and known[0] is slot and known[1] == digest
 
-    def _read(self, message: TakeUp, manifest: Manifest, takings: Sequence[Taking]) -> None:
+    def _read(self, message: Resume, manifest: Manifest, takings: Sequence[Taking]) -> None:
         """Every tensor that anything is needed of, once; its digest is right, or nothing of it counts."""
         tensors = {(file.name, tensor.name): tensor for file in manifest.files for tensor in file.tensors}
         wanted: dict[tuple[str, str], list[Wanted]] = collections.defaultdict(list)
@@ -168,7 +168,7 @@ class Loading:
             for reader in readers.values():
                 reader.close()
 
-    def _begin(self, taking: Taking, message: TakeUp, known: int, commits: Commits) -> None:
+    def _begin(self, taking: Taking, message: Resume, known: int, commits: Commits) -> None:
         slot = taking.slot
         with commits.order:
             standings = commits.rounds.standings.values()

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from syncline.core.codecs.pieces import SliceCoder
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import Committed, Pin, Pull, Pulled, Unpin, Verified, Verify
 from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
@@ -42,7 +42,7 @@ class Pulls:
         self._lock = threading.Lock()
         self._waiting: list[tuple[Request, Pull]] = []
         self.order: AbstractContextManager[object] = threading.RLock()  # pins do not come between two generations
-        self.check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest seats
+        self.check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest replica sets
         self._pinned: dict[Endpoint, list[int]] = {}
         self.moved: Callable[[int], SynclineError | None] = lambda number: None  # where a slice is that is not here
         self.backups: Backups | None = None  # in a ring: of others' slices, which its own worker reads
@@ -82,7 +82,7 @@ class Pulls:
         """There are other slices now."""
         self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
 
-    def committed(self, request: Request, clock: int, item: Contribution, roll: Roll | None) -> None:
+    def committed(self, request: Request, clock: int, item: Contribution, roll: RoundMembership | None) -> None:
         """Answers a commit of a worker that reads shared memory: with versions."""
         versions = []
         worker = request.peer.name

@@ -1,4 +1,4 @@
-"""A relay: the sums of one generation of a ring, made inside hosts first and carried between hosts by deputies.
+"""A relay: the sums of one generation of a ring, made inside hosts first and carried between hosts by host leaders.
 
 Rounds are added up one after the other, each when the one before is applied here: first what workers stage early, by
 the forecast of the round, and the rest when it is whole. Memory, and what others lend, is that of the generation:
@@ -19,7 +19,7 @@ import numpy as np
 from syncline.core.forecast import Forecasts
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.members import by_name
-from syncline.core.ring import Deputies
+from syncline.core.ring import HostLeaders
 from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import HostSum, WholeSum
@@ -41,7 +41,7 @@ _LOOK_SECONDS = 0.005
 
 
 class _Key(NamedTuple):
-    """Of a sum that has come: of which round, whether it is made anew, of which slice, and from whom."""
+    """Of a sum that has come: of which round, whether it is made again, of which slice, and from whom."""
 
     round: int
     anew: bool
@@ -50,13 +50,13 @@ class _Key(NamedTuple):
 
 
 class Relay:
-    """One server's part in it, as a deputy, a primary or a neighbour."""
+    """One server's part in it, as a host leader, a primary or a neighbour."""
 
     def __init__(
         self,
         generation: int,
         names: Sequence[str],
-        deputies: Deputies,
+        host_leaders: HostLeaders,
         hosting: Hosting,
         pool: Pool,
         *,
@@ -64,9 +64,9 @@ class Relay:
         summed: Summed,
         failed: Failed,
     ) -> None:
-        self.generation, self.names, self._deputies, self._hosting = generation, names, deputies, hosting
+        self.generation, self.names, self._deputies, self._hosting = generation, names, host_leaders, hosting
         self._lent, self._summed, self._failed = lent, summed, failed
-        self._adding = Adding(generation, deputies, hosting, pool, lent=lent, summed=summed, failed=failed)
+        self._adding = Adding(generation, host_leaders, hosting, pool, lent=lent, summed=summed, failed=failed)
         self._lock = self._adding.lock
         self._works: collections.deque[RoundWork] = collections.deque()  # whole here, in their order
         self._forecasts = Forecasts()
@@ -203,7 +203,7 @@ class Relay:
         return sorted(found, key=adding.is_primary)
 
     def _kept_for(self, turn: Turn) -> list[Request]:
-        """What is made anew waits for its round to be whole here."""
+        """What is made again waits for its round to be whole here."""
         numbers = [key for key in self._kept if key.round == turn.number and (turn.work is not None or not key.anew)]
         return [self._kept.pop(key) for key in numbers]
 
@@ -235,9 +235,9 @@ class Relay:
         if reading:
             return reading
         if self._adding.is_primary(place):
-            return [place.deputies[host] for host in turn.missing[place.number]]
+            return [place.host_leaders[host] for host in turn.missing[place.number]]
         is_deputy = self._adding.is_deputy(place.number)
-        return [self._deputies.primary(place.number) if is_deputy else place.deputies[self._adding.host]]
+        return [self._deputies.primary(place.number) if is_deputy else place.host_leaders[self._adding.host]]
 
     # -- what comes ---------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Relay:
             if isinstance(message, HostSum):
                 spare = place.spare if place is not None else []
                 return [buffer_of(spare.pop() if spare else np.empty(wide_bytes(segment, part), np.uint8))]
-            # Never what is early: it may be added up anew there before all bytes have come. Nor what is made anew:
+            # Never what is early: it may be added up again there before all bytes have come. Nor what is made again:
             # who added up early may not have left it yet.
             is_whole = turn is not None and turn.work is not None and turn.number == message.round
             if turn is not None and is_whole and place is not None and place.is_own and place.region is not None:

@@ -1,4 +1,4 @@
-"""How a server comes to the relays of its ring, one for each generation in which sums go by deputies."""
+"""How a server comes to the relays of its ring, one for each generation in which sums go by host leaders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from syncline.config import JobConfig
 from syncline.core.wire.message import Done
-from syncline.core.wire.traffic import HostSum, LendSums, WholeSum
+from syncline.core.wire.traffic import HostSum, ShareSums, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
@@ -40,17 +40,17 @@ class Relays:
         self._early: list[tuple[int, Request]] = []  # of generations that others have begun before us
 
     def begin(self, generation: int, names: Sequence[str], summed: Summed, failed: Failed) -> Relay | None:
-        deputies = self._hosting.deputies_by(self._config) if self._hosting.name in names else None
+        host_leaders = self._hosting.deputies_by(self._config) if self._hosting.name in names else None
         relay: Relay | None = None
         for slot in self._hosting.copies():
             slot.rules.forget_staged()  # regions of the generation before
         with self._lock:
             self._generation = generation
             self._lent = {number: lent for number, lent in self._lent.items() if number >= generation}
-            if deputies is not None:
+            if host_leaders is not None:
                 lent = self._lent.setdefault(generation, {})
                 relay = Relay(
-                    generation, names, deputies, self._hosting, self._pool,
+                    generation, names, host_leaders, self._hosting, self._pool,
                     lent=lambda sender: lent.get(sender, {}), summed=summed, failed=failed,
                 )  # fmt: skip
             early = [request for number, request in self._early if number == generation]
@@ -65,7 +65,7 @@ class Relays:
         departures.staged_by = relay.staged_by if relay is not None else departures.staged_here
         return relay
 
-    def lend(self, request: Request, message: LendSums) -> None:
+    def lend(self, request: Request, message: ShareSums) -> None:
         """A neighbour's memory: kept for as long as its generation lasts."""
         memory = request.attachment
         if memory is None or memory.array.nbytes < message.num_bytes:

@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 DIGEST_EVERY = 256
 #: Until a backup whose connection broke is dialed again; the pause grows up to the second.
 _AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 0.05, 1.0
-#: A backup that refuses an update is seeded anew; one that refuses that too waits for the coordinator's word.
+#: A backup that refuses an update is seeded again; one that refuses that too waits for the coordinator's word.
 _MOST_SEEDS = 3
 
 
@@ -187,7 +187,7 @@ class Replica:
         self.partner, self.region, self.lent = partner, region, lent
         self.outbox: collections.deque[Letter] | None = None
         self.needs_seed = False
-        self.is_named = False  # by the seats: the coordinator counts on it
+        self.is_named = False  # by the replica sets: the coordinator counts on it
         self.is_new = False  # in a ring: named, and not supplied yet
 
     @property
@@ -271,7 +271,7 @@ class Replica:
         slot = parcel.slot
         parcel.num_seeds += 1
         waits = parcel.num_seeds > _MOST_SEEDS
-        what = "the slice waits for the coordinator's word" if waits else "it is seeded anew"
+        what = "the slice waits for the coordinator's word" if waits else "it is seeded again"
         self.partner.log(
             f"slice {slot.part.id}: its backup on {self.partner.name} refused an update: {error}; {what}"
         )
@@ -287,7 +287,7 @@ class Replica:
         """Under the slice's lock."""
         self.partner.log(
             f"slice {slot.part.id}: the backup on {self.partner.name} differs from the primary at version "
-            f"{slot.state.version}; it is seeded anew"
+            f"{slot.state.version}; it is seeded again"
         )
         self.renew(slot)
 

@@ -11,11 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from syncline.config import num_cores
-from syncline.core.wire.checkpoints import CloseGate, EndSave, Mark, OpenGate, WriteMarked, WrittenMarked
+from syncline.core.wire.checkpoints import (
+    CloseSnapshotBarrier,
+    EndSave,
+    Mark,
+    OpenSnapshotBarrier,
+    WriteMarked,
+    WrittenMarked,
+)
 from syncline.core.wire.message import Message
 from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
-from syncline.server.gate import CommitGate
+from syncline.server.gate import CommitBarrier
 from syncline.server.hosted import HostedSlice
 from syncline.server.marks import MarkedSlice, Marks, Planned, Writer
 from syncline.server.work import in_thread
@@ -36,7 +43,7 @@ def open_writer(folder: str, file: str, plan: Sequence[Planned]) -> Writer:
 
 
 def saving_handlers(
-    gate: Callable[[], CommitGate], saving: Saving
+    gate: Callable[[], CommitBarrier], saving: Saving
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
     """Answers the coordinator about saves."""
 
@@ -45,9 +52,9 @@ def saving_handlers(
         saving.end(message)
 
     return {
-        CloseGate: lambda request, message: gate().close(request, message),
+        CloseSnapshotBarrier: lambda request, message: gate().close(request, message),
         Mark: lambda request, message: gate().mark(request, message),
-        OpenGate: lambda request, message: gate().open(message.number),
+        OpenSnapshotBarrier: lambda request, message: gate().open(message.number),
         WriteMarked: saving.write,
         EndSave: end,
     }

@@ -15,7 +15,7 @@ from syncline.core.layout import aligned
 from syncline.core.members import Member
 from syncline.core.wire.control import SeedTo
 from syncline.core.wire.message import Done
-from syncline.core.wire.traffic import Lend
+from syncline.core.wire.traffic import ShareRegion
 from syncline.errors import ConnectionLost, FencedError, SynclineError
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory
@@ -153,7 +153,7 @@ class Seeding:
         _check_wanted(slot, replica)
 
     def _take_back(self, slot: HostedSlice, partner: Partner) -> None:
-        """It did not come to that: whoever the seats do not name is no backup."""
+        """It did not come to that: whoever the replica sets do not name is no backup."""
         replica = slot.replica_on(partner.name)
         if replica is not None and replica.partner is partner and not replica.is_named:
             slot.stand_alone(partner)
@@ -191,7 +191,7 @@ def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[],
     except BaseException:
         for slot, replica in lacking:
             with slot.lock:
-                replica.lent = None  # it knows nothing of that memory: the next change begins anew with it
+                replica.lent = None  # it knows nothing of that memory: the next change begins again with it
         raise
 
 
@@ -210,7 +210,7 @@ def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
     except OSError:
         return None  # too little to share: updates go over the socket
     partner.num_lent += 1
-    endpoint.call(Lend(partner.num_lent, num_bytes), attachment=memory).wait(_TAIL_SECONDS)
+    endpoint.call(ShareRegion(partner.num_lent, num_bytes), attachment=memory).wait(_TAIL_SECONDS)
     return memory
 
 

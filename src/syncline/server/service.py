@@ -14,13 +14,13 @@ from syncline.core.members import Member
 from syncline.core.policy import policy_of
 from syncline.core.ring import Spread
 from syncline.core.rounds import Rounds
-from syncline.core.wire.checkpoints import TakeUp
+from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.control import (
     AskServerStats,
     AskWhy,
-    Beat,
     GivenServerStats,
     GivenWhy,
+    Heartbeat,
     Host,
     Install,
     Joined,
@@ -40,7 +40,6 @@ from syncline.core.wire.traffic import (
     CommitStaged,
     GiveClip,
     HostSum,
-    Lend,
     LoadState,
     Map,
     Pin,
@@ -48,6 +47,7 @@ from syncline.core.wire.traffic import (
     Replicate,
     Restore,
     Seed,
+    ShareRegion,
     Stage,
     Unpin,
     Upload,
@@ -62,7 +62,7 @@ from syncline.net.transport import Buffer, Memory, Peer
 from syncline.server.commits import Commits, commit_handlers
 from syncline.server.counts import stats_of
 from syncline.server.flow import Flow
-from syncline.server.gate import CommitGate
+from syncline.server.gate import CommitBarrier
 from syncline.server.generations import HOLD_SECONDS, Generations
 from syncline.server.homes import Home
 from syncline.server.hosted import HostedSlice
@@ -81,7 +81,7 @@ from syncline.server.waits import beat_of
 from syncline.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
 
-#: What a worker may say whatever it knows of the seats.
+#: What a worker may say whatever it knows of the replica sets.
 _ALWAYS = (Leave, AskWhy)
 
 
@@ -129,7 +129,7 @@ class Server:
         self._leaving: set[Endpoint] = set()  # of workers that have said so
         self._wire = WireStats()
         self._saving, self._loading = Saving(log), Loading(self._hosting, self._drain)
-        self._gate: CommitGate | None = None
+        self._gate: CommitBarrier | None = None
         self._rare = self._rare_handlers()
 
     @property
@@ -173,7 +173,7 @@ class Server:
         )
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
-        self._gate = CommitGate(self.name, commits, mark=self._saving.mark, log=self._log)
+        self._gate = CommitBarrier(self.name, commits, mark=self._saving.mark, log=self._log)
         commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
         self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
         self._pulls.backups = self._hosting.backups if config.is_ring else None
@@ -187,7 +187,7 @@ class Server:
             if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
                 return
             self._heard = roster.generation
-            self._hosting.hear(roster.members, roster.seats)
+            self._hosting.hear(roster.members, roster.replica_sets)
         if self._commits is not None and roster.generation >= self._commits.moved:
             self._hosting.backups.are_all_told()
         if self._commits is not None and self._generations is not None:
@@ -278,7 +278,7 @@ class Server:
             Map: lambda request, message: self._hosting.blocks.give(request, message, self.name),
             AskState: self._states.give,
             LoadState: self._load_state,
-            Lend: self._hosting.backups.lenders.lend,
+            ShareRegion: self._hosting.backups.lenders.lend,
             **ring_handlers(lambda: self._voting),
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),
@@ -290,7 +290,7 @@ class Server:
             Over: lambda request, message: self._over(message),
             Retire: self._asked_to_retire,
             **saving_handlers(self._cut, self._saving),
-            TakeUp: lambda request, message: self._loading.take_up(request, message, self.commits),
+            Resume: lambda request, message: self._loading.take_up(request, message, self.commits),
         }
 
     def _leave(self, request: Request, message: Leave) -> None:
@@ -298,7 +298,7 @@ class Server:
             self._leaving.add(request.endpoint)
         self.commits.leave(request)
 
-    def _cut(self) -> CommitGate:
+    def _cut(self) -> CommitBarrier:
         if self._gate is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._gate
@@ -369,10 +369,10 @@ class Server:
 
     # -- numbers ------------------------------------------------------------------------------------------
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """A sign of life, with who waits here for whom."""
         if self._commits is None:
-            return Beat()
+            return Heartbeat()
         return beat_of(self._commits, list(self._slices.values()))
 
     def stats(self) -> ServerStats:

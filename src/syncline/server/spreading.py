@@ -52,7 +52,7 @@ class Spreading:
     def _sum_up(self, work: RoundWork, number: int) -> None:
         backup = self._backups.backups.get(number)
         if backup is None or backup.slot is None:
-            return  # seats have changed: the round is dropped
+            return  # replica sets have changed: the round is dropped
         try:
             held = self._summed(work, backup, backup.slot)
         except Exception as error:  # whoever waits must hear of it, whatever it is

@@ -33,7 +33,7 @@ class Staging:
         self._handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slice: what it is of, and itself
 
     def attach(self, worker: Identity, segment: int, slot: int, arena: Memory) -> None:
-        """In the place of the one before it: a worker that has reached us anew brings its arena again."""
+        """In the place of the one before it: a worker that has reached us again brings its arena again."""
         with self._lock:
             before = self._arenas.get((worker, segment, slot))
             self._arenas[worker, segment, slot] = arena

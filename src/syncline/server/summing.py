@@ -64,7 +64,7 @@ class Adders(Protocol):
         """In words."""
 
     def begin(self, generation: int, names: Sequence[str], summed: Summed, failed: Failed) -> Adder | None:
-        """Under `order`: seats have changed. None where sums are made by primaries, in this generation."""
+        """Under `order`: replica sets have changed. None where sums are made by primaries, in this generation."""
 
     def close(self) -> None:
         """The server ends."""
@@ -88,7 +88,7 @@ class Summing:
         return self._adder is not None
 
     def begin(self, generation: int, names: Collection[str]) -> None:
-        """Under `order`: seats have changed."""
+        """Under `order`: replica sets have changed."""
         self.end()
         self._unheld.clear()
         self._adder = self._adders.begin(generation, sorted(names, key=by_name), self._summed, self._failed)

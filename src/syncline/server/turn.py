@@ -27,9 +27,9 @@ from syncline.server.work import RoundWork
 class Place:
     """One slice at one server, as long as a generation lasts: where it is added up, and where its sum lies then."""
 
-    def __init__(self, slot: HostedSlice, deputies: Mapping[str, str], region: Region | None) -> None:
-        """`region`: of a deputy, which its neighbours read too."""
-        self.slot, self.number, self.deputies = slot, slot.part.id, deputies
+    def __init__(self, slot: HostedSlice, host_leaders: Mapping[str, str], region: Region | None) -> None:
+        """`region`: of a host leader, which its neighbours read too."""
+        self.slot, self.number, self.host_leaders = slot, slot.part.id, host_leaders
         self.region, self.is_own = region, region is not None  # None: where neighbours have it, or made when it comes
         self.lock = threading.Lock()  # whoever writes the region has it
         self._wide: torch.Tensor | None = None
@@ -112,7 +112,7 @@ class Turn:
         return sum(commit.item.weight for commit in self.counted)
 
     def is_anew(self, number: int) -> bool:
-        """Whether this slice is added up anew: what was made of it early counts for nothing."""
+        """Whether this slice is added up again: what was made of it early counts for nothing."""
         return self._outcome is not None and self._outcome.is_anew(number)
 
     def take_up(self, work: RoundWork, outcome: Outcome) -> list[Request]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from syncline.core.slice_state import Identity
-from syncline.core.wire.leases import AskUses, Confirm, Use, Uses
+from syncline.core.wire.leases import AskLeaseAcks, Confirm, Use, Uses
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
@@ -44,7 +44,7 @@ def uses_handlers(
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
     """Answers the coordinator about uses."""
 
-    def tell(request: Request, message: AskUses) -> None:
+    def tell(request: Request, message: AskLeaseAcks) -> None:
         known = commits()
         with known.order:
             waiting, slots = open_here(known), list(slices.values())
@@ -62,4 +62,4 @@ def uses_handlers(
         if request.number:
             request.reply(Done())
 
-    return {AskUses: tell, Confirm: confirm}
+    return {AskLeaseAcks: tell, Confirm: confirm}

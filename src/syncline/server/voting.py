@@ -12,7 +12,7 @@ from syncline.config import JobConfig
 from syncline.core.ring import Ballot, Spread, Votes, ballot_of, partner_of
 from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done, Message
-from syncline.core.wire.traffic import HostSum, Introduce, LendSums, Vote, WholeSum
+from syncline.core.wire.traffic import HostSum, Introduce, ShareSums, Vote, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer
@@ -186,7 +186,7 @@ class Voting:
             action = functools.partial(self._backups.apply_held, number, work)
             action() if small else self._pool.submit(action)
 
-    # -- when seats change --------------------------------------------------------------------------------
+    # -- when replica sets change --------------------------------------------------------------------------------
 
     def freeze(self) -> None:
         """A change is prepared: nobody votes, holds or applies from now on."""
@@ -295,7 +295,7 @@ def ring_handlers(voting: Callable[[], Voting | None]) -> dict[type[Message], Ca
     return {
         Vote: vote,
         Introduce: introduction,
-        LendSums: lambda request, message: _relays(voting(), request.peer).lend(request, message),
+        ShareSums: lambda request, message: _relays(voting(), request.peer).lend(request, message),
         HostSum: lambda request, message: _relays(voting(), request.peer).hear(request, message),
         WholeSum: lambda request, message: _relays(voting(), request.peer).hear(request, message),
     }

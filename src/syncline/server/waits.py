@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 
-from syncline.core.wire.control import Beat
+from syncline.core.wire.control import Heartbeat
 from syncline.server.commits import Commits
 from syncline.server.hosted import HostedSlice
 from syncline.server.uses import late_here, uses_here
@@ -15,7 +15,7 @@ from syncline.stats import Wait
 MOMENT_SECONDS = 0.1
 
 
-def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Beat:
+def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Heartbeat:
     """A server lives: the workers' clocks, and who waits here for whom."""
     now = time.monotonic()
     with commits.order:
@@ -23,7 +23,7 @@ def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Beat:
         waits = [*_rounds(commits, now), *_lags(commits, now)]
     uses, late = uses_here(slots), late_here(slots)
     updates = max((slot.state.version for slot in slots), default=0)
-    return Beat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late, num_updates=updates)
+    return Heartbeat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late, num_updates=updates)
 
 
 def _rounds(commits: Commits, now: float) -> list[Wait]:

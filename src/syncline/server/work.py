@@ -12,7 +12,7 @@ import torch
 from syncline.core.layout import Ranges, Slice
 from syncline.core.policy import Policy
 from syncline.core.ring import Ballot
-from syncline.core.rounds import Commit, Roll
+from syncline.core.rounds import Commit, RoundMembership
 from syncline.core.rule import Option
 from syncline.core.slice_state import Identity
 from syncline.core.wire.leases import Use
@@ -44,7 +44,7 @@ class Progress(Protocol):
     def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
         """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
 
-    def hear(self, item: Contribution, roll: Roll | None) -> None:
+    def hear(self, item: Contribution, roll: RoundMembership | None) -> None:
         """What goes with the end of the answer."""
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
@@ -55,13 +55,32 @@ class Contribution:
     """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
 
     __slots__ = (
-        "again", "answer", "arrays", "back_at", "changed", "clip_norm", "clocks", "incarnation", "is_early",
-        "is_fenced", "is_late", "is_skipped", "is_told", "overrides", "pushed", "request", "since", "skip", "slot",
-        "stretch", "uses", "weight",
+        "again",
+        "answer",
+        "arrays",
+        "back_at",
+        "changed",
+        "clip_norm",
+        "clocks",
+        "incarnation",
+        "is_early",
+        "is_fenced",
+        "is_late",
+        "is_skipped",
+        "is_told",
+        "overrides",
+        "phase",
+        "pushed",
+        "request",
+        "since",
+        "skip",
+        "slot",
+        "uses",
+        "weight",
     )  # fmt: skip
 
-    def __init__(self, incarnation: int, stretch: int, slot: int) -> None:
-        self.incarnation, self.stretch, self.slot = incarnation, stretch, slot
+    def __init__(self, incarnation: int, phase: int, slot: int) -> None:
+        self.incarnation, self.phase, self.slot = incarnation, phase, slot
         self.pushed: Ranges = ()
         self.weight, self.skip = 1.0, False
         self.back_at: int | None = None
@@ -93,7 +112,7 @@ class Contribution:
     def say_again(self, other: Contribution) -> None:
         """Whoever made `other`, the same commit, is answered with this one too."""
         for item in other.sayings():
-            kept = Contribution(item.incarnation, item.stretch, item.slot)
+            kept = Contribution(item.incarnation, item.phase, item.slot)
             kept.request, kept.answer = item.request, item.answer
             self.again.append(kept)
 
@@ -123,7 +142,7 @@ class Work:
     policy: Policy | None = None
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
-    roll: Roll | None = None  # with spare workers: of the round that it is, or that its commit was late by
+    roll: RoundMembership | None = None  # with spare workers: of the round that it is, or that its commit was late by
     ballot: Ballot | None = None  # in a ring: what is voted on
     waits_for_votes = False
     is_summed = False  # by a circle: every server comes to all sums itself

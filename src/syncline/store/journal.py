@@ -22,8 +22,8 @@ _APPLICATION: Final = 0x53594E43  # "SYNC", in the header of every journal
 _FORMAT: Final = 1
 # How long another process may sit on the file. A save takes milliseconds: one that takes this long is stopped.
 _BUSY_SECONDS: Final = 10.0
-_ANEW: Final = "put the file back, or start the job anew under a new name"
-_RESTORE: Final = "put back a good copy of it, or start the job anew under a new name"
+_ANEW: Final = "put the file back, or start the job again under a new name"
+_RESTORE: Final = "put back a good copy of it, or start the job again under a new name"
 #: By SQLite's primary codes.
 _REMEDIES: Final = {
     sqlite3.SQLITE_FULL: "make space on this disk",
@@ -219,7 +219,7 @@ class Journal:
             )
         if term < self.term:
             words = f"went back from term {self.term} to term {term} while the job ran"
-            raise self._refused(words, "leave the file alone while the job runs; start the job anew")
+            raise self._refused(words, "leave the file alone while the job runs; start the job again")
 
     @contextlib.contextmanager
     def _transaction(self, kind: str) -> Iterator[None]:

@@ -384,7 +384,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             )
 
     def _mind_the_order(self, job: TakesSamples, epoch: int) -> None:
-        """A loader made anew for every epoch begins with the order of epoch 0 every time: told once."""
+        """A loader made again for every epoch begins with the order of epoch 0 every time: told once."""
         if epoch or not self._shuffle:
             return
         size = (self.__dict__["batch_size"], self._global)

@@ -32,7 +32,7 @@ def group_options(name: str, group: dict[str, Any]) -> dict[str, Option]:
 
 
 class ChangedOptions:
-    """The hyperparameters of a group that differ from the registered ones: worked out anew when one is set anew."""
+    """The hyperparameters of a group that differ from the registered ones: worked out again when one is set again."""
 
     def __init__(self, name: str, registered: Mapping[str, Option]) -> None:
         self._name, self.registered = name, registered

@@ -9,7 +9,7 @@ from syncline.core.wire.checkpoints import Save
 from syncline.core.wire.control import AskLife, AskWhy, Barrier, GivenWhy, Register, Uploaded
 from syncline.core.wire.leases import AskLease
 from syncline.core.wire.message import Message
-from syncline.core.wire.validation import AskReading, AskStint, Attend, Begin, Come, Own
+from syncline.core.wire.validation import AskReading, AskValidationShard, Attend, Begin, Come, LocalCandidate
 from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
 from syncline.worker.exchange import left
@@ -25,7 +25,7 @@ _WAITS: dict[type[Message], str] = {
     AskLease: "the end of the epoch",
     AskLife: "the end of its earlier life",
     Save: "a save",
-    **dict.fromkeys((Come, Attend, Begin, AskStint, Own, AskReading), "the validation"),
+    **dict.fromkeys((Come, Attend, Begin, AskValidationShard, LocalCandidate, AskReading), "the validation"),
 }
 #: What may wait for other workers: who is to leave waits no longer.
 _FOR_OTHERS = (AskLife, Barrier, Register, Uploaded, AskLease, Attend, Begin, AskReading)

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from syncline import faults
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import AskClip, Committed
 from syncline.errors import ConnectionLost, FencedError, ProtocolError, Refresh, SynclineError, WaitTimeout
 from syncline.net.rpc import Call, Latch
 
 _MOMENT = 0.002
-#: What the next roster mends: the commit is made anew.
+#: What the next roster mends: the commit is made again.
 MENDED = (ConnectionLost, Refresh)
 
 
@@ -34,7 +34,7 @@ class Lane(Protocol):
     def stage(self) -> Call:
         """Sends what is staged; with one server, or in a ring, it is committed by this."""
 
-    def commit(self, clock: int, roll: Roll | None = None) -> Call:
+    def commit(self, clock: int, roll: RoundMembership | None = None) -> Call:
         """What is staged counts."""
 
     def clip(self, clock: int, squared_norm: float) -> Call:
@@ -50,7 +50,7 @@ class CommitFlow:
     """The state machine of one commit over all servers.
 
     With a window there are several: what is told to count is told in the order of the clocks (`before`), whichever
-    is acknowledged first. `squared_norm`: the one it was clipped by, when it is made anew. `decider`: the lane of
+    is acknowledged first. `squared_norm`: the one it was clipped by, when it is made again. `decider`: the lane of
     the server that decides, with spare workers. `at_once`: what is staged is committed by that.
     """
 
@@ -136,7 +136,7 @@ class CommitFlow:
         return found
 
     def give_up(self) -> None:
-        """Returns when nothing more is said for this commit: it is made anew."""
+        """Returns when nothing more is said for this commit: it is made again."""
         with self._lock:
             self._is_given_up = True
         while self._following:

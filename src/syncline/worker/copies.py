@@ -138,7 +138,7 @@ class Copies:
 
     def _described(self, number: int, landed: Landed) -> Copy:
         clocks = dict(landed.clocks)
-        # What was acknowledged to this worker after that is revoked with the server: it is never made anew.
+        # What was acknowledged to this worker after that is revoked with the server: it is never made again.
         own = max([landed.own, *(said.clock for parts, said in self._said() if number in parts)])
         if own:
             clocks[self._name] = max(own, clocks.get(self._name, 0))

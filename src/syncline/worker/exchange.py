@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from syncline.core.layout import Layout, Ranges, Segment, Slice
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rule import Option
-from syncline.core.seats import Seat
 from syncline.core.wire.control import Passed
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ConfigError
@@ -75,7 +75,7 @@ class Exchange(Protocol):
     def mapped(self) -> list[Bytes]:
         """The servers' parameters, as far as they are mapped into this process."""
 
-    def add(self, segments: Sequence[Segment], seats: Sequence[Seat]) -> None:
+    def add(self, segments: Sequence[Segment], replica_sets: Sequence[ReplicaSet]) -> None:
         """The job's layout has grown; these servers have its slices."""
 
     def upload(self, segment: Segment, values: Bytes, *, again: bool = False) -> None:
@@ -120,10 +120,10 @@ class Exchange(Protocol):
         already; `if_awaited`: and only when a round waits for it."""
 
     def step_aside(self) -> int:
-        """No round waits for this worker until its next commit; the stretch it was in."""
+        """No round waits for this worker until its next commit; the phase it was in."""
 
     def pass_barrier(self, passed: Passed) -> None:
-        """Behind a barrier everyone is in the same, new stretch."""
+        """Behind a barrier everyone is in the same, new phase."""
 
     def read_state(self, slices: Sequence[Slice], key: str = "") -> list[tuple[StateEntry, Bytes]]:
         """What the rules remember about these slices; `key`: only this of it."""

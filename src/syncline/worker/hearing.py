@@ -10,11 +10,11 @@ from syncline.core.members import Member
 from syncline.core.metrics import Steer
 from syncline.core.slice_state import Copy
 from syncline.core.wire.checkpoints import EndSave, Expect, WriteScript
-from syncline.core.wire.control import AskCopies, Beat, GiveCopies, GivenCopies, Joined, Over, Retire, Roster
-from syncline.core.wire.leases import AskUses, GaveBack, Recall, Use, Uses
+from syncline.core.wire.control import AskCopies, GiveCopies, GivenCopies, Heartbeat, Joined, Over, Retire, Roster
+from syncline.core.wire.leases import AskLeaseAcks, GaveBack, Recall, Use, Uses
 from syncline.core.wire.message import Done, Message
 from syncline.core.wire.pace import Pace
-from syncline.core.wire.validation import Called, WriteOwn
+from syncline.core.wire.validation import Called, WriteCandidate
 from syncline.errors import FencedError, JobFailed, ProtocolError
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Request
@@ -69,7 +69,7 @@ class FromCoordinator:
         self.pacing = Pacing(self.check)
         self.steering = Steering()
         self.on_failure: Callable[[], None] = lambda: None
-        self.beat: Callable[[], Beat] = Beat
+        self.beat: Callable[[], Heartbeat] = Heartbeat
         self.copies: GivesCopies | None = None
         self.samples: ReadsSamples | None = None
         self.hear_call: Callable[[Called], None] = lambda called: None
@@ -95,7 +95,7 @@ class FromCoordinator:
             on_roster=self.rosters.hear,
         )
 
-    def _make_beat(self) -> Beat:
+    def _make_beat(self) -> Heartbeat:
         return self.beat()  # set when the job is there
 
     def check(self) -> None:
@@ -125,11 +125,11 @@ class FromCoordinator:
             self.steering.hear(message)
         elif isinstance(message, Called):
             self.hear_call(message)
-        elif isinstance(message, WriteOwn):
+        elif isinstance(message, WriteCandidate):
             threading.Thread(target=self.write_own, args=(request,), name="own", daemon=True).start()
         elif isinstance(message, Recall):
             request.reply(self.samples.give_back(message) if self.samples is not None else GaveBack([]))
-        elif isinstance(message, AskUses):
+        elif isinstance(message, AskLeaseAcks):
             request.reply(self._uses(self.samples) if self.samples is not None else Uses([]))
         elif isinstance(message, AskCopies | GiveCopies):
             threading.Thread(target=self._see_to_copies, args=(request, message), name="copies", daemon=True).start()

@@ -415,10 +415,10 @@ class Job:
         turn = self._turns[name] = self._turns.get(name, 0) + 1
         place, answer = self.boundary.place("barrier", name), None
         while answer is None:
-            stretch = self.exchange.step_aside()
+            phase = self.exchange.step_aside()
             try:
                 with self.boundary.standing(place):
-                    answer = self.ask(Barrier(name, turn, stretch))
+                    answer = self.ask(Barrier(name, turn, phase))
             except ValidationCalled as called:
                 called.answer()
         assert isinstance(answer, Passed)

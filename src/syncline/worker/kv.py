@@ -99,7 +99,7 @@ class KeyValue:
         self._ordinal += 1
         if not isinstance(answer, Registered):
             raise ProtocolError(f"a registration was answered with {type(answer).__name__}")
-        self._exchange.add(answer.segments, answer.seats)
+        self._exchange.add(answer.segments, answer.replica_sets)
         if answer.upload is not None:
             self._upload(self.layout.segments[answer.upload], dict(named))
         for name, array in named:

@@ -84,9 +84,9 @@ class Landing:
         return self._sink.views(part)
 
     def give_up(self) -> None:
-        """The commit is made anew: whatever still comes by this way goes nowhere.
+        """The commit is made again: whatever still comes by this way goes nowhere.
 
-        What is coming in already is through before any server is told anew to commit: first they all acknowledge
+        What is coming in already is through before any server is told again to commit: first they all acknowledge
         what is staged, each by the connection that its old answer comes by.
         """
         self._is_given_up = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import CommitStaged, Committed, GiveClip, Stage
 from syncline.net.rpc import Call, Endpoint
@@ -38,7 +38,7 @@ class ServerLane:
     def stage(self) -> Call:
         return self._ask(self._message, self._buffers)
 
-    def commit(self, clock: int, roll: Roll | None = None) -> Call:
+    def commit(self, clock: int, roll: RoundMembership | None = None) -> Call:
         return self._ask(CommitStaged(clock, self._pull, self._parts, roll))
 
     def clip(self, clock: int, squared_norm: float) -> Call:
@@ -79,6 +79,6 @@ class ServerLane:
             self.landing.finish(self.answer)
 
     def give_up(self) -> None:
-        """The commit is made anew, with other servers: nothing lands by this lane any more."""
+        """The commit is made again, with other servers: nothing lands by this lane any more."""
         if self.landing is not None:
             self.landing.give_up()

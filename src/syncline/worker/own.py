@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
-from syncline.core.wire.validation import WriteOwn, WrittenOwn
+from syncline.core.wire.validation import WriteCandidate, WrittenCandidate
 from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.store.averaging import plan_of
@@ -47,7 +47,7 @@ class OwnModel:
     def write(self, request: Request) -> None:
         """In a thread of its own."""
         message = request.message
-        assert isinstance(message, WriteOwn)
+        assert isinstance(message, WriteCandidate)
         try:
             turn, values = self._kept
             if turn != message.turn:
@@ -58,7 +58,7 @@ class OwnModel:
         except Exception as error:  # a disk that is full, or a bug: the coordinator waits for an answer
             request.refuse(StoreError(f"{self._job.name}: {error}"))
 
-    def _write(self, message: WriteOwn, values: dict[str, Array]) -> WrittenOwn:
+    def _write(self, message: WriteCandidate, values: dict[str, Array]) -> WrittenCandidate:
         segments = list(self._job.exchange.layout.segments)
         writer = TensorWriter(open_folder(message.folder), message.file, plan_of(segments))
         try:
@@ -68,7 +68,7 @@ class OwnModel:
         except BaseException:
             writer.abandon()
             raise
-        return WrittenOwn(writer.finish())
+        return WrittenCandidate(writer.finish())
 
 
 def _slice_of(segment: Segment, part: Slice, values: dict[str, Array]) -> Bytes:

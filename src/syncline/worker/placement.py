@@ -13,8 +13,8 @@ from syncline.config import JobConfig
 from syncline.core.codecs.named import NONE, codecs_of
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member, by_name
-from syncline.core.ring import Deputies, Spread, deputies_of
-from syncline.core.seats import Seat
+from syncline.core.replica_sets import ReplicaSet
+from syncline.core.ring import HostLeaders, Spread, host_leaders_of
 from syncline.core.wire.control import AskWhy, GivenWhy, Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
@@ -51,9 +51,9 @@ class Placement:
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
-        self._seats: dict[int, Seat] = {}
+        self._replica_sets: dict[int, ReplicaSet] = {}
         self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
-        self._deputies: Deputies | None = None  # in a ring
+        self._deputies: HostLeaders | None = None  # in a ring
         #: By server, by their ids: of which it is the primary; whose pushes it gets; that are read there.
         self.hosted: dict[str, list[Slice]] = {}
         self.taken: dict[str, list[Slice]] = {}
@@ -77,42 +77,45 @@ class Placement:
 
     # -- what changes it ----------------------------------------------------------------------------------
 
-    def add(self, segments: Sequence[Segment], seats: Iterable[Seat]) -> None:
+    def add(self, segments: Sequence[Segment], replica_sets: Iterable[ReplicaSet]) -> None:
         """The layout has grown; `follow` makes the way to whoever hosts the new slices."""
         for segment in segments[len(self.layout.segments) :]:
             self.layout.add(segment)
-        self._seat(seats)
+        self._seat(replica_sets)
 
-    def _seat(self, seats: Iterable[Seat]) -> bool:
-        """Takes the seats in; whether a slice that there is has another primary by that."""
-        seats = list(seats)
-        self._seats.update((seat.slice, seat) for seat in seats)
-        primaries = {**self.primaries, **{seat.slice: seat.primary for seat in seats}}
-        if self._config.is_ring and seats:
-            self._others = sorted({name for seat in seats for name in seat.backups})
+    def _seat(self, replica_sets: Iterable[ReplicaSet]) -> bool:
+        """Takes the replica sets in; whether a slice that there is has another primary by that."""
+        replica_sets = list(replica_sets)
+        self._replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)
+        primaries = {**self.primaries, **{replica_set.slice: replica_set.primary for replica_set in replica_sets}}
+        if self._config.is_ring and replica_sets:
+            self._others = sorted({name for replica_set in replica_sets for name in replica_set.backups})
         known = {part.id for part in self.layout.slices()}
         moved = any(primaries.get(number) != self.primaries.get(number) for number in known)
         self.primaries = primaries
         return moved
 
     def differs(self, roster: Roster) -> bool:
-        """Whether open commits must be made anew by this roster: primaries move, or a connection is gone."""
+        """Whether open commits must be made again by this roster: primaries move, or a connection is gone."""
         members = {member.name: member.incarnation for member in roster.members}
         kept = {part.id for part in self.layout.slices()}
-        moved = any(self._moves(seat) for seat in roster.seats if seat.slice in kept)
+        moved = any(self._moves(replica_set) for replica_set in roster.replica_sets if replica_set.slice in kept)
         return moved or any(self._is_out(name, members) for name in self.endpoints)
 
-    def _moves(self, seat: Seat) -> bool:
-        """In a ring every change of seats is a move."""
-        known = self._seats.get(seat.slice)
-        return known is None or known.primary != seat.primary or (self._config.is_ring and known != seat)
+    def _moves(self, replica_set: ReplicaSet) -> bool:
+        """In a ring every change of replica sets is a move."""
+        known = self._replica_sets.get(replica_set.slice)
+        return (
+            known is None or known.primary != replica_set.primary or (self._config.is_ring and known != replica_set)
+        )
 
     def _is_out(self, name: str, incarnations: dict[str, int]) -> bool:
         return not self.endpoints[name].is_open or incarnations.get(name) != self._incarnations[name]
 
     def drop(self, roster: Roster) -> None:
-        """Takes the roster's seats, and lets go of whoever is no primary by it, or another process, or gone."""
-        self._seat(roster.seats)
+        """Takes the roster's replica sets, and lets go of whoever is no primary by it, or another process, or
+        gone."""
+        self._seat(roster.replica_sets)
         self._unseen.update(self.endpoints)
         incarnations = {member.name: member.incarnation for member in roster.members}
         wanted = set(self._by_server())
@@ -142,8 +145,8 @@ class Placement:
         self.names = sorted(by_server, key=by_name)
         hosts = {member.name: member.host for member in roster.members}
         parts = ((segment, part) for segment in self.layout.segments for part in segment.slices)
-        self.spread = self._spread.of(parts, self._seats, hosts)
-        self._deputies = deputies_of(self._config, self._seats, roster.members)
+        self.spread = self._spread.of(parts, self._replica_sets, hosts)
+        self._deputies = host_leaders_of(self._config, self._replica_sets, roster.members)
         self.taken = self._taken(by_server)
         read = self._sorted({} if self._own else by_server, lambda part: (self.source(part.id),))
         for name in self.names:
@@ -192,8 +195,12 @@ class Placement:
 
     def source(self, number: int) -> str:
         """The server that this slice is read from."""
-        seat = self._seats.get(number)
-        return self._own if seat is not None and self._own in seat.names else self.primaries.get(number, "")
+        replica_set = self._replica_sets.get(number)
+        return (
+            self._own
+            if replica_set is not None and self._own in replica_set.names
+            else self.primaries.get(number, "")
+        )
 
     def _connect(self, member: Member) -> None:
         self._dialing = Dialing(self._dial, member)

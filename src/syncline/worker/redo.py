@@ -1,4 +1,4 @@
-"""Redo: when servers change, a worker takes over the newest roster and makes anew whatever is open.
+"""Redo: when servers change, a worker takes over the newest roster and makes again whatever is open.
 
 A server that is gone, or that answers `Refresh`, makes the script's own thread do this, wherever it waits: there is a
 newer roster soon, or the same server can be reached again. What is repeated is decided upon by the clocks on each
@@ -48,7 +48,7 @@ class Redo:
         self._ask, self._check, self._fenced = ask, check, fenced
         self._give_up, self._make_anew = give_up, make_anew
         self.roster: Roster = rosters.newest  # the one in force
-        self._is_broken = False  # what is open must be made anew, even if the next roster is as this one
+        self._is_broken = False  # what is open must be made again, even if the next roster is as this one
 
     @property
     def generation(self) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-from syncline.core.wire.control import AskStats, Beat, GivenStats, Report
+from syncline.core.wire.control import AskStats, GivenStats, Heartbeat, Report
 from syncline.errors import SynclineError
 from syncline.net.link import Link
 from syncline.stats import JobStats
@@ -28,10 +28,10 @@ class Reporting:
         """From now on, until it is closed, regularly."""
         threading.Thread(target=self._report_regularly, args=(closed,), name="report", daemon=True).start()
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         exchange = self._job.exchange
         samples, seconds = exchange.times.measured
-        return Beat(
+        return Heartbeat(
             step=exchange.num_landed,
             waits=exchange.waits.told(),
             num_refused=exchange.finite.num_refused,

@@ -1,7 +1,7 @@
 """A worker's pushes, encoded: what an encoding leaves out of a push, the residual, is added to the next one.
 
 A residual counts from the commit on, and only if the commit does: after a push that is void, skipped or late it is as
-it was before. What was committed is kept as it was encoded: made anew, the same bytes go out.
+it was before. What was committed is kept as it was encoded: made again, the same bytes go out.
 """
 
 from __future__ import annotations

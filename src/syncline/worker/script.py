@@ -206,7 +206,7 @@ class ScriptState(MutableMapping[str, Any]):
         except Exception as error:
             raise StoreError(
                 f"{_path(name)}: what {saved.name} has of it does not fit this {type(held).__name__}: {error}; give "
-                "it another name to begin it anew, or start over with --fresh"
+                "it another name to begin it again, or start over with --fresh"
             ) from error
 
 

@@ -111,7 +111,7 @@ class Sending:
         return _Load(buffers, self.encoder.coder.codec.name, [f.sizes if f is not None else [] for f in encoded])
 
     def _lie_decoded(self, ticket: ServersTicket) -> None:
-        """Whoever reads the arena is to find there what others are sent: of a spread slice, or a push made anew."""
+        """Whoever reads the arena is to find there what others are sent: of a spread slice, or a push made again."""
         assert self.encoder is not None
         placement, layout, arenas = self._placement, self._placement.layout, self._placement.arenas
         for part in [part for part in layout.slices() if part.id in ticket.encoded]:
@@ -179,7 +179,7 @@ class Sending:
         self, server: str, ticket: ServersTicket, at_once: bool, known: dict[int, Encoded | None]
     ) -> ServerLane:
         parts, shared_bytes = self._parts_to_send(server, ticket.push, ticket.slot)
-        if not ticket.generation:  # else it is made anew, out of the same memory
+        if not ticket.generation:  # else it is made again, out of the same memory
             self._shared_bytes += shared_bytes
         if self._sent:
             parts = [part for part in parts if (server, part.id) not in self._sent]
@@ -257,7 +257,7 @@ def _stage_message(
     push = ticket.push
     return Stage(
         clock=ticket.clock,
-        stretch=ticket.stretch,
+        phase=ticket.phase,
         slot=ticket.slot,
         pushed=push.pushed,
         weight=push.weight,

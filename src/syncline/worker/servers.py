@@ -12,8 +12,8 @@ from syncline.config import JobConfig
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.policy import policy_of
+from syncline.core.replica_sets import ReplicaSet
 from syncline.core.ring import partner_of
-from syncline.core.seats import Seat
 from syncline.core.slice_state import Copy, life_of
 from syncline.core.wire.control import AskWhy, GivenWhy, Passed
 from syncline.core.wire.leases import Use
@@ -97,10 +97,10 @@ class ServersExchange:
 
     # -- layout -------------------------------------------------------------------------------------------
 
-    def add(self, segments: Sequence[Segment], seats: Sequence[Seat]) -> None:
+    def add(self, segments: Sequence[Segment], replica_sets: Sequence[ReplicaSet]) -> None:
         self.times.pause()
         known = self._placement.primaries
-        self._placement.add(segments, [seat for seat in seats if seat.slice not in known])
+        self._placement.add(segments, [replica_set for replica_set in replica_sets if replica_set.slice not in known])
         self._sending.forget()
         self._again(self._redo.take_over)
         self.times.resume()
@@ -147,7 +147,7 @@ class ServersExchange:
         """A commit failed: it is under way again after this, or whatever cannot be mended is raised."""
         if isinstance(error, FencedError):
             self._fenced(error)
-        # Behind a commit that is to be made anew, others are refused for want of it.
+        # Behind a commit that is to be made again, others are refused for want of it.
         errors = [error, *(other.flow.error for other in self._open)]
         broken = next((found for found in errors if isinstance(found, MENDED)), None)
         if broken is None or isinstance(error, WaitTimeout | FencedError):
@@ -188,7 +188,7 @@ class ServersExchange:
     def _draft(self, push: Push, sink: Sink | None) -> ServersTicket:
         """The next commit."""
         part = self._part
-        return ServersTicket(self, push, sink, self.clock + 1, part.stretch, part.back_at, self.slot)
+        return ServersTicket(self, push, sink, self.clock + 1, part.phase, part.back_at, self.slot)
 
     def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
         if self._is_closed:
@@ -211,7 +211,7 @@ class ServersExchange:
         self._open.append(ticket := self._draft(push, sink))
         ticket.uses = uses
         self.clock = ticket.clock
-        self._part.committed(ticket.stretch)
+        self._part.committed(ticket.phase)
         try:
             self._sending.send(ticket, before)
             if len(ticket.lanes) > 1:

@@ -1,4 +1,4 @@
-"""Whether rounds count this worker, and since where: its stretch, its rests, its coming and its going."""
+"""Whether rounds count this worker, and since where: its phase, its rests, its coming and its going."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TakingPart:
         self.is_in_loop: Callable[[], bool] = lambda: False  # over a loader
 
     @property
-    def stretch(self) -> int:
+    def phase(self) -> int:
         """Of the next commit."""
         return self._stretch + self._rested
 
@@ -51,8 +51,8 @@ class TakingPart:
     def must_come_back(self) -> bool:
         return self.must_enter or not self._is_active
 
-    def committed(self, stretch: int) -> None:
-        self._stretch, self._rested = stretch, False
+    def committed(self, phase: int) -> None:
+        self._stretch, self._rested = phase, False
         self._is_active, self._is_away, self.back_at = True, False, None
 
     def come_back(self) -> None:
@@ -61,11 +61,11 @@ class TakingPart:
         if self.must_enter:
             if faults.armed is not None:
                 faults.reach("enter.asked")
-            loop = self.stretch // LOOP * LOOP if self.is_in_loop() else -1
+            loop = self.phase // LOOP * LOOP if self.is_in_loop() else -1
             answer = self._link.call(Enter(self._num_entries, loop), self._wait_seconds)
             assert isinstance(answer, Entered)
-            # Who has paused is in its loop's rounds again, not in a stretch of its own behind them.
-            self._stretch, self._rested = max(answer.stretch, self.stretch // LOOP * LOOP), False
+            # Who has paused is in its loop's rounds again, not in a phase of its own behind them.
+            self._stretch, self._rested = max(answer.phase, self.phase // LOOP * LOOP), False
             self.back_at = answer.back_at if is_bounded else None
             self.is_late = self._enters_again = False
             self.entered_at = answer.step
@@ -77,37 +77,37 @@ class TakingPart:
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
     def pause(self, *, if_active: bool = False, if_awaited: bool = False) -> None:
-        """In no more rounds of this stretch; said once, until there is a commit in the next. `if_awaited`: only when
+        """In no more rounds of this phase; said once, until there is a commit in the next. `if_awaited`: only when
         a round waits for this worker.
 
-        In rounds there is no next stretch within a loop: its rounds would wait for all who have paused, and those
+        In rounds there is no next phase within a loop: its rounds would wait for all who have paused, and those
         maybe for it. The next commit enters again, beside the others.
         """
-        has_paused = (self._rested and self.stretch % LOOP > 0) or (if_active and not self._is_active)
+        has_paused = (self._rested and self.phase % LOOP > 0) or (if_active and not self._is_active)
         if has_paused or (if_awaited and not self._placement.is_awaited(_WHY_SECONDS)):
             return
-        if self.stretch % LOOP < LOOP - 1:  # the last one is the loop's end
-            self._rest_from(self.stretch)
+        if self.phase % LOOP < LOOP - 1:  # the last one is the loop's end
+            self._rest_from(self.phase)
             self._enters_again = self._policy.stands_still
 
     def rest(self) -> None:
         """In no more rounds of this loop."""
         self._enters_again = self._is_away and self._policy.in_rounds
-        self._rest_from(self.stretch // LOOP * LOOP + LOOP - 1)
+        self._rest_from(self.phase // LOOP * LOOP + LOOP - 1)
 
-    def _rest_from(self, stretch: int) -> None:
-        self._stretch, self._rested, self._is_active = stretch, True, False
+    def _rest_from(self, phase: int) -> None:
+        self._stretch, self._rested, self._is_active = phase, True, False
         self._tell_anew()
 
     def step_aside(self) -> int:
-        """In no round at all until its next commit; the stretch that it would be in."""
+        """In no round at all until its next commit; the phase that it would be in."""
         self._is_active, self._is_away = False, True
         self._tell_anew()
-        return self.stretch
+        return self.phase
 
     def pass_barrier(self, passed: Passed) -> None:
-        """Behind it everyone is in the same, new stretch; who came late to it is away until its next commit."""
-        self._stretch, self._rested = passed.stretch, False
+        """Behind it everyone is in the same, new phase; who came late to it is away until its next commit."""
+        self._stretch, self._rested = passed.phase, False
         self._is_active, self._is_away = not passed.is_away, passed.is_away
         self._enters_again = passed.is_away and self._policy.in_rounds
 

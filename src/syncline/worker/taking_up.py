@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from syncline.core.checkpoint.manifest import SavedScript
-from syncline.core.wire.checkpoints import AskTakenUp, GivenTakenUp, NoteScript
+from syncline.core.wire.checkpoints import AskResume, GivenResume, NoteScript
 from syncline.core.wire.message import Message
 from syncline.errors import ProtocolError, StoreError
 from syncline.store.checkpoints import read_manifest
@@ -51,8 +51,8 @@ class TakenUp:
         """What this worker's script saved, or the chief's where it saved nothing. In the script's thread."""
         if not self._is_known:
             self._is_known = True
-            answer = self._ask(AskTakenUp())
-            if not isinstance(answer, GivenTakenUp):
+            answer = self._ask(AskResume())
+            if not isinstance(answer, GivenResume):
                 raise ProtocolError(f"{type(answer).__name__} is no answer about what was taken up")
             behind = read_script(self._name, answer.folder, answer.digest) if answer.folder else None
             self._saved = self._noted(answer, behind) or behind
@@ -62,7 +62,7 @@ class TakenUp:
                 self.own_step = self._saved.own_step
         return self._saved
 
-    def _noted(self, answer: GivenTakenUp, behind: SavedState | None = None) -> SavedState | None:
+    def _noted(self, answer: GivenResume, behind: SavedState | None = None) -> SavedState | None:
         if answer.note is None:
             return None
         found = noted_script(answer.note, answer.noted_by, is_own=answer.noted_by == self._name)
@@ -74,8 +74,8 @@ class TakenUp:
         scheduler's step: their state comes here."""
         if not self._is_late or self._state is None:
             return
-        answer = self._ask(AskTakenUp(others_first=True))
-        if isinstance(answer, GivenTakenUp) and (saved := self._noted(answer)) is not None and not saved.is_own:
+        answer = self._ask(AskResume(others_first=True))
+        if isinstance(answer, GivenResume) and (saved := self._noted(answer)) is not None and not saved.is_own:
             self._state.put_back(saved, random=False)
 
     @property

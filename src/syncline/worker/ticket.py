@@ -20,11 +20,24 @@ _NOT_YET = CommitFlow(0, ())
 
 
 class ServersTicket:
-    """A push to the servers: all that is needed to make it anew. `wait` may be called again after a WaitTimeout."""
+    """A push to the servers: all that is needed to make it again. `wait` may be called again after a WaitTimeout."""
 
     __slots__ = (
-        "_exchange", "back_at", "changed", "clock", "encoded", "flow", "generation", "is_early", "landed", "lanes",
-        "push", "sink", "slot", "stretch", "uses",
+        "_exchange",
+        "back_at",
+        "changed",
+        "clock",
+        "encoded",
+        "flow",
+        "generation",
+        "is_early",
+        "landed",
+        "lanes",
+        "phase",
+        "push",
+        "sink",
+        "slot",
+        "uses",
     )  # fmt: skip
 
     def __init__(
@@ -33,12 +46,12 @@ class ServersTicket:
         push: Push,
         sink: Sink | None,
         clock: int,
-        stretch: int,
+        phase: int,
         back_at: int | None,
         slot: int,
     ) -> None:
         self._exchange, self.push, self.sink = exchange, push, sink
-        self.clock, self.stretch, self.back_at, self.slot = clock, stretch, back_at, slot
+        self.clock, self.phase, self.back_at, self.slot = clock, phase, back_at, slot
         self.lanes: Sequence[ServerLane] = ()
         self.flow = _NOT_YET  # on its way
         self.generation = 0  # under which it is on its way
@@ -70,7 +83,7 @@ class ServersTicket:
         return error
 
     def give_up(self) -> None:
-        """Nothing more is said for it, and nothing of it lands, until it is made anew."""
+        """Nothing more is said for it, and nothing of it lands, until it is made again."""
         self.flow.give_up()
         for lane in self.lanes:
             lane.give_up()

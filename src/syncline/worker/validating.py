@@ -14,15 +14,15 @@ from syncline.core.units import Interval, interval
 from syncline.core.wire.validation import (
     OWN,
     AskReading,
-    AskStint,
+    AskValidationShard,
     Attend,
     Begin,
     Begun,
     Called,
     Come,
     GivenReading,
-    GivenStint,
-    Own,
+    GivenValidationShard,
+    LocalCandidate,
 )
 from syncline.errors import ConfigError
 from syncline.worker import chance
@@ -299,7 +299,7 @@ class Validating:
                     one = self._sets[name]
                     size = len(one.dataset)
                     values = {key: total / size for key, total in self._measure(one, 0, size).items()}
-                self._job.ask(Own(turn, name, values))
+                self._job.ask(LocalCandidate(turn, name, values))
 
     @contextlib.contextmanager
     def _prepared(self, candidate: str, folder: str) -> Iterator[None]:
@@ -318,11 +318,13 @@ class Validating:
                 self._sets[name].latest = own
 
     def _run(self, turn: int, candidate: str, one: Validated) -> None:
-        question = AskStint(turn, one.name, candidate, len(one.dataset), one.batch_size)
+        question = AskValidationShard(turn, one.name, candidate, len(one.dataset), one.batch_size)
         given = self._job.ask(question)
-        while isinstance(given, GivenStint) and given.stint:
+        while isinstance(given, GivenValidationShard) and given.validation_shard:
             sums = self._measure(one, given.begin, given.end)
-            answer = AskStint(turn, one.name, candidate, len(one.dataset), one.batch_size, given.stint, sums)
+            answer = AskValidationShard(
+                turn, one.name, candidate, len(one.dataset), one.batch_size, given.validation_shard, sums
+            )
             given = self._job.ask(answer)
 
     def _measure(self, one: Validated, begin: int, end: int) -> dict[str, float]:

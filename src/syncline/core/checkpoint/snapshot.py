@@ -11,7 +11,7 @@ import msgspec
 from syncline.core.leasing.leases import LeaseState, Leasing
 from syncline.core.leasing.ranges import without
 from syncline.core.slice_state import Identity, highest_clocks
-from syncline.core.wire.checkpoints import CloseGate, GateClosed, Noted
+from syncline.core.wire.checkpoints import CloseSnapshotBarrier, Noted, SnapshotBarrierClosed
 from syncline.core.wire.leases import Use
 
 #: What can change what is in a round, or in a slice.
@@ -19,7 +19,7 @@ Kind = Literal["commit", "clip", "rest", "leave"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Gate:
+class SnapshotBarrier:
     """A closed gate. Commits up to `through` pass, which other servers have; and what they may be waiting for.
 
     A rest, or a worker that leaves, may make whole the round that such a commit is in: it passes while anything of
@@ -49,16 +49,16 @@ class Gate:
         return (number, turn) > (self.number, self.turn)
 
 
-def gate_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> Gate:
+def gate_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> SnapshotBarrier:
     """As it came over the wire."""
-    return Gate(number, turn, {(name, incarnation): clock for name, incarnation, clock in through})
+    return SnapshotBarrier(number, turn, {(name, incarnation): clock for name, incarnation, clock in through})
 
 
 def on_all(
     slices: Iterable[tuple[Mapping[Identity, int], bool]], settled: Collection[Identity]
 ) -> dict[Identity, int]:
     """Of every worker the last commit that all slices here have, of their clocks and whether they stand in for lost
-    ones. After a move some may lack what others have; it is made anew.
+    ones. After a move some may lack what others have; it is made again.
 
     `settled`: those who take part in no rounds now. All that they have made was answered: a slice that has nothing of
     them, or stands in for a lost one, gets no more of that, and does not count.
@@ -82,7 +82,7 @@ def behind_to_tell(applied: Mapping[Identity, int], on_all: Mapping[Identity, in
 
 
 def clocks_to_tell(
-    gate: Gate, applied: Mapping[Identity, int], there: Collection[Identity]
+    gate: SnapshotBarrier, applied: Mapping[Identity, int], there: Collection[Identity]
 ) -> list[tuple[str, int, int]]:
     """The clocks of those who take part; and of those that others have named and who have left here already: all
     that they have ever committed is in."""
@@ -113,9 +113,9 @@ class Cut:
         self.number, self.servers, self.until = number, sorted(servers), until
         self.turn = 0
         self.clocks: dict[Identity, int] = {}  # the highest that any server has
-        self._answers: dict[str, GateClosed] = {}
+        self._answers: dict[str, SnapshotBarrierClosed] = {}
 
-    def close(self) -> CloseGate:
+    def close(self) -> CloseSnapshotBarrier:
         """What every server is told now."""
         behind = self.behind()
         through = [
@@ -124,10 +124,10 @@ class Cut:
             # Who waits for what is not for it waits for nothing.
             if life[0] in behind or not any(self._is_elsewhere(life, answer) for answer in self._answers.values())
         ]
-        return CloseGate(self.number, self.turn, through)
+        return CloseSnapshotBarrier(self.number, self.turn, through)
 
-    def decide(self, answers: Mapping[str, GateClosed], now: float) -> Literal["level", "further", "late"]:
-        """Of all servers' answers: the job is level; or they are to be told anew; or commits have waited enough."""
+    def decide(self, answers: Mapping[str, SnapshotBarrierClosed], now: float) -> Literal["level", "further", "late"]:
+        """Of all servers' answers: the job is level; or they are to be told again; or commits have waited enough."""
         self._answers = {server: answers[server] for server in self.servers}
         told = [_clocks(answer) for answer in self._answers.values() if answer.has_slices]
         self.clocks = {life: clock for life, clock in highest_clocks(told).items() if clock}
@@ -174,7 +174,7 @@ class Cut:
             found |= {life[0] for life in lacking if not self._is_elsewhere(life, answer)}
         return sorted(found)
 
-    def _is_elsewhere(self, life: Identity, answer: GateClosed) -> bool:
+    def _is_elsewhere(self, life: Identity, answer: SnapshotBarrierClosed) -> bool:
         """Whether this server's slices came later than this worker's last commit, which was not for them."""
         if life in _clocks(answer) or not answer.has_slices:
             return False
@@ -182,7 +182,7 @@ class Cut:
         return 0 < max(known, default=0) <= answer.first_segment
 
 
-def _clocks(answer: GateClosed) -> dict[Identity, int]:
+def _clocks(answer: SnapshotBarrierClosed) -> dict[Identity, int]:
     return {(name, incarnation): clock for name, incarnation, clock in answer.clocks if clock}
 
 

@@ -68,7 +68,7 @@ class Lease(msgspec.Struct, array_like=True):
         return found
 
 
-class Doubt(msgspec.Struct, array_like=True):
+class SuspectBatch(msgspec.Struct, array_like=True):
     """A batch at which workers failed."""
 
     span: Span
@@ -84,8 +84,8 @@ class Epoch(msgspec.Struct):
     leases: dict[int, Lease] = {}
     num_done: int = 0
     num_passed_over: int = 0  # read, and in no step
-    doubts: list[Doubt] = []
-    aside: list[Doubt] = []
+    suspect_batches: list[SuspectBatch] = []
+    aside: list[SuspectBatch] = []
 
     @property
     def num_todo(self) -> int:
@@ -117,14 +117,14 @@ class Epoch(msgspec.Struct):
         """The next that is to do, at most so much, to be read in batches of `step`; a doubt is handed out alone."""
         if not self.todo:
             return None
-        doubt = next((one.span for one in self.doubts if one.span in self.todo), None)
-        first = doubt or self.todo[0]
+        suspect_batch = next((one.span for one in self.suspect_batches if one.span in self.todo), None)
+        first = suspect_batch or self.todo[0]
         self.todo.remove(first)
-        size = len(first) if doubt else min(most, len(first))
+        size = len(first) if suspect_batch else min(most, len(first))
         taken, *pieces = first.cut(0, size) + first.cut(size, len(first))
         self.todo = sorted([*pieces, *self.todo])
         origin = taken.start if origin is None else origin
-        return self._add(number, owner, taken, len(taken) if doubt else step, origin, wide)
+        return self._add(number, owner, taken, len(taken) if suspect_batch else step, origin, wide)
 
     def deal(
         self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int, unit: int = 1
@@ -137,7 +137,7 @@ class Epoch(msgspec.Struct):
         if not self.todo:
             return []
         first, period = self.todo[0], sum(width for _, width in parts)
-        if any(one.span == first for one in self.doubts):
+        if any(one.span == first for one in self.suspect_batches):
             owner = parts[first_number % len(parts)][0]
             return [lease] if (lease := self.lease(first_number, owner, len(first))) else []
         if len(first) < period and len(self.todo) > 1:
@@ -159,7 +159,7 @@ class Epoch(msgspec.Struct):
         return found
 
     def _deal_pieces(self, first_number: int, parts: Sequence[tuple[Identity, int]]) -> list[Lease]:
-        found, apart = [], {one.span for one in self.doubts}
+        found, apart = [], {one.span for one in self.suspect_batches}
         origin, period = self.todo[0].start, sum(width for _, width in parts)
         for number, (owner, width) in enumerate(parts, first_number):
             first = next((span for span in self.todo if span not in apart), None)
@@ -248,23 +248,23 @@ class Epoch(msgspec.Struct):
         return count(back)
 
     def _put_back(self, spans: Sequence[Span]) -> None:
-        apart = {one.span for one in self.doubts}
+        apart = {one.span for one in self.suspect_batches}
         whole = joined([span for span in [*self.todo, *spans] if span not in apart])
         self.todo = sorted([*whole, *(span for span in [*self.todo, *spans] if span in apart)])
 
     def _doubt(self, worker: str, rest: list[Span], step: int) -> list[Span]:
         """The next batch is in doubt: it is kept apart, and set aside when too many have failed at it."""
         head, *others = rest
-        batch = head if any(one.span == head for one in self.doubts) else head.cut(0, step)[0]
+        batch = head if any(one.span == head for one in self.suspect_batches) else head.cut(0, step)[0]
         others = head.cut(len(batch), len(head)) + others
-        known = next((one for one in self.doubts if one.span == batch), None)
+        known = next((one for one in self.suspect_batches if one.span == batch), None)
         if known is None:
-            self.doubts.append(known := Doubt(batch, []))
+            self.suspect_batches.append(known := SuspectBatch(batch, []))
         if worker not in known.workers:
             known.workers.append(worker)
         if len(known.workers) < MOST_FAILURES:
             return [batch, *others]
-        self.doubts.remove(known)
+        self.suspect_batches.remove(known)
         self.aside.append(known)
         return others
 

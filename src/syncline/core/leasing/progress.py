@@ -24,7 +24,7 @@ def progress(state: LeaseState) -> list[EpochProgress]:
                     num_samples=epoch.num_samples,
                     num_done=epoch.num_done,
                     num_passed_over=epoch.num_passed_over,
-                    num_aside=count(doubt.span for doubt in epoch.aside),
+                    num_aside=count(suspect_batch.span for suspect_batch in epoch.aside),
                     leased=leased,
                 )
             )

@@ -33,7 +33,7 @@ class Asked(NamedTuple, Generic[R]):
     request: R
 
 
-class Desk(Generic[R]):
+class LeaseQueue(Generic[R]):
     """All loaders of a job."""
 
     def __init__(self, membership: Membership) -> None:
@@ -143,7 +143,7 @@ class Desk(Generic[R]):
     # -- now and then -------------------------------------------------------------------------------------
 
     def recut(self) -> list[tuple[Identity, Recall]]:
-        """Whom to have give back, since parts are to be cut anew."""
+        """Whom to have give back, since parts are to be cut again."""
         taking_part = self.taking_part()
         return [
             (owner, Recall(name, number))

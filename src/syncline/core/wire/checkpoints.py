@@ -64,10 +64,11 @@ class EndSave(Message, frozen=True):
     number: int
 
 
-class CloseGate(Message, frozen=True):
+class CloseSnapshotBarrier(Message, frozen=True):
     """To a server: nothing begins to count from now on, but commits up to `through`, and what those need.
 
-    Answered with `GateClosed` when all that has begun here is applied, and all of `through` is in. The gate opens by
+    Answered with `SnapshotBarrierClosed` when all that has begun here is applied, and all of `through` is in. The
+    gate opens by
     itself after a deadline; a higher number, or a higher `turn` of the same one, takes the place of the one before.
     """
 
@@ -76,12 +77,12 @@ class CloseGate(Message, frozen=True):
     through: list[Clock] = []
 
 
-class GateClosed(Message, frozen=True):
+class SnapshotBarrierClosed(Message, frozen=True):
     """What is in this server's slices, which stand still: of every worker that takes part the clock.
 
     `behind`: whose last commits are on some of its slices only, with the clock that all have: primaries have changed,
-    and they are to be made anew. `registered`: how many segments workers had with their last commit; `first_segment`:
-    the first of which anything is here; what those who had less have committed is not for here.
+    and they are to be made again. `registered`: how many segments workers had with their last commit;
+    `first_segment`: the first of which anything is here; what those who had less have committed is not for here.
     `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
     """
 
@@ -106,7 +107,7 @@ class Mark(Message, frozen=True):
     number: int
 
 
-class OpenGate(Message, frozen=True):
+class OpenSnapshotBarrier(Message, frozen=True):
     """To a server: this cut is not to be. Not answered."""
 
     number: int
@@ -129,7 +130,7 @@ class WrittenMarked(Message, frozen=True):
     num_waited: int = 0  # updates that waited for memory
 
 
-class TakeUp(Message, frozen=True):
+class Resume(Message, frozen=True):
     """To a server: these slices, which it hosts, get what the checkpoint in this folder has for them.
 
     `digest`: of its manifest. `clocks`: with the clocks in it (a lost slice of a job that goes on); else without:
@@ -146,7 +147,7 @@ class TakeUp(Message, frozen=True):
     known: list[int] = []
 
 
-class AskTakenUp(Message, frozen=True):
+class AskResume(Message, frozen=True):
     """A worker asks which checkpoint the job took up. `others_first`: it has left out what the others have done, and
     wants their note rather than its own."""
 
@@ -161,7 +162,7 @@ class NoteScript(Message, frozen=True):
     tensors: list[tuple[str, list[int], bytes]]  # dtype, shape
 
 
-class GivenTakenUp(Message, frozen=True):
+class GivenResume(Message, frozen=True):
     """The folder of the checkpoint that the job took up, and the digest of its manifest; empty: none.
 
     To a worker that joined a running job: what a worker has noted last, and the newest checkpoint for all else.

@@ -7,9 +7,9 @@ from typing import Any
 from syncline.config import JobConfig
 from syncline.core.layout import Parameter, Segment
 from syncline.core.members import Address, Member, Standing
-from syncline.core.rounds import Roll
+from syncline.core.replica_sets import ReplicaSet
+from syncline.core.rounds import RoundMembership
 from syncline.core.rule import RuleSpec
-from syncline.core.seats import Seat
 from syncline.core.slice_state import Copy
 from syncline.core.wire.leases import Use
 from syncline.core.wire.message import Message
@@ -57,7 +57,7 @@ class Roster(Message, frozen=True):
 
     generation: int
     members: list[Member]
-    seats: list[Seat]
+    replica_sets: list[ReplicaSet]
     finished: list[Member] = []  # workers whose scripts have ended
     is_chief_done: bool = False  # one of these was the chief: no other worker becomes it
 
@@ -82,7 +82,7 @@ class AskRoster(Message, frozen=True):
     generation: int
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """A member lives. What it says of itself is shown by `status` and `why`."""
 
     rtt_seconds: float = 0.0  # of the beat before
@@ -104,13 +104,13 @@ class Enter(Message, frozen=True):
     """A worker that joined late, or came late to a barrier, is about to push; answered when all servers count it."""
 
     entry: int = 0  # so often it has entered before
-    stretch: int = -1  # of the loop that it is in: others may be in a later one; -1: it is in none
+    phase: int = -1  # of the loop that it is in: others may be in a later one; -1: it is in none
 
 
 class Entered(Message, frozen=True):
-    """From its next commit on this worker takes part; in this stretch, or beside the slowest (`back_at`)."""
+    """From its next commit on this worker takes part; in this phase, or beside the slowest (`back_at`)."""
 
-    stretch: int
+    phase: int
     back_at: int
     step: int = 0  # the job's steps before that commit
     num_void: int = 0  # commits with nothing in them to make first: the others are in the middle of a batch
@@ -150,7 +150,7 @@ class Registered(Message, frozen=True):
     """The job's segments so far. `upload`: the chief is to send the values of this one to the servers."""
 
     segments: list[Segment]
-    seats: list[Seat]
+    replica_sets: list[ReplicaSet]
     generation: int
     upload: int | None = None
 
@@ -166,17 +166,17 @@ class Barrier(Message, frozen=True):
 
     name: str
     turn: int
-    stretch: int
+    phase: int
 
 
 class Passed(Message, frozen=True):
-    """Everyone is at the barrier. What follows is a new stretch, the same for all.
+    """Everyone is at the barrier. What follows is a new phase, the same for all.
 
     `is_away`: the others passed it before. While this worker was away, one server may have gone a round further than
     another: it stays away, and enters again with its next commit.
     """
 
-    stretch: int
+    phase: int
     is_away: bool = False
     turn: int = 0  # the last one that was passed, when this one was passed before
 
@@ -274,14 +274,14 @@ class Prepare(Message, frozen=True):
     """The next generation, on its way. The server refuses the fenced ones from now on, finishes what it has begun,
     holds all commits, and answers how things stand; `Install` ends the hold, or `LetGo`, or a deadline.
 
-    `seats` are those of the next generation, already kept by the coordinator: who has lost its backup there may
-    acknowledge alone. `moves`: primaries change, and every open commit is to be made anew. `servers`, with their
+    `replica_sets` are those of the next generation, already kept by the coordinator: who has lost its backup there
+    may acknowledge alone. `moves`: primaries change, and every open commit is to be made again. `servers`, with their
     incarnations, are all that there are: from any other one no update is taken any more.
     """
 
     generation: int
     fenced: list[tuple[str, int]]
-    seats: list[Seat]
+    replica_sets: list[ReplicaSet]
     moves: bool
     servers: list[tuple[str, int]] = []
 
@@ -302,7 +302,7 @@ class Prepared(Message, frozen=True):
     # life has been their primary until now: what that one has, where it lives, comes here before it is installed.
     reach: list[tuple[str, int, int, str]] = []
     is_primary: bool = True  # of anything; else it hears no commits, and its standings were so once, or never
-    rolls: list[Roll] = []  # with spare workers: all that it knows of
+    rolls: list[RoundMembership] = []  # with spare workers: all that it knows of
     # In a ring: name, incarnation and the clock up to which all slices here have what there is, or hold it.
     holds: list[tuple[str, int, int]] | None = None
     num_updates: int = 0  # of that slice of its own that has had the most
@@ -316,7 +316,7 @@ class Install(Message, frozen=True):
     members: list[Member]
     settle: list[tuple[str, int, int]]  # name, incarnation, clock
     standings: list[Standing]  # of those who take part from now on
-    rolls: list[Roll] = []  # with spare workers: all that any server knows of
+    rolls: list[RoundMembership] = []  # with spare workers: all that any server knows of
 
 
 class SeedTo(Message, frozen=True):

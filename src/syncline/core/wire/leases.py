@@ -110,7 +110,7 @@ class EndShard(Message, frozen=True):
     position: int
 
 
-class AskUses(Message, frozen=True):
+class AskLeaseAcks(Message, frozen=True):
     """What have commits used, that was not confirmed yet? Those that are applied."""
 
 

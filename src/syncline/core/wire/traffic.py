@@ -11,7 +11,7 @@ import msgspec
 
 from syncline.core.layout import ITEM_BYTES, MAX_DIMENSIONS, Ranges
 from syncline.core.ring import Ballot
-from syncline.core.rounds import Roll
+from syncline.core.rounds import RoundMembership
 from syncline.core.rule import Option
 from syncline.core.slice_state import Copy
 from syncline.core.wire.leases import Use
@@ -81,7 +81,7 @@ class Restore(Message, frozen=True):
     copy: Copy
 
 
-class Lend(Message, frozen=True):
+class ShareRegion(Message, frozen=True):
     """A primary's memory for what it hands to a backup; it comes with the frame."""
 
     number: int
@@ -118,7 +118,7 @@ class Replicate(Message, frozen=True):
     wants_digest: bool = False
     uses: list[Use] = []  # slice 0: what these commits have used of leases
     late: list[Use] = []  # likewise, where they were late
-    roll: Roll | None = None  # with spare workers: of the round that they are in, or were late by
+    roll: RoundMembership | None = None  # with spare workers: of the round that they are in, or were late by
     ballot: Ballot | None = None  # in a ring: it is held until all have voted for that
     codec: str = ""  # in a ring: by which the bytes that follow are encoded
     sizes: list[int] = []  # of the units of the slice, as in Stage
@@ -138,8 +138,9 @@ class Introduce(Message, frozen=True):
     value: bytes
 
 
-class LendSums(Message, frozen=True):
-    """In a ring with deputies, from one to its neighbours: where sums will lie. The memory comes with the frame."""
+class ShareSums(Message, frozen=True):
+    """In a ring with host leaders, from one to its neighbours: where sums will lie. The memory comes with the
+    frame."""
 
     generation: int
     num_bytes: int
@@ -147,8 +148,8 @@ class LendSums(Message, frozen=True):
 
 
 class HostSum(Message, frozen=True):
-    """From a deputy to the primary of a slice: the sum of its host's gradients. Its bytes follow, as wide as they are
-    added up."""
+    """From a host leader to the primary of a slice: the sum of its host's gradients. Its bytes follow, as wide as
+    they are added up."""
 
     generation: int
     round: int  # of this generation, counted from 0
@@ -157,8 +158,8 @@ class HostSum(Message, frozen=True):
 
 
 class WholeSum(Message, frozen=True):
-    """A round's sum of a slice: from its primary to deputies, from them to their neighbours. Its bytes follow, or lie
-    in lent memory: then they are there until this is answered."""
+    """A round's sum of a slice: from its primary to host leaders, from them to their neighbours. Its bytes follow,
+    or lie in lent memory: then they are there until this is answered."""
 
     generation: int
     round: int
@@ -181,7 +182,7 @@ class Stage(Message, frozen=True):
     """
 
     clock: int
-    stretch: int
+    phase: int
     slot: int
     pushed: Ranges
     weight: float
@@ -209,7 +210,9 @@ class CommitStaged(Message, frozen=True):
     clock: int
     pull: list[int]
     parts: bool = False
-    roll: Roll | None = None  # with spare workers and several servers: the word of the one that has slice 0
+    roll: RoundMembership | None = (
+        None  # with spare workers and several servers: the word of the one that has slice 0
+    )
 
 
 class Committed(Message, frozen=True):
@@ -223,7 +226,7 @@ class Committed(Message, frozen=True):
     slices: list[int] = []
     clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
     late: bool = False  # its round was closed before: nothing of it is applied
-    roll: Roll | None = None  # with spare workers and several servers: what the others are to be told
+    roll: RoundMembership | None = None  # with spare workers and several servers: what the others are to be told
     skipped: bool = False  # an overflow of some worker: the round has changed nothing
     codec: str = ""  # as in Stage
     sizes: list[list[int]] = []
@@ -234,7 +237,7 @@ class AskClip(Message, frozen=True):
 
     clock: int
     squared_norm: float
-    roll: Roll | None = None  # as in Committed
+    roll: RoundMembership | None = None  # as in Committed
 
 
 class GiveClip(Message, frozen=True):
@@ -253,10 +256,10 @@ class Prefer(Message, frozen=True):
 
 
 class Rest(Message, frozen=True):
-    """This worker takes part in no more rounds of its stretch; `away`: of none at all until its next push."""
+    """This worker takes part in no more rounds of its phase; `at_barrier`: of none at all until its next push."""
 
-    stretch: int
-    away: bool
+    phase: int
+    at_barrier: bool
 
 
 class AskPlace(Message, frozen=True):

@@ -1,4 +1,5 @@
-"""What is said about validations: calling all workers, coming together, stints of a set, and what comes out."""
+"""What is said about validations: calling all workers, coming together, validation shards of a set, and what comes
+out."""
 
 from __future__ import annotations
 
@@ -60,8 +61,9 @@ class Begun(Message, frozen=True):
     folder: str = ""  # where the weights of a candidate lie that are not on the servers
 
 
-class AskStint(Message, frozen=True):
-    """A worker wants its next stint of a set. `stint`: the one that it is through with; the sums over its samples.
+class AskValidationShard(Message, frozen=True):
+    """A worker wants its next validation shard of a set. `validation_shard`: the one that it is through with; the
+    sums over its samples.
 
     `num_samples` and `batch` are of the set, the same in all workers.
     """
@@ -71,14 +73,14 @@ class AskStint(Message, frozen=True):
     candidate: str
     num_samples: int
     batch: int
-    stint: int = 0
+    validation_shard: int = 0
     sums: dict[str, float] = {}
 
 
-class GivenStint(Message, frozen=True):
+class GivenValidationShard(Message, frozen=True):
     """Positions to read, from and to; 0: all that is left is in others' hands, or nothing is."""
 
-    stint: int
+    validation_shard: int
     begin: int = 0
     end: int = 0
 
@@ -91,7 +93,7 @@ class AskReading(Message, frozen=True):
     waits: bool
 
 
-class Own(Message, frozen=True):
+class LocalCandidate(Message, frozen=True):
     """With local steps: what this worker's own model, before it was averaged, has come to on a whole set."""
 
     turn: int
@@ -99,15 +101,16 @@ class Own(Message, frozen=True):
     values: dict[str, float]
 
 
-class WriteOwn(Message, frozen=True):
-    """To a worker: its own model of this validation is the best; it goes to this file. Answered with `WrittenOwn`."""
+class WriteCandidate(Message, frozen=True):
+    """To a worker: its own model of this validation is the best; it goes to this file. Answered with
+    `WrittenCandidate`."""
 
     turn: int
     folder: str
     file: str
 
 
-class WrittenOwn(Message, frozen=True):
+class WrittenCandidate(Message, frozen=True):
     """It is on disk."""
 
     file: SavedFile

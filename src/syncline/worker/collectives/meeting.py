@@ -19,7 +19,7 @@ NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 class Again(Exception):
-    """Members have come, or left between two calls: all describe it anew, with those who are there."""
+    """Members have come, or left between two calls: all describe it again, with those who are there."""
 
 
 class Told(Exception):

@@ -277,7 +277,7 @@ class Meetings:
                     stream.through &= {said.key}
                 return said, payload
             if self.heard.is_over(said.key) or 0 < said.generation < mine.generation:
-                stream.said.popleft()  # said before, or to be said anew
+                stream.said.popleft()  # said before, or to be said again
             elif 0 < mine.generation < said.generation:
                 raise Again
             else:
