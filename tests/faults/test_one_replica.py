@@ -52,6 +52,7 @@ def test_otherwise_the_loss_is_counted_and_nothing_is_doubled(
     flags = ("-w", "3", "-s", servers, "--replicas", "1", "--policy", policy, "--transport", transport)
     job = hurt(*flags, script=["--may-lose"], only_kills=True)
     job.until_at_work("worker-2")
+    job.until_stepped()  # before that, no worker has a copy
     job.hit("server-0")
     job.until_back("server-0")
     job.until(RESTORED)

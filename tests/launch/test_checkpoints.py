@@ -64,7 +64,7 @@ from syncline.launch import lifeline
 
 cutting.CUT_SECONDS = lifeline.WORD_SECONDS = {PATIENCE}
 if sys.orig_argv[-1] == "server-0":
-    from syncline.server.gate import CommitGate
+    from syncline.server.snapshot_barrier import CommitGate
     CommitGate.__init__.__kwdefaults__["gate_seconds"] = {PATIENCE}
 """
 #: `syncline`, which makes a file when it has learnt that the job has begun: before that it saves none.

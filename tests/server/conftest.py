@@ -27,9 +27,9 @@ from syncline.net import memory
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
 from syncline.net.transport import Peer, buffer_of
-from syncline.server.homes import Home
 from syncline.server.pool import InlinePool, ThreadPool
 from syncline.server.service import Server
+from syncline.server.storage import SliceStorage
 
 WAIT = PATIENCE
 Values = Mapping[str, np.ndarray[Any, Any]]
@@ -38,7 +38,7 @@ Values = Mapping[str, np.ndarray[Any, Any]]
 @pytest.fixture(autouse=True)
 def circles_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
-    monkeypatch.setattr("syncline.server.circle.CONNECT_SECONDS", 45.0)
+    monkeypatch.setattr("syncline.server.reduce.process_group.CONNECT_SECONDS", 45.0)
 
 
 def eventually(what: Callable[[], object], seconds: float = WAIT) -> None:
@@ -110,7 +110,7 @@ class House:
         slice_bytes: int = 64,
         hold_seconds: float = PATIENCE,
         threads: int = 2,
-        home: Home | None = None,
+        home: SliceStorage | None = None,
         lends: bool = True,
     ) -> None:
         self.generation, self.incarnations = 1, 0

@@ -23,8 +23,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def check_way(jobs: Any, way: str, num_workers: int) -> None:
     """Sums go this way in a ring that has come to so many."""
     is_by_deputies = way == "by host leaders" or (way == "by host leaders for two" and num_workers == 2)
-    relays = [server._voting.relays._relay for server in jobs._process._servers.values()]
-    assert [relay is not None for relay in relays] == [is_by_deputies] * num_workers
+    host_reducers = [server._ring.host_reducers._relay for server in jobs._process._servers.values()]
+    assert [relay is not None for relay in host_reducers] == [is_by_deputies] * num_workers
 
 
 def copies(jobs: Any) -> dict[str, dict[int, Any]]:

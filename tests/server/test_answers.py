@@ -11,11 +11,11 @@ import pytest
 
 from syncline.core.wire.traffic import Committed
 from syncline.net.transport import buffer_of
-from syncline.server import answers
-from syncline.server.answers import PartialAnswer
-from syncline.server.hosted import Snapshot
+from syncline.server import replies
+from syncline.server.replies import PartialAnswer
+from syncline.server.slices import Snapshot
 
-BIG = answers.FRAME_BYTES // 4
+BIG = replies.FRAME_BYTES // 4
 
 
 class Slot:
@@ -111,7 +111,7 @@ def test_a_frame_does_not_grow_without_bound() -> None:
     answer.finish()
     sender.run()
     assert request.sent() == list(range(10))
-    assert max(len(frame[1]) for frame in request.frames) * BIG <= answers.FRAME_BYTES
+    assert max(len(frame[1]) for frame in request.frames) * BIG <= replies.FRAME_BYTES
 
 
 def test_a_small_answer_is_one_frame_and_needs_no_other_thread() -> None:

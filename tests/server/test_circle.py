@@ -19,16 +19,14 @@ from tests.server.test_ring import STEPS, train
 from syncline import Rule
 from syncline.core.ring import partner_of
 from syncline.errors import ConfigError, ProtocolError, RuleError
-from syncline.server import circle, introductions
-from syncline.server.circle import Circle
-from syncline.server.circling import Circling
 from syncline.server.clipping import Clipping
-from syncline.server.flow import Flow
+from syncline.server.executor import RoundExecutor
 from syncline.server.hosting import Hosting
-from syncline.server.introductions import Heard, Introductions
-from syncline.server.replication import Replica
-from syncline.server.summing import Summing
-from syncline.server.sums import Sums
+from syncline.server.reduce import process_group
+from syncline.server.reduce.process_group import GroupRound, GroupStore, Heard, ProcessGroupReducer
+from syncline.server.reduce.reducer import RingReducer
+from syncline.server.reduce.sums import Sums
+from syncline.server.replicate import Replica
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 
@@ -39,7 +37,7 @@ GLOO: dict[str, Any] = {"exchange": "ring", "sums": "gloo"}
 def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sizes of what was added up, whoever did it; and no sum goes from server to server by itself."""
     sizes: list[int] = []
-    original = Circle._reduce
+    original = ProcessGroupReducer._reduce
 
     def reduce(self: Any, tensor: torch.Tensor) -> Any:
         sizes.append(tensor.numel())
@@ -50,7 +48,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return sent(self, slot, update)
 
     sent = Replica.parcel
-    monkeypatch.setattr(Circle, "_reduce", reduce)
+    monkeypatch.setattr(ProcessGroupReducer, "_reduce", reduce)
     monkeypatch.setattr(Replica, "parcel", parcel)
     yield sizes
     assert sizes, "gloo was not used"
@@ -117,7 +115,8 @@ def test_whatever_is_pushed_means_the_same(reduced: list[int]) -> None:
 
 
 def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[int]) -> None:
-    """Its sums never come; the others make the round again, in another circle; a third one is made with who comes."""
+    """Its sums never come; the others make the round again, in another process group; a third one is made with who
+    comes."""
     with local_job(workers=3, slice_bytes=256, **GLOO) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
@@ -144,14 +143,14 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
         assert np.array_equal(found["here"], found["there"]), "a step counts on all slices or on none"
         assert list(found["here"][[0, 2]].sum(axis=1)) == [60, 60] and found["here"][1, 63] == 1
         assert found["here"][1, :63].sum() >= acknowledged["worker-1"]
-        eventually(lambda: "server-1" in jobs._process._servers["server-0"]._voting.votes.voters)
+        eventually(lambda: "server-1" in jobs._process._servers["server-0"]._ring.voting.votes.voters)
         check_all_equal(jobs)
 
 
 def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket laid out meanwhile has another size than the peers' buckets: gloo would end their processes."""
     moving, num_moves, bad = set[str](), [0], list[str]()
-    take_replica_sets, reduce, buckets = Hosting.take_replica_sets, Circle._reduce, Sums.buckets
+    take_replica_sets, reduce, buckets = Hosting.take_replica_sets, ProcessGroupReducer._reduce, Sums.buckets
 
     def slow_buckets(self: Any, *given: Any) -> Any:
         found = buckets(self, *given)
@@ -174,8 +173,8 @@ def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> Non
             bad.append(self._own_worker)
         return pending
 
-    monkeypatch.setattr(Hosting, "take_seats", slow_take_seats)
-    monkeypatch.setattr(Circle, "_reduce", watched_reduce)
+    monkeypatch.setattr(Hosting, "take_replica_sets", slow_take_seats)
+    monkeypatch.setattr(ProcessGroupReducer, "_reduce", watched_reduce)
     monkeypatch.setattr(Sums, "buckets", slow_buckets)
     with local_job(workers=3, slice_bytes=256, **GLOO) as jobs:
         gone: set[str] = set()
@@ -203,7 +202,7 @@ def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One server's sums are kept back: the others have theirs, and nobody applies the round."""
     stops, goes_on = threading.Event(), threading.Event()
-    original = Circling.make
+    original = GroupRound.make
 
     def make(self: Any, work: Any, outcome: Any) -> Any:
         found = original(self, work, outcome)
@@ -211,7 +210,7 @@ def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> 
             goes_on.wait(PATIENCE)
         return found
 
-    monkeypatch.setattr(Circling, "make", make)
+    monkeypatch.setattr(GroupRound, "make", make)
     with local_job(workers=2, slice_bytes=64, **GLOO) as jobs:
         passed = threading.Barrier(3)
 
@@ -242,14 +241,14 @@ def test_a_slice_that_is_looked_at_early_does_not_vote_before_all_sums_are_held(
 ) -> None:
     """Somebody drains the slices here, late and for another reason, when a round's sums have just come: a vote at
     that moment would have others apply it, and this server only its own slices."""
-    original = Summing.hold
+    original = RingReducer.hold
 
     def hold(self: Any, work: Any) -> bool:
         for slot in work.slots:
             self._flow.drain(slot)
         return original(self, work)
 
-    monkeypatch.setattr(Summing, "hold", hold)
+    monkeypatch.setattr(RingReducer, "hold", hold)
     with local_job(workers=2, slice_bytes=256, **GLOO) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 6, acknowledged), job.barrier("all")))
@@ -262,7 +261,7 @@ def test_a_change_that_is_not_to_be_is_over_and_the_sums_count_once(
     clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is prepared between a round's sums and their being held, and let go after that."""
-    original, frozen = Summing.hold, set[int]()
+    original, frozen = RingReducer.hold, set[int]()
 
     def hold(self: Any, work: Any) -> bool:
         if id(work) in frozen:
@@ -278,7 +277,7 @@ def test_a_change_that_is_not_to_be_is_over_and_the_sums_count_once(
     kept: list[Any] = []
     found = {}
     for name, settings in {"servers": {}, "gloo": GLOO}.items():
-        monkeypatch.setattr(Summing, "hold", hold)
+        monkeypatch.setattr(RingReducer, "hold", hold)
         with local_job(workers=2, slice_bytes=128, **settings) as jobs:
             found[name] = jobs.run(lambda job: train(job, "SGD", clip))[0]
             if name == "gloo":
@@ -292,7 +291,7 @@ def test_what_a_change_has_dropped_gets_into_no_slice(point: str, monkeypatch: p
     """A process dies, and the change after that is over, between a round's sums (or the word on its norm) and the
     slices' queues: there the round would stand in the way of all that follow."""
     clip, goes_on = (0.1 if point == "clipped" else None), threading.Event()
-    owner, name = (Clipping, "_apply_clipped") if point == "clipped" else (Flow, "summed")
+    owner, name = (Clipping, "_apply_clipped") if point == "clipped" else (RoundExecutor, "summed")
     original, late = getattr(owner, name), list[Any]()
 
     def slow(self: Any, work: Any, *given: Any) -> None:
@@ -322,9 +321,9 @@ def test_what_a_change_has_dropped_gets_into_no_slice(point: str, monkeypatch: p
         eventually(lambda: list(steps.values()) == [2, 2, 2])
         armed.set()
         eventually(lambda: bool(late))
-        generation = first._voting.votes.generation
+        generation = first._ring.voting.votes.generation
         kill(jobs, 2, gone)
-        eventually(lambda: first._voting.votes.generation > generation)
+        eventually(lambda: first._ring.voting.votes.generation > generation)
         goes_on.set()
         for thread in threads[:2]:
             thread.join(PATIENCE)
@@ -355,8 +354,8 @@ def test_what_goes_wrong_without_a_death_is_said(monkeypatch: pytest.MonkeyPatch
     def broken(*arguments: Any) -> Any:
         raise RuntimeError("no route to host")
 
-    monkeypatch.setitem(circle.GROUPS, "gloo", broken)
-    monkeypatch.setattr(circle, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setitem(process_group.GROUPS, "gloo", broken)
+    monkeypatch.setattr(process_group, "PATIENCE_SECONDS", 0.2)
     with (
         pytest.raises(
             RuleError, match=r"gloo could not add up gradients among server-0, server-1: .*no route to host"
@@ -389,7 +388,7 @@ def test_between_hosts_only_where_the_network_is_trusted() -> None:
                 jobs.run(lambda job: push_cells(job, 2, {}))
             else:
                 with pytest.MonkeyPatch.context() as patch, pytest.raises(RuleError, match="say --trust-network"):
-                    patch.setattr(circle, "PATIENCE_SECONDS", 0.2)
+                    patch.setattr(process_group, "PATIENCE_SECONDS", 0.2)
                     jobs.run(lambda job: push_cells(job, 2, {}))
 
 
@@ -399,7 +398,7 @@ def test_between_hosts_only_where_the_network_is_trusted() -> None:
 def test_introductions_wait_for_others_and_end_with_their_generation() -> None:
     heard, told = Heard(), list[tuple[str, bytes]]()
     heard.begin(3)
-    store = Introductions(3, heard, lambda key, value: told.append((key, value)), PATIENCE)
+    store = GroupStore(3, heard, lambda key, value: told.append((key, value)), PATIENCE)
     store.set("mine", "here")
     assert told == [("mine", b"here")] and store.get("mine") == b"here" and not store.check(["theirs"])
     heard.hear(2, "theirs", b"of before")
@@ -426,8 +425,8 @@ def test_introductions_wait_for_others_and_end_with_their_generation() -> None:
 def test_introductions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard()
     with pytest.raises(ProtocolError, match="at most 65536"):
-        heard.hear(1, "key", bytes(introductions.MOST_BYTES + 1))
-    monkeypatch.setattr(introductions, "MOST_KEYS", 2)
+        heard.hear(1, "key", bytes(process_group.MOST_BYTES + 1))
+    monkeypatch.setattr(process_group, "MOST_KEYS", 2)
     heard.hear(1, "a", b"")
     heard.hear(1, "b", b"")
     with pytest.raises(ProtocolError, match="more than 2"):

@@ -1,4 +1,4 @@
-"""Sums of a circle that begin with what a worker has staged, while it stages."""
+"""Sums of a process group that begin with what a worker has staged, while it stages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from syncline.core.forecast import Share
-from syncline.server.circling import Circling
-from syncline.server.early import Early, forecast_commits
-from syncline.server.work import Contribution
+from syncline.server.reduce.process_group import GroupRound
+from syncline.server.reduce.reducer import Early, forecast_commits
+from syncline.server.tasks import StagedCommit
 
 
 class InTheMoment(Early):
     """The worker stages slice 0 just when somebody looks whether it has."""
 
     def has_all(self, commits: Any, number: int) -> bool:
-        contribution = Contribution(1, 0, 0)
+        contribution = StagedCommit(1, 0, 0)
         contribution.arrays = lambda part: torch.ones(4)
         self.note(("worker-0", 1), 5, contribution, {0})
         return super().has_all(commits, number)
@@ -32,6 +32,6 @@ def test_what_is_staged_in_the_moment_of_the_look_is_laid_with_its_bytes() -> No
     )  # fmt: skip
     sums: Any = types.SimpleNamespace(buckets=lambda forecast: [bucket])
     forecast = forecast_commits([Share("worker-0", 1, 5, 1.0, ((0, 1),))])
-    circling = Circling(sums, forecast, "worker-0", lambda tensor: tensor)  # type: ignore[arg-type, return-value]
+    circling = GroupRound(sums, forecast, "worker-0", lambda tensor: tensor)  # type: ignore[arg-type, return-value]
     circling.go_on(InTheMoment())
     assert circling.num_begun == 1 and laid[0][0] is not None

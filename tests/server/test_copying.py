@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.server.copying import CopyMemory, new_memory
+from syncline.server.cow_snapshot import CopyMemory, new_memory
 
 MIB = 1 << 20
 

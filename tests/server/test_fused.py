@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from syncline.core.rule import RuleSpec
-from syncline.server import fused
-from syncline.server.fused import FusedKernel
-from syncline.server.rules import make_optimizer
+from syncline.server import rules
+from syncline.server.rules import FusedKernel, make_optimizer
 
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
@@ -70,7 +69,7 @@ def test_what_needs_state_that_is_not_there_is_left_to_the_optimizer(name: str, 
     assert all(torch.equal(one, two) for one, two in zip(ours, before, strict=True))
 
 
-@pytest.mark.parametrize("num_items", [10, fused.SMALL_ITEMS + 1])
+@pytest.mark.parametrize("num_items", [10, rules.SMALL_ITEMS + 1])
 def test_the_number_of_threads_is_what_it_was(num_items: int) -> None:
     """A small update borrows one thread; the script's own work gets its threads back, also after an error."""
     parameter = torch.zeros(num_items)

@@ -12,7 +12,7 @@ import pytest
 from syncline.core.wire.checkpoints import EndSave, Mark, WriteMarked
 from syncline.core.wire.control import AskServerStats
 from syncline.errors import StoreError
-from syncline.server import marks as marks_module
+from syncline.server import cow_snapshot as marks_module
 
 from .conftest import WAIT, House, eventually
 from .cuts import close_gates, new_folder, write

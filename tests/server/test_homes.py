@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-import syncline.server.homes as homes
+import syncline.server.storage as homes
 from syncline import ConfigError, Rule
-from syncline.server.homes import Home
+from syncline.server.storage import SliceStorage
 from syncline.testing import local_job
 from syncline.worker.job import Job
 
 
-class Twin(Home):
+class Twin(SliceStorage):
     """A device that is memory of its own."""
 
     def numbers(self, host: torch.Tensor, part: Any = None) -> torch.Tensor:
@@ -110,4 +110,4 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="--server-device cuda:2: torch sees 2 GPUs"):
         homes.home_of("cuda:2", print)
-    assert type(homes.home_of("cpu", print)) is Home
+    assert type(homes.home_of("cpu", print)) is SliceStorage

@@ -282,16 +282,16 @@ def test_what_is_not_there_or_damaged_is_refused_in_words(make_house: MakeHouse,
 
 def test_only_what_is_needed_is_read(make_house: MakeHouse, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor at most once; by all servers together not much more than there is."""
-    from syncline.server import loading
+    from syncline.server import restore
 
     read: list[str] = []
-    into = loading.TensorReader.read_into
+    into = restore.TensorReader.read_into
 
     def reading(self: Any, name: str, views: Any) -> None:
         read.append(name)
         into(self, name, views)
 
-    monkeypatch.setattr(loading.TensorReader, "read_into", reading)
+    monkeypatch.setattr(restore.TensorReader, "read_into", reading)
     before = two_servers(make_house, "Adam")
     given = saved(before, tmp_path)
     after = make_house(1, 1, policy="async", slice_bytes=64)

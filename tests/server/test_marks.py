@@ -12,7 +12,7 @@ import pytest
 from syncline.core.replica_sets import ReplicaSet
 from syncline.core.wire.checkpoints import EndSave, Mark, WriteMarked
 from syncline.errors import ProtocolError, StoreError
-from syncline.server import marks as marks_module
+from syncline.server import cow_snapshot as marks_module
 from syncline.store import checkpoints
 from syncline.store.folders import Folder
 from syncline.store.tensors import TensorReader
@@ -139,7 +139,7 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most, self.marks = 0, []
-        reserve, begin = marks_module.Marks.reserve, marks_module.Marks.__init__
+        reserve, begin = marks_module.CowSnapshot.reserve, marks_module.CowSnapshot.__init__
 
         def watching(marks: Any, num_bytes: int) -> Any:
             found = reserve(marks, num_bytes)
@@ -150,8 +150,8 @@ class Watched:
             self.marks.append(marks)
             begin(marks, *arguments)
 
-        monkeypatch.setattr(marks_module.Marks, "reserve", watching)
-        monkeypatch.setattr(marks_module.Marks, "__init__", beginning)
+        monkeypatch.setattr(marks_module.CowSnapshot, "reserve", watching)
+        monkeypatch.setattr(marks_module.CowSnapshot, "__init__", beginning)
 
 
 @pytest.mark.parametrize("most", [1, 4000])

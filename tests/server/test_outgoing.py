@@ -18,9 +18,9 @@ from syncline.core.wire.tables import Done, Pull, Pulled
 from syncline.net import memory
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Peer, buffer_of
-from syncline.server.outgoing import ALL_BYTES, EACH_BYTES, EACH_TIMES, MOST_PULLS, Outgoing
 from syncline.server.pool import InlinePool
 from syncline.server.pulls import Pulls
+from syncline.server.replies import ALL_BYTES, EACH_BYTES, EACH_TIMES, MOST_PULLS, Outgoing
 
 SECONDS = PATIENCE
 MIB = 1 << 20

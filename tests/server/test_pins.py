@@ -15,7 +15,7 @@ from syncline import Rule
 from syncline.core.slice_state import SliceState
 from syncline.core.wire.traffic import Pin, Unpin
 from syncline.errors import ConnectionLost, ProtocolError
-from syncline.server.hosted import HostedSlice
+from syncline.server.slices import HostedSlice
 from syncline.testing import LocalJob, local_job
 from syncline.worker.job import Job
 

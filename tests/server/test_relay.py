@@ -20,10 +20,10 @@ from tests.server.test_ring_hosts import _ends, rank_of
 from syncline import Rule
 from syncline.net.memory import MemoryConnection
 from syncline.server import pool
-from syncline.server.adding import Adding
-from syncline.server.relay import Relay
-from syncline.server.replication import Replica
-from syncline.server.voting import Voting
+from syncline.server.reduce.hierarchical import HierarchicalReducer
+from syncline.server.reduce.host_round import HostRound
+from syncline.server.replicate import Replica
+from syncline.server.ring import Voting
 from syncline.testing import local_job
 
 FLOATS, STEPS = 1 << 16, 2
@@ -34,8 +34,8 @@ def ring(on: list[str], **settings: Any) -> Any:
     return local_job(workers=len(on), exchange="ring", on=on, **{"slice_bytes": 256, **settings})
 
 
-def relay_of(jobs: Any, name: str) -> Relay:
-    relay = jobs._process._servers[name]._voting.relays._relay
+def relay_of(jobs: Any, name: str) -> HierarchicalReducer:
+    relay = jobs._process._servers[name]._ring.host_reducers._relay
     assert relay is not None
     return relay
 
@@ -160,16 +160,20 @@ def test_a_process_that_dies_costs_nobody_a_step(monkeypatch: pytest.MonkeyPatch
 
 #: Where a round stops: which part of which server's work is not done.
 MOMENTS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
-    "host b has added up nothing": (Adding, "add", lambda adding: adding.host == "b"),
-    "sums of hosts are there, and nothing is finished": (Adding, "_finish", lambda adding: True),
-    "a host leader has it, and its neighbour does not": (Adding, "_got", lambda adding: adding._name == "server-3"),
-    "one host has it, and the other does not": (Adding, "_got", lambda adding: adding.host == "b"),
+    "host b has added up nothing": (HostRound, "add", lambda adding: adding.host == "b"),
+    "sums of hosts are there, and nothing is finished": (HostRound, "_finish", lambda adding: True),
+    "a host leader has it, and its neighbour does not": (
+        HostRound,
+        "_got",
+        lambda adding: adding._name == "server-3",
+    ),
+    "one host has it, and the other does not": (HostRound, "_got", lambda adding: adding.host == "b"),
     "all hold it": (Voting, "held", lambda voting: True),
 }
 
 
 def generation_of(part: Any) -> int:
-    found: int = part.generation if isinstance(part, Adding) else part.votes.generation
+    found: int = part.generation if isinstance(part, HostRound) else part.votes.generation
     return found
 
 
@@ -237,13 +241,13 @@ def test_one_that_comes_to_a_host_takes_part(host: str) -> None:
         first = start(jobs, work, set())
         eventually(lambda: acknowledged.get("worker-0", 0) >= 2)
         servers = jobs._process._servers
-        assert all(server._voting.relays._relay is None for server in servers.values())
+        assert all(server._ring.host_reducers._relay is None for server in servers.values())
         late = jobs.add_worker("worker-2", on=host)
         for thread in [*first, *start([late], work, set())]:
             thread.join(PATIENCE)
         assert check_ledger(late, acknowledged)[:3] == [30, 30, 5]
-        eventually(lambda: "server-2" in servers["server-0"]._voting.votes.voters)
-        assert all(server._voting.relays._relay is not None for server in servers.values())
+        eventually(lambda: "server-2" in servers["server-0"]._ring.voting.votes.voters)
+        assert all(server._ring.host_reducers._relay is not None for server in servers.values())
         check_all_equal(jobs)
 
 
@@ -257,5 +261,5 @@ def test_two_that_are_left_on_two_hosts_go_straight() -> None:
         for thread in threads[::2]:
             thread.join(PATIENCE)
         assert check_ledger(jobs[0], acknowledged)[:3:2] == [20, 20]
-        assert all(server._voting.relays._relay is None for server in jobs._process._servers.values())
+        assert all(server._ring.host_reducers._relay is None for server in jobs._process._servers.values())
         check_all_equal(jobs)

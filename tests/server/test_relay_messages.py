@@ -15,22 +15,22 @@ from syncline.core.wire.traffic import HostSum, ShareSums, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
-from syncline.server.relay import Relay
+from syncline.server.reduce.hierarchical import HierarchicalReducer
 
 
 def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A neighbour that has not said that it has applied the last round keeps the next one from being added up."""
     late: list[Any] = []
-    original = Relay.is_through
+    original = HierarchicalReducer.is_through
 
-    def is_through(self: Relay, work: Any) -> None:
+    def is_through(self: HierarchicalReducer, work: Any) -> None:
         if self._hosting.name == "server-1" and self._adding.turn is not None and not late:
             late.extend(request for _, request in self._adding.turn.unanswered)
             assert late, "it reads what server-0 has lent"
             self._adding.turn.unanswered = []
         original(self, work)
 
-    monkeypatch.setattr(Relay, "is_through", is_through)
+    monkeypatch.setattr(HierarchicalReducer, "is_through", is_through)
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         acknowledged: dict[str, int] = {}
         threads = start(jobs, lambda job: push_cells(job, 2, acknowledged), set())
@@ -52,9 +52,9 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
 def test_what_a_broken_connection_has_lost_is_said_again(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     """Before it came, and after: then the answer is lost, and what comes twice counts once."""
     counts = {"before": 0, "after": 0}
-    hear = Relay.hear
+    hear = HierarchicalReducer.hear
 
-    def lose(self: Relay, request: Any, message: Any) -> None:
+    def lose(self: HierarchicalReducer, request: Any, message: Any) -> None:
         when = "before" if counts["before"] < 3 else "after" if counts["after"] < 3 else ""
         if isinstance(message, kind) and request.endpoint.is_open and when:
             counts[when] += 1
@@ -64,7 +64,7 @@ def test_what_a_broken_connection_has_lost_is_said_again(monkeypatch: pytest.Mon
             return
         hear(self, request, message)
 
-    monkeypatch.setattr(Relay, "hear", lose)
+    monkeypatch.setattr(HierarchicalReducer, "hear", lose)
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 6, acknowledged), job.barrier("all")))
@@ -75,13 +75,13 @@ def test_what_a_broken_connection_has_lost_is_said_again(monkeypatch: pytest.Mon
 
 def test_what_comes_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer was lost, and its round is not through yet."""
-    hear = Relay.hear
+    hear = HierarchicalReducer.hear
 
-    def twice(self: Relay, request: Any, message: Any) -> None:
+    def twice(self: HierarchicalReducer, request: Any, message: Any) -> None:
         hear(self, request, message)
         hear(self, Request(request.endpoint, 0, message, list(request.payload), None), message)
 
-    monkeypatch.setattr(Relay, "hear", twice)
+    monkeypatch.setattr(HierarchicalReducer, "hear", twice)
     with ring(["a", "a", "b", "c"], slice_bytes=256) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 4, acknowledged), job.barrier("all")))
@@ -93,7 +93,7 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
     with ring(AABB, slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
         server = jobs._process._servers["server-0"]
-        relays, relay = server._voting.relays, relay_of(jobs, "server-0")
+        host_reducers, relay = server._ring.host_reducers, relay_of(jobs, "server-0")
         known = (relay.generation, 99)
         mine = next(iter(server._slices))
         theirs = next(n for n, b in server._hosting.backups.backups.items() if b.primary == "server-1")
@@ -102,7 +102,7 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
 
         def landing(name: str, message: Any) -> list[int]:
             peer = type("P", (), {"name": name, "role": "server", "__str__": lambda self: self.name})()
-            return [len(buffer) for buffer in relays.landing(peer, message)]
+            return [len(buffer) for buffer in host_reducers.landing(peer, message)]
 
         assert landing(carrier, HostSum(*known, mine)) == [512]
         assert landing("server-1", WholeSum(*known, theirs)) == [512]
@@ -114,7 +114,7 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
             with pytest.raises(ProtocolError):
                 landing(name, message)
         with pytest.raises(ProtocolError, match="only servers"):
-            server._voting.relays and server.landing(
+            server._ring.host_reducers and server.landing(
                 type("P", (), {"name": "worker-1", "role": "worker"})(), HostSum(*known, mine), 512
             )
 
@@ -132,7 +132,7 @@ def test_sums_without_their_bytes_and_of_rounds_that_nobody_knows_are_refused() 
         theirs = next(n for n, b in server._hosting.backups.backups.items() if b.primary == "server-1")
         with pytest.raises(ProtocolError, match="without its bytes"):
             far.call(HostSum(*known, mine)).wait(PATIENCE)
-        server._voting.relays._lent[relay.generation]["server-1"].pop(theirs)
+        server._ring.host_reducers._lent[relay.generation]["server-1"].pop(theirs)
         with pytest.raises(ProtocolError, match="without its bytes"):
             near.call(WholeSum(*known, theirs)).wait(PATIENCE)
         relay._most_kept, size = 2, server._slices[mine].part.num_bytes
@@ -151,18 +151,22 @@ def test_what_comes_before_its_generation_waits_for_it() -> None:
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
         server = jobs._process._servers["server-0"]
-        relays, before, mine = server._voting.relays, relay_of(jobs, "server-0"), next(iter(server._slices))
+        host_reducers, before, mine = (
+            server._ring.host_reducers,
+            relay_of(jobs, "server-0"),
+            next(iter(server._slices)),
+        )
         member = jobs._process.coordinator.membership.state.members["server-0"]
         endpoint = jobs._process._servers["server-2"]._hosting.partner(member).connect()
         calls, size = [], server._slices[mine].part.num_bytes
         for generation in (before.generation - 1, before.generation + 1, before.generation + 2):
             message, bytes_ = HostSum(generation, 9, mine), memoryview(bytes(size))
             calls.append(endpoint.call(message, buffers=[bytes_], payload_bytes=size))
-        assert [call.is_done for call in calls] == [True, False, False] and len(relays._early) == 2
-        with server.commits.order:
-            begun = relays.begin(before.generation + 1, before.names, before._summed, before._failed)
+        assert [call.is_done for call in calls] == [True, False, False] and len(host_reducers._early) == 2
+        with server.commits.state_lock:
+            begun = host_reducers.begin(before.generation + 1, before.names, before._summed, before._failed)
         assert begun is not None and [key.round for key in begun._kept] == [9]
-        assert [generation for generation, _ in relays._early] == [before.generation + 2]
+        assert [generation for generation, _ in host_reducers._early] == [before.generation + 2]
         begun.close()
         eventually(lambda: calls[1].is_done)
 
@@ -179,4 +183,4 @@ def test_who_lends_what_cannot_be_is_refused(places: list[tuple[int, int]]) -> N
             endpoint.call(ShareSums(generation + 1, 4096, places), attachment=HeapMemory(4096)).wait(PATIENCE)
         with pytest.raises(ProtocolError, match="did not come"):
             endpoint.call(ShareSums(generation + 1, 4096, [])).wait(PATIENCE)
-        assert generation + 1 not in second._voting.relays._lent
+        assert generation + 1 not in second._ring.host_reducers._lent

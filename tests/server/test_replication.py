@@ -16,8 +16,8 @@ from syncline.core.replica_sets import ReplicaSet
 from syncline.core.wire.control import SeedTo
 from syncline.core.wire.traffic import AskClip, Committed, GiveClip, LoadState
 from syncline.errors import FencedError, SynclineError
-from syncline.server import replication
-from syncline.server.homes import Home
+from syncline.server import replicate
+from syncline.server.storage import SliceStorage
 
 from .conftest import WAIT, House, Waiting, eventually
 
@@ -116,7 +116,7 @@ def test_backups_are_equal_bit_by_bit_after_hundreds_of_updates(
         }
 
 
-class Twin(Home):
+class Twin(SliceStorage):
     """A device that is memory of its own."""
 
     def numbers(self, host: torch.Tensor, part: Slice | None = None) -> torch.Tensor:
@@ -224,7 +224,7 @@ def test_the_connection_breaks_with_the_update_in_it(make_house: MakeHouse, monk
     house.seed("server-0", "server-1")
     house.seed("server-1", "server-0")
     step(house, 1)
-    original, cut = replication.Replica._answered, []
+    original, cut = replicate.Replica._answered, []
 
     def loses(self: Any, parcel: Any, call: Any) -> None:
         if len(cut) < 3:
@@ -233,7 +233,7 @@ def test_the_connection_breaks_with_the_update_in_it(make_house: MakeHouse, monk
         else:
             original(self, parcel, call)
 
-    monkeypatch.setattr(replication.Replica, "_answered", loses)
+    monkeypatch.setattr(replicate.Replica, "_answered", loses)
     step(house, 2)
     step(house, 3)
     assert len(cut) == 3
@@ -242,7 +242,7 @@ def test_the_connection_breaks_with_the_update_in_it(make_house: MakeHouse, monk
 
 
 def test_a_backup_that_differs_is_seeded_anew_loudly(make_house: MakeHouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replication, "DIGEST_EVERY", 4)
+    monkeypatch.setattr(replicate, "DIGEST_EVERY", 4)
     house = make_house(2, 1, replicas=2)
     house.register(X, "Adam", lr=0.1)
     house.seed("server-0", "server-1")
@@ -266,7 +266,7 @@ def test_a_backup_that_differs_is_seeded_anew_loudly(make_house: MakeHouse, monk
 def test_digests_of_other_kinds_of_machines_are_not_compared(
     make_house: MakeHouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "DIGEST_EVERY", 1)
+    monkeypatch.setattr(replicate, "DIGEST_EVERY", 1)
     house = make_house(2, 1, replicas=2)
     house.register(X)
     other = next(m for m in house.members if m.name == "server-1")

@@ -15,7 +15,7 @@ from tests.server.rings import WAYS, check_all_equal, check_ledger, check_way, c
 
 from syncline import Rule
 from syncline.server.backups import Backups
-from syncline.server.voting import Voting
+from syncline.server.ring import Voting
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 

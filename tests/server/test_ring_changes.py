@@ -20,8 +20,8 @@ from syncline.core.wire.control import Prepare, Retire
 from syncline.errors import ConnectionLost, JobFailed, RuleError
 from syncline.server import hosting
 from syncline.server.backups import Backups
-from syncline.server.generations import Generations
-from syncline.server.work import Contribution, RoundWork, key_of
+from syncline.server.reconfigure import ServerReconfiguration
+from syncline.server.tasks import RoundTask, StagedCommit, key_of
 from syncline.testing import local_job
 
 STEPS = 12
@@ -45,7 +45,7 @@ def test_a_process_that_dies_costs_nobody_a_step(victim: int, way: str) -> None:
         check_all_equal(jobs)
         check_way(jobs, way, 2)
         lone = jobs._process._servers.values()
-        assert {name for server in lone for name in server._voting.votes.voters} == {f"server-{r}" for r in left}
+        assert {name for server in lone for name in server._ring.voting.votes.voters} == {f"server-{r}" for r in left}
 
 
 def join_late(jobs: Any) -> None:
@@ -68,7 +68,7 @@ def join_late(jobs: Any) -> None:
 def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
     with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3, **WAYS[way]) as jobs:
         join_late(jobs)
-        eventually(lambda: "server-2" in jobs._process._servers["server-0"]._voting.votes.voters)
+        eventually(lambda: "server-2" in jobs._process._servers["server-0"]._ring.voting.votes.voters)
         check_all_equal(jobs)
         check_way(jobs, way, 3)
 
@@ -76,7 +76,7 @@ def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
 def test_one_that_holds_no_longer_does_not_stop_those_who_supply_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine a server lets go of a change before its Install comes, and refuses that. Others have it, and
     would wait for the one until it has it too: all of it begins again."""
-    install, refused = Generations._install, []
+    install, refused = ServerReconfiguration._install, []
 
     def late(self: Any, request: Any, message: Any) -> None:
         hold, known = self._hold, self._hosting._replica_sets
@@ -91,7 +91,7 @@ def test_one_that_holds_no_longer_does_not_stop_those_who_supply_it(monkeypatch:
             self._end_by_itself(self._hold)
         install(self, request, message)
 
-    monkeypatch.setattr(Generations, "_install", late)
+    monkeypatch.setattr(ServerReconfiguration, "_install", late)
     with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3) as jobs:
         join_late(jobs)
         assert refused
@@ -136,7 +136,7 @@ def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
         assert np.array_equal(found["here"], found["there"]) and second
         assert list(np.asarray(found["here"])[[0, 2]].sum(axis=1)) == [60, 60]
         assert np.asarray(found["here"])[1, 20:].sum() == 10
-        eventually(lambda: "server-1" in jobs._process._servers["server-0"]._voting.votes.voters)
+        eventually(lambda: "server-1" in jobs._process._servers["server-0"]._ring.voting.votes.voters)
         check_all_equal(jobs)
 
 
@@ -286,8 +286,8 @@ def test_what_was_dropped_and_fails_late_takes_nothing_from_what_is_made_anew() 
     """The same commit, in a round that counts nowhere and in the one that takes its place."""
     with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
         flow = jobs._process._servers["server-0"].commits.flow
-        commit = Commit("worker-0", 1, 7, Contribution(1, 0, 0))
-        dropped, anew = (RoundWork((commit,), (), commit, parse_policy("sync"), lambda work: None) for _ in range(2))
+        commit = Commit("worker-0", 1, 7, StagedCommit(1, 0, 0))
+        dropped, anew = (RoundTask((commit,), (), commit, parse_policy("sync"), lambda work: None) for _ in range(2))
         flow._under_way[key_of(commit)] = anew
         flow.fail(dropped, RuleError("late"))
         assert flow._under_way == {key_of(commit): anew} and dropped.failed is not None

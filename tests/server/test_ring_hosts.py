@@ -18,10 +18,9 @@ from syncline import Rule
 from syncline.core.ring import Ballot
 from syncline.core.wire.traffic import CommitStaged, Replicate, Stage
 from syncline.errors import FrameError, ProtocolError, RuleError
-from syncline.server import replication
-from syncline.server.backup import own_region
-from syncline.server.backups import Backups
-from syncline.server.voting import Voting
+from syncline.server import replicate
+from syncline.server.backups import Backups, own_region
+from syncline.server.ring import Voting
 from syncline.testing import local_job
 
 FLOATS, STEPS = 1 << 18, 2
@@ -159,7 +158,7 @@ def test_one_that_comes_changes_the_way_that_slices_go() -> None:
         for thread in [*first, *start([late], work, set())]:
             thread.join(PATIENCE)
         assert check_ledger(late, acknowledged)[:3] == [40, 40, 5]
-        eventually(lambda: "server-2" in jobs._process._servers["server-0"]._voting.votes.voters)
+        eventually(lambda: "server-2" in jobs._process._servers["server-0"]._ring.voting.votes.voters)
         assert not any(server._staging.copies.slots() for server in jobs._process._servers.values())
         check_all_equal(jobs)
 
@@ -245,7 +244,7 @@ def test_a_server_that_lies_about_a_sum_is_closed() -> None:
         server = jobs._process._servers["server-1"]
         backups: Backups = server._hosting.backups
         number, backup = next(iter(sorted(backups.backups.items())))
-        ballot = Ballot(server._voting.votes.generation, "worker-0", 1, 1)
+        ballot = Ballot(server._ring.voting.votes.generation, "worker-0", 1, 1)
 
         def lie(codec: str, sizes: list[int]) -> Replicate:
             return Replicate(number, 0, [], [], [0], [], 1.0, ballot=ballot, codec=codec, sizes=sizes)
@@ -265,14 +264,14 @@ def test_a_server_that_lies_about_a_sum_is_closed() -> None:
 
 def test_a_sum_that_cannot_be_made_is_said_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A codec of the user's own raises, for one slice of several: its server never votes, and nobody waits for it."""
-    original = replication.encode_sum
+    original = replicate.encode_sum
 
     def encode(coder: Any, segment: Any, part: Any, has: Any, data: Any) -> Any:
         if part.id == 1:
             raise ZeroDivisionError("an odd block")
         return original(coder, segment, part, has, data)
 
-    monkeypatch.setattr(replication, "encode_sum", encode)
+    monkeypatch.setattr(replicate, "encode_sum", encode)
     errors = list[str]()
 
     def work(job: Any) -> None:
@@ -293,7 +292,7 @@ def test_a_sum_that_comes_late_is_not_written_over_one_of_a_later_round() -> Non
     with local_job(workers=3, exchange="ring", slice_bytes=64, transport="tcp") as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(96, np.float32)}, Rule("Add"), reduce="sum"))
         server = jobs._process._servers["server-1"]
-        backups, voting = server._hosting.backups, server._voting
+        backups, voting = server._hosting.backups, server._ring.voting
         number, backup = next((n, b) for n, b in sorted(backups.backups.items()) if b.primary == "server-0")
         assert number not in server._staging.copies.numbers, "by its primary"
         late = Replicate(number, 0, [], [], [0], [], 1.0, ballot=Ballot(voting.votes.generation, "worker-0", 1, 1))

@@ -121,7 +121,7 @@ def test_what_held_commits_say_is_told_with_the_rest(make_house: MakeHouse) -> N
     one, two, _ = house.workers.values()
     first, _ = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
     commits, change = house.servers["server-1"].commits, house.change()
-    with commits.order:
+    with commits.state_lock:
         commits.holding.hold()
     one.commit_staged("server-1", 1, first)
     eventually(lambda: list(commits.holding.waiting()))

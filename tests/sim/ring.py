@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SUPPLY_SECONDS = 0.02
 
 
-class Work:
+class SliceTask:
     """A round that is whole here, until all have voted for it."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
@@ -39,7 +39,7 @@ class RingServer(Server):
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job, name)
         self.votes, self.is_frozen = Votes(), False
-        self.works: dict[Ballot, Work] = {}
+        self.works: dict[Ballot, SliceTask] = {}
         self.holding: dict[int, tuple[Ballot, tuple[Part, ...]]] = {}  # of slices of others
         self.letters: set[tuple[str, Ballot]] = set()  # votes that are not acknowledged: whose
         self.settled: dict[Identity, int] = {}
@@ -57,7 +57,7 @@ class RingServer(Server):
     def _enqueue(self, updates: Iterable[tuple[Part, ...]]) -> None:
         for parts in updates:
             commits = [(*who, clock) for who, clock, _, _ in parts]
-            self.works[ballot_of(self.votes.generation, commits)] = Work(parts)
+            self.works[ballot_of(self.votes.generation, commits)] = SliceTask(parts)
         self.pump()
 
     def pump(self) -> None:
@@ -72,7 +72,7 @@ class RingServer(Server):
             self._answer()
         self._go_on()
 
-    def _give_sums(self, ballot: Ballot, work: Work) -> None:
+    def _give_sums(self, ballot: Ballot, work: SliceTask) -> None:
         for number in self.primaries():
             hosted = self.hosted[number]
             for life in hosted.targets:
@@ -82,10 +82,10 @@ class RingServer(Server):
                     self.send(life, self.frame("replicate", body))
 
     @staticmethod
-    def _fresh(hosted: Hosted, work: Work) -> tuple[Part, ...]:
+    def _fresh(hosted: Hosted, work: SliceTask) -> tuple[Part, ...]:
         return tuple(part for part in work.parts if part[1] > hosted.state.clocks.get(part[0], 0))
 
-    def _vote(self, ballot: Ballot, work: Work) -> None:
+    def _vote(self, ballot: Ballot, work: SliceTask) -> None:
         """When all others hold the sums of all slices whose primary this is."""
         wanted = {(number, life) for number in self.primaries() for life in self.hosted[number].targets}
         if work.is_said or not (wanted <= work.acks or "vote_unheld" in self.job.bugs):
@@ -111,7 +111,7 @@ class RingServer(Server):
         address = self.members[name].address
         return address is not None and self.world.processes[address.unix].is_alive
 
-    def _count(self, ballot: Ballot, work: Work) -> None:
+    def _count(self, ballot: Ballot, work: SliceTask) -> None:
         """On every copy here, and on its own slices."""
         del self.works[ballot]
         self.votes.forget(ballot)

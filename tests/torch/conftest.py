@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from syncline.launch import embedded
-from syncline.net.hatch import Hatch
-from syncline.server.pinning import bytes_at
+from syncline.net.device_channel import DeviceChannel
+from syncline.server.storage import bytes_at
 from syncline.torch import carriers, optimizer
 
 
 @pytest.fixture(autouse=True)
 def circles_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
-    monkeypatch.setattr("syncline.server.circle.CONNECT_SECONDS", 45.0)
+    monkeypatch.setattr("syncline.server.reduce.process_group.CONNECT_SECONDS", 45.0)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield "cuda:0"
         return
     opened = go_the_slow_way(monkeypatch.setattr, request.param)
-    monkeypatch.setattr(embedded, "Hatch", lambda device: Hatch("cpu"))  # also where there is a GPU
+    monkeypatch.setattr(embedded, "Hatch", lambda device: DeviceChannel("cpu"))  # also where there is a GPU
     yield "cpu"
     assert opened, "nothing went the way of a device"
 

@@ -13,11 +13,12 @@ from tests.server.conftest import eventually
 from tests.server.rings import check_all_equal, kill, start
 
 from syncline.core.forecast import Outcome
-from syncline.server import circle, pool, sums
-from syncline.server.circling import Circling
-from syncline.server.turn import Turn
+from syncline.server import pool
+from syncline.server.reduce import process_group, sums
+from syncline.server.reduce.host_round import Turn
+from syncline.server.reduce.process_group import GroupRound
 from syncline.testing import local_job
-from syncline.torch import DistributedOptimizer, carriers, hatch_carrier
+from syncline.torch import DistributedOptimizer, carriers, channel_carrier
 from syncline.worker import digests, placement
 
 STEPS = 8
@@ -196,9 +197,9 @@ def test_so_it_does_where_gradients_stay_on_their_device(
     body: Body, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """nccl wants a GPU for each rank: gloo stands in for it."""
-    monkeypatch.setitem(circle.GROUPS, "nccl", circle.gloo_group)
-    monkeypatch.setitem(circle.LIMITS, "nccl", circle.LIMITS["gloo"])
-    monkeypatch.setattr(hatch_carrier, "BUCKET_BYTES", 512)
+    monkeypatch.setitem(process_group.GROUPS, "nccl", process_group.gloo_group)
+    monkeypatch.setitem(process_group.LIMITS, "nccl", process_group.LIMITS["gloo"])
+    monkeypatch.setattr(channel_carrier, "BUCKET_BYTES", 512)
     monkeypatch.setitem(KINDS, "hatch", {"sums": "nccl"})
     assert torch.equal(trained(body, True, "hatch", device), trained(body, False, "hatch", device))
 
@@ -219,26 +220,26 @@ def test_deputies_begin_all_slices_before_their_round_is_whole(kind: str, monkey
 
 
 def test_a_circle_begins_all_buckets_before_their_round_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, original = list[tuple[int, int]](), Circling.make
+    begun, original = list[tuple[int, int]](), GroupRound.make
     monkeypatch.setattr(sums, "BUCKET_BYTES", 512)
 
-    def make(self: Circling, work: Any, outcome: Outcome) -> Any:
+    def make(self: GroupRound, work: Any, outcome: Outcome) -> Any:
         assert not any(map(outcome.is_anew, range(100)))
         if outcome.number > 1:
             begun.append((self.num_begun, len(self._buckets)))
         return original(self, work, outcome)
 
-    monkeypatch.setattr(Circling, "make", make)
+    monkeypatch.setattr(GroupRound, "make", make)
     trained(plain, True, "circle")
     assert begun == [begun[0]] * 4 * (STEPS - 2) and begun[0][0] == begun[0][1] > 1
 
 
 def test_buffers_that_are_there_at_the_step_do_not_hold_up_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a parameter that a worker has no gradient for."""
-    begun, original = dict[str, set[tuple[int, int]]](), Circling.make
+    begun, original = dict[str, set[tuple[int, int]]](), GroupRound.make
     monkeypatch.setattr(sums, "BUCKET_BYTES", 256)
 
-    def make(self: Circling, work: Any, outcome: Outcome) -> Any:
+    def make(self: GroupRound, work: Any, outcome: Outcome) -> Any:
         if outcome.number > 1:
             begun.setdefault(self._own_worker, set()).add((self.num_begun, len(self._buckets)))
         return original(self, work, outcome)
@@ -253,7 +254,7 @@ def test_buffers_that_are_there_at_the_step_do_not_hold_up_a_circle(monkeypatch:
             opt.step()
             opt.zero_grad()
 
-    monkeypatch.setattr(Circling, "make", make)
+    monkeypatch.setattr(GroupRound, "make", make)
     with local_job(workers=2, exchange="ring", slice_bytes=256, sums="gloo") as jobs:
         jobs.run(work)
     for found in begun.values():

@@ -30,8 +30,8 @@ from tests.torch.test_device import (
 from torch import nn
 
 import syncline
-from syncline.server import circle
-from syncline.server.hatched import HatchedHome
+from syncline.server.device_storage import ChannelStorage
+from syncline.server.reduce import process_group
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 from syncline.worker.arena import Arenas
@@ -44,7 +44,7 @@ NCCL: dict[str, Any] = {"exchange": "ring", "sums": "nccl", "slice_bytes": 256}
 def past_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Fails a test in which gradients have gone through an arena, or parameters through host memory, unasked."""
     went: list[str] = []
-    array, refresh = Arenas.array, HatchedHome.refresh
+    array, refresh = Arenas.array, ChannelStorage.refresh
 
     def made(self: Any, segment: Any, slot: int) -> Any:
         went.append(f"arena of segment {segment.index}")
@@ -56,7 +56,7 @@ def past_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         refresh(self, numbers, host)
 
     monkeypatch.setattr(Arenas, "array", made)
-    monkeypatch.setattr(HatchedHome, "refresh", copied)
+    monkeypatch.setattr(ChannelStorage, "refresh", copied)
     yield went
 
 
@@ -150,8 +150,8 @@ def test_several_ranks_come_to_what_servers_come_to(
     device: str, clip: float | None, monkeypatch: pytest.MonkeyPatch, past_the_host: list[str]
 ) -> None:
     """nccl wants a GPU for each rank; gloo, in its place, adds up on one."""
-    monkeypatch.setitem(circle.GROUPS, "nccl", circle.gloo_group)
-    monkeypatch.setitem(circle.LIMITS, "nccl", circle.LIMITS["gloo"])
+    monkeypatch.setitem(process_group.GROUPS, "nccl", process_group.gloo_group)
+    monkeypatch.setitem(process_group.LIMITS, "nccl", process_group.LIMITS["gloo"])
     with local_job(workers=3, **NCCL) as jobs:
         found = jobs.run(lambda job: weighted(job, device, clip_norm=clip))
         assert not [what for what in past_the_host if what.startswith("arena")]
@@ -164,14 +164,14 @@ def test_several_ranks_come_to_what_servers_come_to(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nccl_adds_up_what_one_rank_has() -> None:
-    """A circle of one, which a job would not make: that nccl is spoken to as it wants. What nccl opens for itself
-    stays open, so it has a process of its own."""
+    """A process group of one, which a job would not make: that nccl is spoken to as it wants. What nccl opens for
+    itself stays open, so it has a process of its own."""
     script = """
 import torch
-from syncline.server import circle
-from syncline.server.introductions import Heard, Introductions
+from syncline.server import process group
+from syncline.server.reduce.process_group import Heard, Introductions
 store = Introductions(1, Heard(), lambda key, value: None, 60.0)
-group = circle.nccl_group(store, 0, 1, 60.0, "")
+group = process_group.nccl_group(store, 0, 1, 60.0, "")
 numbers = torch.arange(5.0, device="cuda:0")
 group.allreduce([numbers], torch.distributed.AllreduceOptions()).wait()
 torch.cuda.synchronize()

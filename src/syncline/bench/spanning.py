@@ -68,7 +68,8 @@ def ring_codec(name: str, num_bytes: int, codec: str, *, rate: str, reach: Reach
 
 
 def ring_hosts(name: str, num_bytes: int, *, each: int, rate: str, unit: Unit) -> Row:
-    """Several workers on each of two hosts, beside a circle of the same, whose ranks gloo takes as they come."""
+    """Several workers on each of two hosts, beside a process group of the same, whose ranks gloo takes as they
+    come."""
 
     def measure(effort: Effort) -> Samples:
         task = Task(kind="push_pull", num_bytes=num_bytes, num_uncounted=_UNCOUNTED)

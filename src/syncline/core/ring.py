@@ -201,7 +201,7 @@ class Spread:
         self, parts: Iterable[tuple[Segment, Slice]], replica_sets: Mapping[int, ReplicaSet], hosts: Mapping[str, str]
     ) -> frozenset[int]:
         """The slices that are spread. `hosts`: of the servers, by name."""
-        if not self._is_ring:  # of a circle, every server sums up by itself anyway
+        if not self._is_ring:  # of a process group, every server sums up by itself anyway
             return frozenset()
         return frozenset(part.id for segment, part in parts if self._is_spread(segment, part, replica_sets, hosts))
 

@@ -23,7 +23,7 @@ from syncline.launch import jobfile
 from syncline.launch.membership import join, myself, reach, say, waiter_reads
 from syncline.launch.saving import settle_saving
 from syncline.net import memory, tcp
-from syncline.net.hatch import Hatch
+from syncline.net.device_channel import DeviceChannel
 from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
@@ -47,7 +47,7 @@ class InProcess:
         self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
         self._hosts: dict[str, str] = {}  # of members
         self._peers: dict[str, Peers] = {}  # of workers, by name
-        self._hatches: dict[str, Hatch] = {}  # to the servers of their processes
+        self._hatches: dict[str, DeviceChannel] = {}  # to the servers of their processes
         self._change = threading.Condition()  # of these
 
     def stamp(self) -> Stamp:
@@ -92,9 +92,9 @@ class InProcess:
 
     def add_server(self, name: str, host: str = "local") -> Call:
         # Imported here: a worker without torch has its server in a child process.
-        from syncline.server.homes import home_of
         from syncline.server.pool import InlinePool
         from syncline.server.service import Server
+        from syncline.server.storage import home_of
 
         home = self._hatched_home(name) or home_of(self.coordinator.config.server_device, say(name))
         stamp, self._hosts[name] = self.stamp(), host
@@ -136,10 +136,10 @@ class InProcess:
             return None
         import torch
 
-        from syncline.server.hatched import HatchedHome
+        from syncline.server.device_storage import ChannelStorage
 
-        hatch = self._hatches[partner_of(name)] = Hatch("cuda:0" if torch.cuda.is_available() else "cpu")
-        return HatchedHome(hatch, say(name))
+        hatch = self._hatches[partner_of(name)] = DeviceChannel("cuda:0" if torch.cuda.is_available() else "cpu")
+        return ChannelStorage(hatch, say(name))
 
     def _server(self, name: str) -> Any:
         if name not in self._servers:

@@ -14,7 +14,7 @@ from syncline.errors import ConfigError, JobFailed, SynclineError, WaitTimeout
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.hosts import local_place
 from syncline.launch.jobfile import JobFile
-from syncline.net.hatch import Hatch
+from syncline.net.device_channel import DeviceChannel
 
 if TYPE_CHECKING:
     from syncline.launch.serving import End, Serving
@@ -37,7 +37,7 @@ class OwnServer:
         self._serving: Serving | None = None
         self._refused: SynclineError | None = None
         self._on_refused: Callable[[], None] = lambda: None
-        self.hatch: Hatch | None = None  # to the worker, on a GPU
+        self.hatch: DeviceChannel | None = None  # to the worker, on a GPU
         self._is_over = threading.Event()  # its part in the job
         self._is_finishing = False  # the script has ended
 
@@ -56,7 +56,7 @@ class OwnServer:
         )
         self._serving.join(self._host)
 
-    def _open_hatch(self) -> Hatch | None:
+    def _open_hatch(self) -> DeviceChannel | None:
         """With `--sums nccl`: to the worker, on its GPU; an error where torch has none for it, or no nccl."""
         config = configuration.resolve(self._file.given)
         if not config.has_circle:
@@ -72,7 +72,7 @@ class OwnServer:
         place = local_place(config, partner_of(self._name) if self._name else "", self._host)
         device = config.device if ":" in config.device else f"cuda:{place}"
         check_circle_gpus(config, place + 1, torch.cuda.device_count(), self._host)
-        return Hatch(device)
+        return DeviceChannel(device)
 
     def check(self) -> None:
         """Raises what kept it from being a member, if anything has."""

@@ -24,14 +24,14 @@ from syncline.launch.lives import LEAVES
 from syncline.launch.membership import connect, join, local_address, myself, reach, say, unix_name
 from syncline.launch.restarts import EVICTED
 from syncline.net import shm, tcp
-from syncline.net.hatch import Hatch
+from syncline.net.device_channel import DeviceChannel
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.server.hatched import HatchedHome
-from syncline.server.homes import home_of
+from syncline.server.device_storage import ChannelStorage
 from syncline.server.pool import ThreadPool
 from syncline.server.service import Server
+from syncline.server.storage import home_of
 
 
 class End(NamedTuple):
@@ -58,8 +58,8 @@ def run_server(file: JobFile, name: str, host: str) -> int:
 class Serving:
     """A server with its listener and its way to the coordinator; `ends` hears how that ends.
 
-    `process`: which process this is, where another member is in it too; `hatch`: to that, on a GPU. `leave`: the
-    coordinator wants it to.
+    `process`: which process this is, where another member is in it too; `device channel`: to that, on a GPU.
+    `leave`: the coordinator wants it to.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Serving:
         *,
         num_threads: int | None = None,
         process: str = "",
-        hatch: Hatch | None = None,
+        hatch: DeviceChannel | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._file, self._name, self._ends, self._process = file, name, ends, process
@@ -86,7 +86,7 @@ class Serving:
             create_memory=shm.create,
             log=self.log,
             over=self._over,
-            home=HatchedHome(hatch, self.log) if hatch else home_of(self._config.server_device, self.log),
+            home=ChannelStorage(hatch, self.log) if hatch else home_of(self._config.server_device, self.log),
             dial=self._dial,
             retire=leave,
         )

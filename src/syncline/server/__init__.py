@@ -1,1 +1,16 @@
-"""A server: hosts slices, orders and applies commits, keeps backups."""
+"""A server: hosts slices of the parameters, orders and applies commits, keeps backups.
+
+service           the service: which message goes to which part
+hosting           the segments, slices and backups that are here
+storage           where slices live: blocks of shared memory, or a GPU (device_storage)
+slices, rules     one slice: its bytes, state and lock; the optimizer on its pieces
+staging           the bytes that workers have sent, until their round is applied
+commits           a worker's commit: admitted (admission_queue), decided by the core, clipped (clipping)
+tasks, executor   a decided round on its way through all slices, in the threads of the pool
+pulls, replies    parameters on their way back to workers
+replicate         updates on their way to backups (backups, seeding, reliable_send)
+reconfigure       from one generation to the next; workers that go (worker_removal)
+ring              votes of a ring (ring_service, ring_copies, encoded_sums), and how it adds up (reduce/)
+snapshot_barrier  one snapshot point on all servers; cow_snapshot, saving and restore: checkpoints
+state_transfer    `state_dict` and `load_state_dict`; lease_acks, waits: what the coordinator hears
+"""

@@ -1,4 +1,4 @@
-"""Backups: copies of slices whose primary is on another server. What comes from there is taken in, in order."""
+"""Backups: copies of slices whose primary is on another server. They apply its updates in order."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Container, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,24 +15,110 @@ from syncline import faults
 from syncline.core.layout import Segment, Slice
 from syncline.core.ring import Ballot
 from syncline.core.rounds import RoundMembership
-from syncline.core.wire.traffic import Replicate, Replicated, Seed
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Replicate, Replicated, Seed, ShareRegion
 from syncline.errors import FencedError, FrameError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
-from syncline.net.transport import Buffer, Peer, buffer_of
-from syncline.server.backup import Backup, is_held, is_of, own_region, slot_of
-from syncline.server.blocks import Blocks
+from syncline.net.transport import Buffer, Memory, Peer, buffer_of
 from syncline.server.encoded_sums import SumDecoder
-from syncline.server.homes import Home
-from syncline.server.hosted import HostedSlice
-from syncline.server.lenders import Lenders
 from syncline.server.pool import Pool
-from syncline.server.replication import Region, digest_of
+from syncline.server.replicate import Region, digest_of
 from syncline.server.rules import tensor_of
-from syncline.server.states import check_entry
-from syncline.server.work import Work
+from syncline.server.slices import HostedSlice
+from syncline.server.state_transfer import check_entry
+from syncline.server.storage import Blocks, SliceStorage
+from syncline.server.tasks import RingRounds, SliceTask
 
-if TYPE_CHECKING:
-    from syncline.server.voting import Voting
+
+class Backup:
+    """One slice's copy: what waits to be taken in, one after the other."""
+
+    def __init__(self, slot: HostedSlice | None, primary: str) -> None:
+        self.slot, self.primary = slot, primary
+        self.region: Region | None = None  # lent by the primary
+        self.own: Region | None = None  # where what is not lent is put
+        self.landed: Sequence[Buffer] | None = None  # what a socket has put there
+        self.held: tuple[Replicate, Region | None] | None = None  # in a ring: until all have voted for it
+        self.queue: collections.deque[Request | Callable[[], None]] = collections.deque()  # or this server's own sums
+        self.is_busy = False
+        self.is_named = False  # by the replica sets
+        self.is_out = False  # it is no backup any more
+
+
+def slot_of(backup: Backup, message: Replicate) -> HostedSlice:
+    if backup.slot is None:
+        raise ProtocolError(f"the seed of slice {message.slice} did not come")
+    return backup.slot
+
+
+def is_held(backup: Backup, message: Seed | Replicate) -> bool:
+    if backup.held is None or not isinstance(message, Replicate) or message.ballot is None:
+        return False
+    return backup.held[0].ballot == message.ballot
+
+
+def is_of(message: Replicate, generation: int) -> bool:
+    """In a ring: what is late, from before a change, may come while the sum of a round after it is made."""
+    return message.ballot is None or message.ballot.generation == generation
+
+
+def own_region(backup: Backup, slot: HostedSlice) -> Region:
+    if backup.own is None:
+        backup.own = Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype)
+    return backup.own
+
+
+class Lent(NamedTuple):
+    """One primary's memory, by its number, and the block of ours for the slices that it will seed."""
+
+    number: int
+    memory: Memory
+    block: int
+
+
+class SharedRegions:
+    """By primary."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._lent: dict[str, Lent] = {}
+        self._lock = threading.Lock()
+
+    def lend(self, request: Request, message: ShareRegion) -> None:
+        """The primary's memory, and as much of ours for the slices that are to come."""
+        memory = request.attachment
+        if memory is None or memory.array.nbytes < message.num_bytes:
+            raise ProtocolError(f"{request.peer} lends memory that did not come")
+        block = self._blocks.make(message.num_bytes)
+        with self._lock:
+            before = self._lent.get(request.peer.name)
+            self._lent[request.peer.name] = Lent(message.number, memory, block)
+        if before is not None:
+            self._blocks.let_go(before.block)
+        request.reply(Done())
+
+    def find(self, peer: Peer, number: int) -> Lent:
+        with self._lock:
+            known = self._lent.get(peer.name)
+        if known is None or known.number != number:
+            raise ProtocolError(f"{peer} names memory {number}, which it has not lent")
+        return known
+
+    def region(self, peer: Peer, message: Seed, part: Slice) -> Region:
+        """Where this slice's updates will lie."""
+        assert message.lent is not None
+        memory = self.find(peer, message.lent).memory
+        view = memory.array[message.offset : message.offset + part.num_bytes]
+        if view.nbytes != part.num_bytes or message.offset < 0:
+            raise ProtocolError(f"{peer} names a place outside of what it has lent")
+        return Region(view, part.dtype, memory)
+
+    def forget_but(self, there: Container[str]) -> None:
+        with self._lock:
+            gone = [self._lent.pop(name) for name in list(self._lent) if name not in there]
+        for lent in gone:
+            self._blocks.let_go(lent.block)
+
 
 #: An update of at most this many bytes is taken in by the thread that reads it.
 INLINE_BYTES = 1 << 16
@@ -45,7 +131,7 @@ class Backups:
         self,
         blocks: Blocks,
         pool: Pool,
-        home: Home,
+        home: SliceStorage,
         *,
         find: Callable[[int], tuple[Segment, Slice]],
         check_sender: Callable[[Peer, int], None],
@@ -55,12 +141,12 @@ class Backups:
         self.learn: Callable[[RoundMembership], None] = lambda roll: (
             None
         )  # what primaries say of rounds with spare workers
-        self.voting: Voting | None = None  # in a ring
+        self.voting: RingRounds | None = None  # in a ring
         self.backups: dict[int, Backup] = {}
         # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
         # has ended by itself goes on, and what it takes in has to be here.
         self._promoted: dict[int, Backup] = {}
-        self.lenders, self.sums = Lenders(blocks), SumDecoder(find)
+        self.lenders, self.sums = SharedRegions(blocks), SumDecoder(find)
         self._num_thaws = 0
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -81,7 +167,7 @@ class Backups:
         with self._lock:
             backup = self.backups.get(message.slice)
             is_free = backup is not None and not backup.is_busy and backup.held is None
-            is_free = is_free and (self.voting is None or is_of(message, self.voting.votes.generation))
+            is_free = is_free and (self.voting is None or is_of(message, self.voting.generation))
             if backup is not None and backup.slot is not None and is_free and backup.primary == peer.name:
                 backup.landed = backup.slot.rules.bytes_of_pieces(own_region(backup, backup.slot).array, message.has)
                 return backup.landed
@@ -268,7 +354,7 @@ class Backups:
             small = self._find(number)[1].num_bytes <= INLINE_BYTES
             self._work_off(backup) if small else self._pool.submit(functools.partial(self._work_off, backup))
 
-    def _hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: Voting) -> bool:
+    def _hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: RingRounds) -> bool:
         """Whether it is taken in; else it waits until a change is over."""
         slot = slot_of(backup, message)
         with slot.lock:
@@ -300,7 +386,7 @@ class Backups:
     def num_bytes(self, numbers: Collection[int]) -> int:
         return sum(self._find(number)[1].num_bytes for number in numbers)
 
-    def apply_held(self, number: int, work: Work) -> None:
+    def apply_held(self, number: int, work: SliceTask) -> None:
         """All have voted for what this slice holds."""
         backup = self.backups[number]
         assert backup.held is not None and backup.slot is not None

@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING
 
 from syncline.core.rounds import Commit
 from syncline.core.wire.traffic import AskClip
-from syncline.server.hosted import HostedSlice
-from syncline.server.work import Contribution, Key, RoundWork, Work, key_of
+from syncline.server.slices import HostedSlice
+from syncline.server.tasks import Key, RoundTask, SliceTask, StagedCommit, key_of
 
 if TYPE_CHECKING:
-    from syncline.server.flow import Flow
+    from syncline.server.executor import RoundExecutor
 
-Held = Commit[Contribution]
+Held = Commit[StagedCommit]
 
 
 class Clipping:
     """Rounds that wait for the norm over all servers."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: RoundExecutor) -> None:
         self._flow = flow
-        self._works: dict[Key, RoundWork] = {}
+        self._works: dict[Key, RoundTask] = {}
 
-    def is_for(self, work: Work) -> bool:
+    def is_for(self, work: SliceTask) -> bool:
         return work.clip_norm is not None and not work.skip and bool(work.slots or self._flow.num_servers > 1)
 
-    def works(self) -> set[RoundWork]:
+    def works(self) -> set[RoundTask]:
         return set(self._works.values())
 
     def forget(self, commit: Held) -> None:
@@ -37,17 +37,17 @@ class Clipping:
     def clear(self) -> None:
         self._works.clear()
 
-    def measure(self, work: RoundWork) -> None:
+    def measure(self, work: RoundTask) -> None:
         if not work.slots:
             self._norms_known(work)
         for slot in work.slots:
             self._flow.pool.submit(functools.partial(self._measure_norm, work, slot))
 
-    def _measure_norm(self, work: RoundWork, slot: HostedSlice) -> None:
+    def _measure_norm(self, work: RoundTask, slot: HostedSlice) -> None:
         try:
             share = slot.norm(work)
         except Exception as error:  # whoever waits must hear of it, whatever it is
-            with self._flow.order:
+            with self._flow.state_lock:
                 is_dropped = self._flow.was_dropped(work)  # and what its workers staged is gone
             if not is_dropped:
                 self._flow.fail(work, error)
@@ -55,12 +55,12 @@ class Clipping:
         if work.norm_done(slot.part.id, share):
             self._norms_known(work)
 
-    def _norms_known(self, work: RoundWork) -> None:
+    def _norms_known(self, work: RoundTask) -> None:
         work.share = math.fsum(work.squared_norms[number] for number in sorted(work.squared_norms))
         if self._flow.num_servers == 1:
             self._apply_clipped(work, work.share)
             return
-        with self._flow.order:
+        with self._flow.state_lock:
             if self._flow.was_dropped(work):
                 return  # whoever is in it makes it again
             requests = [(c.clock, item.request) for c in work.commits for item in c.item.sayings()]
@@ -74,12 +74,12 @@ class Clipping:
             if request is not None:
                 request.reply(AskClip(clock, work.share, work.roll))
 
-    def asked_for(self, key: Key) -> RoundWork | None:
+    def asked_for(self, key: Key) -> RoundTask | None:
         """The round of this commit, if it waits for the norm over all servers."""
         return self._works.get(key)
 
-    def give(self, work: RoundWork, commit: Held, squared_norm: float) -> Callable[[], None]:
-        """Under `order`: the first worker to bring the norm has the round applied; what to do, outside of it."""
+    def give(self, work: RoundTask, commit: Held, squared_norm: float) -> Callable[[], None]:
+        """Under `state_lock`: the first worker to bring the norm has the round applied; what to do, outside of it."""
         scaled, work.scaled = work.scaled, True
         if work.applied:
             del self._works[key_of(commit)]
@@ -90,13 +90,13 @@ class Clipping:
         self._flow.resumes(work)
         return functools.partial(self._apply_clipped, work, squared_norm)
 
-    def _apply_clipped(self, work: RoundWork, squared_norm: float) -> None:
+    def _apply_clipped(self, work: RoundTask, squared_norm: float) -> None:
         assert work.clip_norm is not None
         # As torch.nn.utils.clip_grad_norm_ has it.
         work.scale = min(1.0, work.clip_norm / (math.sqrt(squared_norm) + 1e-6))
         if math.isnan(squared_norm):
             work.scale = math.nan
-        with self._flow.order:
+        with self._flow.state_lock:
             if self._flow.was_dropped(work):
                 return
             for slot in work.slots if not work.is_summed else ():
@@ -104,11 +104,11 @@ class Clipping:
         self._flow.go_through(work)
 
     def num_orphans(self) -> int:
-        """Under `order`: commits of workers that are out, in rounds that wait for their norm."""
+        """Under `state_lock`: commits of workers that are out, in rounds that wait for their norm."""
         return sum(commit.item.is_fenced for work in self.works() for commit in work.commits)
 
     def forget_orphans(self) -> list[str]:
-        """Under `order`: who is out brings no norm; rounds that nobody is left to bring it for are given up."""
+        """Under `state_lock`: who is out brings no norm; rounds that nobody is left to bring it for are given up."""
         lost = []
         for work in self.works():
             if all(commit.item.is_fenced for commit in work.commits) and not work.scaled:

@@ -1,16 +1,16 @@
-"""Commits at a server: staged, held while a generation changes, decided upon by the core."""
+"""Commits at a server: staged, held while the generation changes, and decided by the core."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from syncline import faults
 from syncline.core.layout import Segment, Slice
-from syncline.core.members import Standing
+from syncline.core.members import Member, Standing, by_name
 from syncline.core.rounds import Commit, RoundMembership, Rounds
 from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done, Message
@@ -28,15 +28,46 @@ from syncline.core.wire.traffic import (
 from syncline.errors import ProtocolError, Refresh
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer
-from syncline.server.decoding import Decoding, check_stage
-from syncline.server.departures import Departures, Staged
-from syncline.server.flow import Flow
-from syncline.server.holding import Holding
-from syncline.server.hosted import HostedSlice
+from syncline.server.admission_queue import AdmissionQueue
+from syncline.server.executor import RoundExecutor
 from syncline.server.pulls import Pulls
-from syncline.server.ranks import Ranks
-from syncline.server.staging import Staging
-from syncline.server.work import Contribution, Key, RoundWork, StagedEarly, key_of
+from syncline.server.slices import HostedSlice
+from syncline.server.staging import Decoding, Staging, check_stage
+from syncline.server.tasks import Key, RoundTask, StagedCommit, StagedEarly, key_of
+from syncline.server.worker_removal import Staged, WorkerRemoval
+
+
+class Ranks:
+    """The workers in the order in which they came, as the coordinator tells."""
+
+    def __init__(self, rounds: Rounds[StagedCommit], flow: RoundExecutor) -> None:
+        self._rounds, self._flow = rounds, flow
+        self._names: list[str] = []  # the chief first
+        self._chief = ""  # of those who take part here
+
+    def hear(self, members: Iterable[Member]) -> None:
+        """Who there is. Who was there, and has commits here, keeps its place in the rounds that it is in."""
+        workers = {(m.name, m.incarnation): (m.since, by_name(m.name)) for m in members if m.role == "worker"}
+        with self._flow.state_lock:
+            self._names = [name for name, _ in workers]
+            here = {(s.name, s.incarnation) for s in self._rounds.standings.values()}
+            gone = {life: place for life, place in self._flow.seniority.items() if life in here}
+            self._flow.seniority = {**gone, **workers}
+            self.choose_chief()
+
+    def choose_chief(self) -> None:
+        """Under `state_lock`."""
+        there = [s.name for s in self._rounds.standings.values() if not (s.left or s.fenced)]
+        self._chief = next((name for name in [*self._names, *there] if name in there), "")
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._names)
+
+    def check_chief(self, peer: Peer, doing: str) -> None:
+        first = self._names[0] if self._names else ""
+        if peer.name not in (self._chief, first):
+            raise ProtocolError(f"{peer} {doing}; only the chief's count")
 
 
 class Commits:
@@ -44,9 +75,9 @@ class Commits:
 
     def __init__(
         self,
-        rounds: Rounds[Contribution],
+        rounds: Rounds[StagedCommit],
         slices: dict[int, HostedSlice],
-        flow: Flow,
+        flow: RoundExecutor,
         pulls: Pulls,
         staging: Staging,
         *,
@@ -55,28 +86,28 @@ class Commits:
     ) -> None:
         self.rounds, self._slices, self.flow, self._pulls, self.staging = rounds, slices, flow, pulls, staging
         self._segments, self._find = segments, find
-        #: What a worker has staged before its commit, in a ring that adds up early; not under `order`.
+        #: What a worker has staged before its commit, in a ring that adds up early; not under `state_lock`.
         self.staged_early: StagedEarly = lambda worker, clock, contribution, slices: None
         self.decoding = Decoding(slices, staging, find, self._is_taken)
         self._stands_still = rounds.policy.stands_still
-        self.order = pulls.order = flow.order
+        self.state_lock = pulls.state_lock = flow.state_lock
         pulls.check = self.check_generation
         self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
         self.entered: dict[str, int] = {}  # workers: the generation in which they entered last
         self.ranks = Ranks(rounds, flow)
         self._staged: dict[Key, Staged] = {}
-        self.departures = Departures(rounds, slices, flow, staging, self._staged, gone=self.ranks.choose_chief)
-        self.holding = Holding(rounds, slices, flow.idle)
+        self.departures = WorkerRemoval(rounds, slices, flow, staging, self._staged, gone=self.ranks.choose_chief)
+        self.holding = AdmissionQueue(rounds, slices, flow.idle)
         self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
         self.num_commits = self.num_late = 0
 
     def learn(self, roll: RoundMembership) -> None:
         """With spare workers: a round was closed, by the word of the server of slice 0."""
-        with self.order:
+        with self.state_lock:
             self.rounds.learn(roll)
 
     def _hear_roll(self, peer: Peer, message: Stage | CommitStaged) -> None:
-        """Under `order`: a worker says what was decided of its commit."""
+        """Under `state_lock`: a worker says what was decided of its commit."""
         roll = message.roll if isinstance(message, CommitStaged) else None
         if roll is None:
             return
@@ -87,7 +118,8 @@ class Commits:
         self.rounds.learn(roll)
 
     def learn_held(self) -> None:
-        """Under `order`: what was decided of held commits is told with the rest; of what comes later it is not."""
+        """Under `state_lock`: what was decided of held commits is told with the rest; of what comes later it is
+        not."""
         for request in self.holding.waiting():
             if isinstance(request.message, CommitStaged) and request.generation >= self.moved:
                 with contextlib.suppress(ProtocolError):  # refused when its turn comes
@@ -119,7 +151,7 @@ class Commits:
         for number in message.ready:
             if not self.staging.is_shared(worker, message.slot, self._find(number)[1]):
                 raise ProtocolError(f"{peer} is ready with slice {number}, which does not lie in shared memory")
-        with self.order:
+        with self.state_lock:
             if request.generation < self.moved:
                 self.check_generation(request)
             standing = self.rounds.standing(*worker)
@@ -127,7 +159,7 @@ class Commits:
             key = (*worker, message.clock)
             staged = self._staged.get(key)
             if staged is None:
-                staged = (Contribution(peer.incarnation, message.phase, message.slot), set())
+                staged = (StagedCommit(peer.incarnation, message.phase, message.slot), set())
                 self._staged[key] = staged
             contribution, have = staged
             have.update(message.slices)
@@ -155,7 +187,7 @@ class Commits:
 
     def _commit(self, request: Request, message: Stage | CommitStaged) -> None:
         peer, clock = request.peer, message.clock
-        with self.order:
+        with self.state_lock:
             if self.holding.is_on:
                 later = functools.partial(self._commit, request, message)
                 if self.holding.keeps(request, "commit", clock, later):
@@ -190,7 +222,7 @@ class Commits:
             self.flow.reply(Commit(peer.name, peer.incarnation, clock, contribution))
         self.flow.run(works)
 
-    def _note_uses(self, key: Key, contribution: Contribution) -> None:
+    def _note_uses(self, key: Key, contribution: StagedCommit) -> None:
         """A slice 0 that came from a worker's copy has lost what was used: of a commit that is in it, and is made
         again, it is known again. Also when it is new here: other slices may lack it."""
         slot = self._slices.get(0)
@@ -199,7 +231,7 @@ class Commits:
                 if slot.state.clocks.get(key[:2], 0) >= key[2]:
                     slot.state.used(contribution.uses)
 
-    def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> Contribution:
+    def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> StagedCommit:
         """What this commit brings: what is staged; said again, what it brought before."""
         known = self.rounds.open_commit(peer.name, clock) if clock == standing.clock else None
         if staged is not None:
@@ -213,14 +245,14 @@ class Commits:
         if clock > standing.clock:
             raise ProtocolError(f"{peer} commits clock {clock}, for which nothing is staged")
         if known is None:
-            return Contribution(peer.incarnation, standing.phase, 0)
-        first = Contribution(peer.incarnation, known.phase, known.slot)
+            return StagedCommit(peer.incarnation, standing.phase, 0)
+        first = StagedCommit(peer.incarnation, known.phase, known.slot)
         first.request, first.answer = known.request, known.answer
         known.again.append(first)
         return known
 
     def _is_asked_again(self, key: Key, request: Request) -> bool:
-        """Under `order`: the answer to this was a question, which was lost; it is asked again."""
+        """Under `state_lock`: the answer to this was a question, which was lost; it is asked again."""
         work = self.flow.clipping.asked_for(key)
         if work is None or work.applied:
             return False
@@ -243,7 +275,7 @@ class Commits:
             standing.clock = clock - 1
 
     def _ask_for(
-        self, contribution: Contribution, request: Request, message: Stage | CommitStaged | GiveClip
+        self, contribution: StagedCommit, request: Request, message: Stage | CommitStaged | GiveClip
     ) -> None:
         """Whom to answer, and how: in parts, where bytes are wanted or the worker wants to hear of slices early."""
         contribution.request, contribution.answer = request, None
@@ -257,7 +289,7 @@ class Commits:
     def give_clip(self, request: Request, message: GiveClip) -> None:
         """The norm over all servers; the first worker to bring it has the round applied."""
         key = (request.peer.name, request.peer.incarnation, message.clock)
-        with self.order:
+        with self.state_lock:
             later = functools.partial(self.give_clip, request, message)
             if self.holding.keeps(request, "clip", message.clock, later):
                 return
@@ -279,7 +311,7 @@ class Commits:
 
     def rest(self, request: Request, message: Rest) -> None:
         peer = request.peer
-        with self.order:
+        with self.state_lock:
             if self.holding.keeps(request, "rest", 0, functools.partial(self.rest, request, message)):
                 return
             self.check_generation(request)
@@ -296,7 +328,7 @@ class Commits:
 
     def about_to_load(self, request: Request, message: LoadState) -> None:
         """No cut lies between the servers' loads."""
-        with self.order:
+        with self.state_lock:
             later = functools.partial(self.about_to_load, request, message)
             if message.about == 1 and self.holding.keeps(request, "rest", 0, later):
                 return
@@ -309,16 +341,16 @@ class Commits:
 
     def lost(self, worker: Identity) -> None:
         """Its last connection is gone."""
-        with self.order:
+        with self.state_lock:
             self.holding.loading.discard(worker)
         self.departures.lost(worker)
 
     def leave(self, request: Request) -> None:
         peer = request.peer
-        with self.order:
+        with self.state_lock:
             if self.holding.keeps(request, "leave", 0, functools.partial(self.leave, request)):
                 return
-            works: list[RoundWork] = []
+            works: list[RoundTask] = []
             if peer.name in self.rounds.standings:
                 works = self.flow.enqueue(self.rounds.leave(peer.name, peer.incarnation))
                 self.departures.let_go((peer.name, peer.incarnation))
@@ -330,21 +362,21 @@ class Commits:
         return bool(self._slices)
 
     def hosted(self) -> list[HostedSlice]:
-        """Under `order`: the slices of which this server is the primary, in the order in which updates come."""
+        """Under `state_lock`: the slices of which this server is the primary, in the order in which updates come."""
         return list(dict.fromkeys([*self.flow.slots_in_order(), *self._slices.values()]))
 
     def slowest(self) -> int:
-        with self.order:
+        with self.state_lock:
             return self.rounds.slowest()
 
     def clocks(self) -> dict[Identity, int]:
-        """Where every worker stands; under `order`, what a slice that is hosted from now on begins with."""
-        with self.order:
+        """Where every worker stands; under `state_lock`, what a slice that is hosted from now on begins with."""
+        with self.state_lock:
             return {(name, inc): clock for name, (inc, clock) in self.rounds.clocks().items()}
 
     def why(self, worker: str) -> tuple[str, bool]:
         """For whom this worker waits, in words, and whether a round waits for it."""
-        with self.order:
+        with self.state_lock:
             parked = [c for c in self.flow.parked() if c.worker == worker]
             if parked:
                 return self.rounds.may_answer(worker, parked[0].clock)[1], False
@@ -354,8 +386,8 @@ class Commits:
 
     def begin_anew(
         self, generation: int, standings: Sequence[Standing], clocks: Mapping[Identity, int]
-    ) -> tuple[list[Contribution], list[Request]]:
-        """Under `order`: primaries have changed; whom to refuse with a Refresh, open commits and held ones."""
+    ) -> tuple[list[StagedCommit], list[Request]]:
+        """Under `state_lock`: primaries have changed; whom to refuse with a Refresh, open commits and held ones."""
         self.moved = generation
         self._set_back = {(s.name, s.incarnation): s.clock for s in standings}
         dropped = self.rounds.begin_anew(standings, clocks)

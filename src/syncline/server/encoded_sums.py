@@ -1,8 +1,9 @@
-"""Sums that a ring's primary gives to others, encoded (`--pull-codec`); who makes one uses what they decode."""
+"""Sums that the primary of a ring sends to other servers, encoded (`--pull-codec`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,10 @@ from syncline.core.layout import Segment, Slice
 from syncline.core.wire.traffic import Replicate
 from syncline.errors import FrameError
 from syncline.net.transport import Buffer, buffer_of
+
+if TYPE_CHECKING:
+    pass
+
 
 Bytes = npt.NDArray[np.uint8]
 Find = Callable[[int], tuple[Segment, Slice]]

@@ -17,12 +17,11 @@ from syncline.core.wire.traffic import Committed, Pin, Pull, Pulled, Unpin, Veri
 from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of
-from syncline.server.answers import MakeBuffer, PartialAnswer
 from syncline.server.backups import Backups
-from syncline.server.hosted import HostedSlice
-from syncline.server.outgoing import Outgoing
 from syncline.server.pool import Pool
-from syncline.server.work import Contribution
+from syncline.server.replies import MakeBuffer, Outgoing, PartialAnswer
+from syncline.server.slices import HostedSlice
+from syncline.server.tasks import StagedCommit
 
 
 class Pulls:
@@ -41,7 +40,9 @@ class Pulls:
         self.outgoing = Outgoing(self._hosted_bytes, most_bytes)
         self._lock = threading.Lock()
         self._waiting: list[tuple[Request, Pull]] = []
-        self.order: AbstractContextManager[object] = threading.RLock()  # pins do not come between two generations
+        self.state_lock: AbstractContextManager[object] = (
+            threading.RLock()
+        )  # pins do not come between two generations
         self.check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest replica sets
         self._pinned: dict[Endpoint, list[int]] = {}
         self.moved: Callable[[int], SynclineError | None] = lambda number: None  # where a slice is that is not here
@@ -82,7 +83,7 @@ class Pulls:
         """There are other slices now."""
         self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
 
-    def committed(self, request: Request, clock: int, item: Contribution, roll: RoundMembership | None) -> None:
+    def committed(self, request: Request, clock: int, item: StagedCommit, roll: RoundMembership | None) -> None:
         """Answers a commit of a worker that reads shared memory: with versions."""
         versions = []
         worker = request.peer.name
@@ -172,7 +173,7 @@ class Pulls:
                 request.refuse(error)
 
     def begin_anew(self) -> list[Request]:
-        """Under `order`: primaries have changed, and pins end. What waits here may have to wait elsewhere."""
+        """Under `state_lock`: primaries have changed, and pins end. What waits here may have to wait elsewhere."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         self._pinned.clear()
@@ -220,7 +221,7 @@ class Pulls:
     def pin(self, request: Request, message: Pin) -> None:
         """No update until unpinned: for a reader whose optimistic copies were overtaken twice."""
         versions = []
-        with self.order:
+        with self.state_lock:
             self.check(request)
             for number in message.slices:
                 slot = self._slices.get(number)
@@ -236,7 +237,7 @@ class Pulls:
         request.reply(Pulled(versions, self.clocks()))
 
     def unpin(self, request: Request, message: Unpin) -> None:
-        with self.order:
+        with self.state_lock:
             held = self._pinned.get(request.endpoint, [])
             for number in message.slices:
                 if number not in held:
@@ -250,7 +251,7 @@ class Pulls:
 
     def forget(self, endpoint: Endpoint) -> None:
         """A connection ended: its pins end with it, and nothing waits for it."""
-        with self.order:
+        with self.state_lock:
             numbers = self._pinned.pop(endpoint, [])
             for number in numbers:
                 self._let_go(number)

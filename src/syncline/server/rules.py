@@ -1,11 +1,13 @@
-"""Rules at work: torch optimizers on the pieces of a slice, and how a round's gradients become one."""
+"""Rules at work: torch optimizers on the pieces of a slice, and how the gradients of a round become one."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +18,162 @@ from syncline.core.rule import OPTIONS, PLAIN, Option, RuleSpec, check_state
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
-from syncline.server.averages import Averages
-from syncline.server.fused import FUSED, FusedKernel
-from syncline.server.homes import Home
-from syncline.server.scratch import scratch
+from syncline.server.storage import SliceStorage
+from syncline.store.weights import AVERAGE_KEY
+
+_local = threading.local()
+_MOST_KEPT = 1024
+
+
+def scratch(dtype: torch.dtype, flat: torch.Tensor, start: int, num_items: int) -> torch.Tensor:
+    """This thread's own for a slice, or a part of it; the same tensor again for the same part."""
+    kept: dict[object, torch.Tensor] = _local.__dict__.setdefault("kept", {})
+    kind = (dtype, flat.device)
+    key = (kind, start, num_items)
+    if key not in kept:
+        if len(kept) > _MOST_KEPT:
+            kept.clear()
+        if kind not in kept or kept[kind].numel() < flat.numel():
+            for old in [known for known in kept if known == kind or known[0] == kind]:  # type: ignore[index]
+                del kept[old]
+            kept[kind] = torch.empty(flat.numel(), dtype=dtype, device=flat.device)
+        kept[key] = kept[kind][start : start + num_items]
+    return kept[key]
+
+
+FUSED = frozenset({"Adam", "AdamW", "SGD"})
+#: An update of at most this many numbers is made by one thread.
+SMALL_ITEMS = 1 << 15
+Tensors = list[torch.Tensor]
+
+
+class FusedKernel:
+    """One group's update in one call, once its optimizer has made the state; the state stays the optimizer's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._is_sgd = isinstance(optimizer, torch.optim.SGD)
+        self._is_adamw = isinstance(optimizer, torch.optim.AdamW)
+        self._parameters: Tensors = list(optimizer.param_groups[0]["params"])
+        self._is_small = sum(parameter.numel() for parameter in self._parameters) <= SMALL_ITEMS
+        self._state = optimizer.state
+        self._lists: dict[str, Tensors] = {}
+
+    def _list(self, key: str) -> Tensors | None:
+        """A state tensor of all parameters; None when one of them does not have it yet."""
+        if key not in self._lists:
+            found = [self._state[p].get(key) if p in self._state else None for p in self._parameters]
+            if any(tensor is None for tensor in found):
+                return None
+            self._lists[key] = [tensor for tensor in found if tensor is not None]
+        return self._lists[key]
+
+    def step(self, gradients: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> bool:
+        """Updates all parameters; False, and nothing done, when the optimizer itself is needed."""
+        update = self._sgd if self._is_sgd else self._adam
+        count = torch.get_num_threads() if self._is_small else 1
+        if count == 1:
+            return update(list(gradients), settings)
+        # The kernels share out even a few numbers among all threads; to meet them takes longer than to do it alone.
+        torch.set_num_threads(1)
+        try:
+            return update(list(gradients), settings)
+        finally:
+            torch.set_num_threads(count)
+
+    def _sgd(self, gradients: Tensors, settings: Mapping[str, Any]) -> bool:
+        momentum = settings["momentum"]
+        buffers = self._list("momentum_buffer") if momentum else []
+        if buffers is None:
+            return False
+        torch._fused_sgd_(
+            self._parameters,
+            gradients,
+            buffers,
+            weight_decay=settings["weight_decay"],
+            momentum=momentum,
+            lr=settings["lr"],
+            dampening=settings["dampening"],
+            nesterov=settings["nesterov"],
+            maximize=settings["maximize"],
+            is_first_step=False,
+        )
+        return True
+
+    def _adam(self, gradients: Tensors, settings: Mapping[str, Any]) -> bool:
+        amsgrad = settings["amsgrad"]
+        means, squares, steps = self._list("exp_avg"), self._list("exp_avg_sq"), self._list("step")
+        largest = self._list("max_exp_avg_sq") if amsgrad else []
+        if means is None or squares is None or steps is None or largest is None:
+            return False
+        beta1, beta2 = settings["betas"]
+        decoupled = self._is_adamw or settings.get("decoupled_weight_decay")
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        torch._foreach_add_(steps, 1)
+        kernel(
+            self._parameters,
+            gradients,
+            means,
+            squares,
+            largest,
+            steps,
+            amsgrad=amsgrad,
+            lr=settings["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            maximize=settings["maximize"],
+        )
+        return True
+
+
+class Averages:
+    """Of the pieces of one slice whose rules change them bit by bit. It begins with the values before the first
+    update; halves are averaged in single precision. A backup that has the same values and updates has the same
+    average."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], is_averaged: Sequence[bool], decay: float) -> None:
+        self._parameters, self._decay = parameters, decay
+        self._is_averaged = [
+            averaged and parameter.is_floating_point() and decay > 0.0
+            for parameter, averaged in zip(parameters, is_averaged, strict=True)
+        ]
+        self._averages: dict[int, torch.Tensor] = {}
+        self.is_on = any(self._is_averaged)
+
+    def begin(self) -> None:
+        """Before an update: where there is none yet, it begins with what is there."""
+        for index, parameter in enumerate(self._parameters):
+            if self._is_averaged[index] and index not in self._averages:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                self._averages[index] = parameter.detach().to(wide, copy=True)
+
+    def follow(self) -> None:
+        """After an update."""
+        for index, average in self._averages.items():
+            average.lerp_(self._parameters[index].detach().to(average.dtype), 1.0 - self._decay)
+
+    def entries(self, part: int, index: int) -> Iterator[tuple[StateEntry, torch.Tensor]]:
+        """Of one piece, as its rule's state is told."""
+        if (average := self._averages.get(index)) is not None:
+            dtype = str(average.dtype).removeprefix("torch.")
+            yield StateEntry(part, index, AVERAGE_KEY, dtype, tuple(average.shape)), average
+
+    def load(self, entries: Sequence[tuple[StateEntry, torch.Tensor]]) -> list[tuple[StateEntry, torch.Tensor]]:
+        """Takes over what there is of averages; what is left is of rules. Where nothing is, it goes on by itself."""
+        found: dict[int, torch.Tensor] = {}
+        for entry, tensor in entries:
+            if entry.key != AVERAGE_KEY:
+                continue
+            if not 0 <= entry.piece < len(self._parameters):
+                raise ProtocolError(f"an average for piece {entry.piece}")
+            parameter = self._parameters[entry.piece]
+            if self._is_averaged[entry.piece]:
+                found[entry.piece] = tensor.to(parameter.device, copy=True).view_as(parameter)
+        if found:
+            self._averages = found
+        return [(entry, tensor) for entry, tensor in entries if entry.key != AVERAGE_KEY]
+
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
@@ -39,7 +193,7 @@ def tensor_of(array: Bytes, dtype: str) -> torch.Tensor:
 class SliceRules:
     """The rules of one slice: a torch optimizer per group over this slice's pieces."""
 
-    def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: Home) -> None:
+    def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: SliceStorage) -> None:
         self.segment, self.part = segment, part
         self.pieces = segment.pieces(part)
         self._home, self.host = home, tensor_of(memory, part.dtype)

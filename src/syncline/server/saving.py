@@ -22,10 +22,10 @@ from syncline.core.wire.checkpoints import (
 from syncline.core.wire.message import Message
 from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
-from syncline.server.gate import CommitBarrier
-from syncline.server.hosted import HostedSlice
-from syncline.server.marks import MarkedSlice, Marks, Planned, Writer
-from syncline.server.work import in_thread
+from syncline.server.cow_snapshot import CowSnapshot, Planned, SnapshotSlice, Writer
+from syncline.server.slices import HostedSlice
+from syncline.server.snapshot_barrier import SnapshotGate
+from syncline.server.tasks import in_thread
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter
 
@@ -43,7 +43,7 @@ def open_writer(folder: str, file: str, plan: Sequence[Planned]) -> Writer:
 
 
 def saving_handlers(
-    gate: Callable[[], CommitBarrier], saving: Saving
+    gate: Callable[[], SnapshotGate], saving: Saving
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
     """Answers the coordinator about saves."""
 
@@ -67,16 +67,16 @@ class Saving:
         self._log, self._open_writer = log, open_writer
         self.most_bytes = 0  # that a save may copy at a time; 0: as many as there are
         self._changed = threading.Condition()
-        self._marks: Marks | None = None
-        self._writing: Marks | None = None
+        self._marks: CowSnapshot | None = None
+        self._writing: CowSnapshot | None = None
         self._num_writing = 0
 
     def mark(self, number: int, slots: list[HostedSlice]) -> None:
-        """Under `order`, while nothing is on its way through the slices. A save that was under way is over."""
+        """Under `state_lock`, while nothing is on its way through the slices. A save that was under way is over."""
         with self._changed:
             before, self._marks = self._marks, None
         _let_go(before)
-        marks = Marks(number, slots, self.most_bytes, self._log)
+        marks = CowSnapshot(number, slots, self.most_bytes, self._log)
         with self._changed:
             self._marks = marks
 
@@ -120,7 +120,7 @@ class Saving:
                 self._num_writing -= 1
                 self._changed.notify_all()
 
-    def _write_marked(self, marks: Marks, message: WriteMarked) -> WrittenMarked:
+    def _write_marked(self, marks: CowSnapshot, message: WriteMarked) -> WrittenMarked:
         slices = list(marks.slices)
         writer = self._open_writer(message.folder, message.file, [t for marked in slices for t in marked.plan()])
         try:
@@ -135,9 +135,9 @@ class Saving:
             raise
         return WrittenMarked(file, [m.saved(message.file) for m in slices], marks.num_copied, marks.num_waited)
 
-    def _write_all(self, marks: Marks, writer: Writer) -> None:
+    def _write_all(self, marks: CowSnapshot, writer: Writer) -> None:
         """Slices are copied by this thread, so that whoever waits for one waits for nobody of less priority."""
-        taken: queue.Queue[MarkedSlice | None] = queue.Queue(1)
+        taken: queue.Queue[SnapshotSlice | None] = queue.Queue(1)
         threads = [threading.Thread(target=_write_some, args=(marks, writer, taken), name=f"save-{k}", daemon=True)
                    for k in range(min(NUM_WRITERS, num_cores()))]  # fmt: skip
         for thread in threads:
@@ -153,14 +153,14 @@ class Saving:
                 thread.join()
 
 
-def _let_go(marks: Marks | None) -> None:
+def _let_go(marks: CowSnapshot | None) -> None:
     """By whoever must not wait: an update may hold a slice while it is written to a disk that does not answer."""
     if marks is not None:
         marks.end()
         threading.Thread(target=marks.release, name="let go", daemon=True).start()
 
 
-def _write_some(marks: Marks, writer: Writer, taken: queue.Queue[MarkedSlice | None]) -> None:
+def _write_some(marks: CowSnapshot, writer: Writer, taken: queue.Queue[SnapshotSlice | None]) -> None:
     _give_way()
     while (marked := taken.get()) is not None:
         try:

@@ -19,9 +19,9 @@ from syncline.core.wire.traffic import ShareRegion
 from syncline.errors import ConnectionLost, FencedError, SynclineError
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory
-from syncline.server.hosted import HostedSlice
-from syncline.server.replication import Partner, Region, Replica, Update, seed_of
-from syncline.server.work import FenceWork
+from syncline.server.replicate import Partner, Region, Replica, Update, seed_of
+from syncline.server.slices import HostedSlice
+from syncline.server.tasks import FenceTask
 
 #: Between two looks at what has gathered for a backup that is still taking its seed in.
 _LOOK_SECONDS = 0.001
@@ -140,7 +140,7 @@ class Seeding:
         with self._between_updates(slot):
             _check_wanted(slot, replica)
             gathered, replica.outbox = replica.outbox or (), None
-            last = Update(FenceWork((), (slot,), lambda work: there.set()), (), replica.region, [], 1.0)
+            last = Update(FenceTask((), (slot,), lambda work: there.set()), (), replica.region, [], 1.0)
             last.parcels = [replica.parcel(slot, last)]
             slot.in_flight = last
         for each in gathered:

@@ -60,25 +60,23 @@ from syncline.net.rpc import Endpoint, Request
 from syncline.net.stalls import BROKEN_OFF
 from syncline.net.transport import Buffer, Memory, Peer
 from syncline.server.commits import Commits, commit_handlers
-from syncline.server.counts import stats_of
-from syncline.server.flow import Flow
-from syncline.server.gate import CommitBarrier
-from syncline.server.generations import HOLD_SECONDS, Generations
-from syncline.server.homes import Home
-from syncline.server.hosted import HostedSlice
-from syncline.server.hosting import Dial, Hosting
-from syncline.server.loading import Loading
+from syncline.server.executor import RoundExecutor
+from syncline.server.hosting import Dial, Hosting, stats_of
+from syncline.server.lease_acks import uses_handlers
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
+from syncline.server.reconfigure import HOLD_SECONDS, ServerReconfiguration
+from syncline.server.restore import Loading, Values
+from syncline.server.ring_service import Ring, landing_of_sum, ring_handlers
 from syncline.server.saving import Saving, saving_handlers
 from syncline.server.seeding import Seeding
+from syncline.server.slices import HostedSlice
+from syncline.server.snapshot_barrier import SnapshotGate
 from syncline.server.staging import Staging
-from syncline.server.states import StateTransfer
-from syncline.server.uses import uses_handlers
-from syncline.server.values import Values
-from syncline.server.voting import Voting, landing_of_sum, ring_handlers, voting_of
+from syncline.server.state_transfer import StateTransfer
+from syncline.server.storage import SliceStorage
+from syncline.server.tasks import StagedCommit
 from syncline.server.waits import beat_of
-from syncline.server.work import Contribution
 from syncline.stats import ServerStats, WireStats
 
 #: What a worker may say whatever it knows of the replica sets.
@@ -100,19 +98,19 @@ class Server:
         create_memory: Callable[[int], Memory],
         log: Callable[[str], None],
         over: Callable[[Over], None],
-        home: Home | None = None,
+        home: SliceStorage | None = None,
         dial: Dial = _no_way,
         retire: Callable[[], None] = lambda: None,
         hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self._pool, self._log, self._over, self._retire = pool, log, over, retire
         self._hold_seconds = hold_seconds
-        self._home = home or Home()
+        self._home = home or SliceStorage()
         self._lock, self._host_lock = threading.Lock(), threading.Lock()
         self._commits: Commits | None = None
-        self._generations: Generations | None = None
+        self._generations: ServerReconfiguration | None = None
         self._heard = 0  # the generation of the newest roster
-        self._voting: Voting | None = None  # in a ring
+        self._ring: Ring | None = None
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
         self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
         self.name = name
@@ -129,7 +127,7 @@ class Server:
         self._leaving: set[Endpoint] = set()  # of workers that have said so
         self._wire = WireStats()
         self._saving, self._loading = Saving(log), Loading(self._hosting, self._drain)
-        self._gate: CommitBarrier | None = None
+        self._gate: SnapshotGate | None = None
         self._rare = self._rare_handlers()
 
     @property
@@ -146,8 +144,8 @@ class Server:
         # Who comes late is told with its first slices how things stand.
         workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
         num_servers = sum(m.role == "server" for m in joined.members)
-        rounds: Rounds[Contribution] = Rounds(policy_of(config), workers)
-        flow = Flow(rounds, self._slices, self._pool, self._pulls, num_servers)
+        rounds: Rounds[StagedCommit] = Rounds(policy_of(config), workers)
+        flow = RoundExecutor(rounds, self._slices, self._pool, self._pulls, num_servers)
         commits = Commits(
             rounds, self._slices, flow, self._pulls, self._staging,
             segments=self._hosting.segments, find=self._hosting.find,
@@ -156,9 +154,9 @@ class Server:
         commits.ranks.hear(joined.members)
         codecs = codecs_of(config, load)
         if config.is_ring:
-            self._voting = voting_of(config, commits, self._hosting, self._pool, Spread(config, codecs))
+            self._ring = Ring(config, commits, self._hosting, self._pool, Spread(config, codecs))
         flow.count_workers(config.replicas)
-        self._generations = Generations(
+        self._generations = ServerReconfiguration(
             self.name,
             commits,
             self._hosting,
@@ -169,11 +167,11 @@ class Server:
             log=self._log,
             hold_seconds=self._hold_seconds,
             cut_off=self._cut_off,
-            voting=self._voting,
+            voting=self._ring.voting if self._ring is not None else None,
         )
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
-        self._gate = CommitBarrier(self.name, commits, mark=self._saving.mark, log=self._log)
+        self._gate = SnapshotGate(self.name, commits, mark=self._saving.mark, log=self._log)
         commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
         self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
         self._pulls.backups = self._hosting.backups if config.is_ring else None
@@ -183,7 +181,7 @@ class Server:
 
     def hear(self, roster: Roster) -> None:
         """The coordinator tells who there is; told twice at a time, the older one may come last."""
-        with self._pulls.order:  # none comes in the middle of a change
+        with self._pulls.state_lock:  # none comes in the middle of a change
             if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
                 return
             self._heard = roster.generation
@@ -231,7 +229,7 @@ class Server:
         if isinstance(message, Replicate | Seed):
             return self._hosting.backups.landing(peer, message)
         if isinstance(message, HostSum | WholeSum):
-            return landing_of_sum(self._voting, peer, message)
+            return landing_of_sum(self._ring, peer, message)
         if isinstance(message, Upload | Restore):
             return self._values.landing(peer, message, self.commits)
         if isinstance(message, LoadState):
@@ -279,7 +277,7 @@ class Server:
             AskState: self._states.give,
             LoadState: self._load_state,
             ShareRegion: self._hosting.backups.lenders.lend,
-            **ring_handlers(lambda: self._voting),
+            **ring_handlers(lambda: self._ring),
             Host: self._host,
             Prepare: lambda request, message: self._changes().prepare(request, message),
             Install: lambda request, message: self._changes().install(request, message),
@@ -298,12 +296,12 @@ class Server:
             self._leaving.add(request.endpoint)
         self.commits.leave(request)
 
-    def _cut(self) -> CommitBarrier:
+    def _cut(self) -> SnapshotGate:
         if self._gate is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._gate
 
-    def _changes(self) -> Generations:
+    def _changes(self) -> ServerReconfiguration:
         if self._generations is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._generations
@@ -329,7 +327,7 @@ class Server:
     def _host(self, request: Request, message: Host) -> None:
         with self._host_lock:  # asked again over another connection, it finds what was made for the first time
             made = self._hosting.make_room(message)
-            with self.commits.order:
+            with self.commits.state_lock:
                 # Between two commits: the new slices begin where every worker stands now. Who has never committed
                 # here, or not since there was nothing to commit to, is taken as it comes.
                 known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 
 from syncline.core.wire.control import Heartbeat
 from syncline.server.commits import Commits
-from syncline.server.hosted import HostedSlice
-from syncline.server.uses import late_here, uses_here
+from syncline.server.lease_acks import late_here, uses_here
+from syncline.server.slices import HostedSlice
 from syncline.stats import Wait
 
 #: A backup has so long before anybody is said to wait for it.
@@ -18,7 +18,7 @@ MOMENT_SECONDS = 0.1
 def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Heartbeat:
     """A server lives: the workers' clocks, and who waits here for whom."""
     now = time.monotonic()
-    with commits.order:
+    with commits.state_lock:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
         waits = [*_rounds(commits, now), *_lags(commits, now)]
     uses, late = uses_here(slots), late_here(slots)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from syncline.net.hatch import Hatch
+from syncline.net.device_channel import DeviceChannel
 from syncline.torch.buffers import Buffers
 from syncline.torch.device_sink import DeviceSink
 from syncline.torch.guard import Guard
@@ -37,7 +37,7 @@ class DeviceLanding:
         side: Side,
         model: torch.nn.Module | None,
         lazy: bool,
-        hatch: Hatch | None = None,
+        hatch: DeviceChannel | None = None,
     ) -> None:
         self._exchange, self._tracked, self._buffers, self._window = exchange, list(tracked), buffers, window
         self._side, self._lazy = side, lazy

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from syncline.core.layout import Slice
-from syncline.net.hatch import Hatch
+from syncline.net.device_channel import DeviceChannel
 from syncline.torch.streams import Mark, Side
 from syncline.worker.arrays import Bytes, address_of
 from syncline.worker.sinks import FlatSink, Landed, Wanted
@@ -23,11 +23,12 @@ class DeviceSink:
         flats: Mapping[int, torch.Tensor],
         on_host: Mapping[int, Bytes],
         mapped: Callable[[], list[Bytes]],
-        hatch: Hatch | None = None,
+        hatch: DeviceChannel | None = None,
     ) -> None:
-        """`hatch`: to a server that has the same slices on the same device."""
+        """`device channel`: to a server that has the same slices on the same device."""
         self._side, self._flats, self._mapped, self._hatch = side, flats, mapped, hatch
-        # Through the hatch everything comes at once, when all servers have answered: also the one of this process.
+        # Through the device channel everything comes at once, when all servers have answered: also the one of this
+        # process.
         self.in_parts = hatch is None
         self._on_host = FlatSink(on_host)
         self._landing: dict[int, torch.Tensor] = {}  # by segment: host memory for what is brought as bytes

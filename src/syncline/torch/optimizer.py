@@ -14,13 +14,13 @@ from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
 from syncline.errors import ConfigError, LayoutError, ProtocolError
-from syncline.net.hatch import Hatch
+from syncline.net.device_channel import DeviceChannel
 from syncline.torch.batch_sizes import BatchSizes
 from syncline.torch.buffers import Buffers
 from syncline.torch.carriers import ArenaCarrier, Carrier, MirrorCarrier
+from syncline.torch.channel_carrier import HatchCarrier
 from syncline.torch.device_landing import DeviceLanding
 from syncline.torch.gradients import Gradients
-from syncline.torch.hatch_carrier import HatchCarrier
 from syncline.torch.landing import HostLanding, Landing
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
@@ -164,7 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         out, into = (open_side(next(iter(devices)), self._job.notice) for _ in range(2))
         return (out, into) if out is not None and into is not None else None
 
-    def _find_hatch(self) -> Hatch | None:
+    def _find_hatch(self) -> DeviceChannel | None:
         """To the server of this process, where that has its slices on the device of all parameters."""
         hatch = self._job.exchange.placement.hatch
         devices = {item.tensor.device for item in self._tracked}

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from syncline.server.pinning import Registered
+from syncline.server.storage import Registered
 from syncline.worker.arrays import Bytes
 
 

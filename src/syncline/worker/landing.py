@@ -10,7 +10,7 @@ from syncline.core.layout import Slice
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import Committed
 from syncline.errors import ProtocolError
-from syncline.net.hatch import Hatch
+from syncline.net.device_channel import DeviceChannel
 from syncline.net.transport import Buffer, buffer_of
 from syncline.worker.arrays import Bytes
 from syncline.worker.copying import copy
@@ -37,9 +37,10 @@ class Landing:
         settled: bool,
         slot: int | None,
         incoming: Incoming | None = None,
-        hatch: Hatch | None = None,
+        hatch: DeviceChannel | None = None,
     ) -> None:
-        """`incoming`: where the server encodes what it sends. `hatch`: what goes through it is not in host memory."""
+        """`incoming`: where the server encodes what it sends. `device channel`: what goes through it is not in host
+        memory."""
         self._hatch = hatch
         self._reader, self._wanted, self._sink, self._incoming = reader, wanted, sink, incoming
         self._settled, self._slot = settled, slot

@@ -19,7 +19,7 @@ from syncline.core.wire.control import AskWhy, GivenWhy, Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
 from syncline.extensions import load
-from syncline.net.hatch import Hatch
+from syncline.net.device_channel import DeviceChannel
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.stats import WireStats
 from syncline.worker.arena import Arenas
@@ -44,10 +44,10 @@ class Placement:
         say: Callable[[str], None],
         own: str = "",
     ) -> None:
-        """`own`: in a ring, the server in this process; with a circle, the only one that gets its pushes."""
+        """`own`: in a ring, the server in this process; with a process group, the only one that gets its pushes."""
         self._config, self._dial, self._say, self._own = config, dial, say, own
         self._spread = Spread(config, codecs_of(config, load))
-        self.hatch: Hatch | None = None  #: to the server of this process, on a GPU
+        self.hatch: DeviceChannel | None = None  #: to the server of this process, on a GPU
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice

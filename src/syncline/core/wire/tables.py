@@ -108,9 +108,9 @@ from syncline.core.wire.traffic import (
     GiveClip,
     GivenPlace,
     GivenState,
+    GroupStoreKey,
     Hosted,
     HostSum,
-    Introduce,
     LoadState,
     Map,
     Mapped,
@@ -166,7 +166,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Come, Called, Attend, Begin, Begun, AskValidationShard, GivenValidationShard, AskReading, GivenReading,
     LocalCandidate, WriteCandidate, WrittenCandidate,
     Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
-    Vote, Introduce, ShareSums, HostSum, WholeSum,
+    Vote, GroupStoreKey, ShareSums, HostSum, WholeSum,
     AskLife, GivenLife, NoteScript,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
@@ -182,7 +182,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, Piece, Taken, Withdraw,
     }),
     "server": frozenset({
-        Join, Rejoin, AskRoster, Heartbeat, Retire, Leave, ShareRegion, Seed, Replicate, Vote, Introduce,
+        Join, Rejoin, AskRoster, Heartbeat, Retire, Leave, ShareRegion, Seed, Replicate, Vote, GroupStoreKey,
         ShareSums, HostSum, WholeSum,
     }),
     "coordinator": frozenset({

@@ -130,8 +130,9 @@ class Vote(Message, frozen=True):
     ballot: Ballot
 
 
-class Introduce(Message, frozen=True):
-    """In a ring with a circle, from a server to all others: what torch.distributed wants them to know of it."""
+class GroupStoreKey(Message, frozen=True):
+    """In a ring with a process group, from a server to all others: what torch.distributed wants them to know of
+    it."""
 
     generation: int
     key: str

@@ -1,0 +1,337 @@
+"""Copy-on-write snapshots: slices as they were at the snapshot point, until they are written."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from syncline.core.checkpoint.manifest import SavedFile, SavedSlice, SavedState
+from syncline.core.wire.traffic import StateEntry
+from syncline.errors import StoreError
+from syncline.net.transport import Buffer, buffer_of
+from syncline.server.slices import Bytes, HostedSlice
+
+_HUGE_BYTES = 2 << 20
+
+
+def new_memory(num_bytes: int) -> Bytes:
+    """Fresh memory, in huge pages where there are any: the first touch of a small page takes longer than the copy
+    into it. Nothing beyond `num_bytes` is ever touched."""
+    if num_bytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.empty(num_bytes, np.uint8)
+    room = mmap.mmap(-1, num_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array: Bytes = np.frombuffer(room, np.uint8)
+    start = -array.ctypes.data % _HUGE_BYTES
+    with contextlib.suppress(OSError):  # a kernel without them
+        room.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _HUGE_BYTES * _HUGE_BYTES)
+    return array[start : start + num_bytes]
+
+
+class CopyMemory:
+    """What a save may copy, at most so much at a time; memory that is free again is used again."""
+
+    def __init__(self, most_bytes: int, num_copies: int) -> None:
+        """`most_bytes`: 0 for all there is. `num_copies`: that are asked for, at most."""
+        self.most_bytes, self._num_left = most_bytes, num_copies
+        self.used = 0
+        self._spare: list[Bytes] = []
+
+    def take(self, num_bytes: int) -> Bytes | None:
+        """None: so much may not be copied now."""
+        self._num_left -= 1
+        found = next((k for k, one in enumerate(self._spare) if one.nbytes == num_bytes), None)
+        if found is None and self.most_bytes and self.used + self.num_spare + num_bytes > self.most_bytes:
+            self._spare.clear()
+            if self.used + num_bytes > self.most_bytes:
+                return None
+        self.used += num_bytes
+        return self._spare.pop(found) if found is not None else new_memory(num_bytes)
+
+    @property
+    def num_spare(self) -> int:
+        """Bytes that are free, and kept."""
+        return sum(one.nbytes for one in self._spare)
+
+    def give_back(self, memory: Bytes) -> None:
+        self.used -= memory.nbytes
+        self._spare.append(memory)
+        if self._num_left <= 0:
+            self._spare.clear()
+
+    def drop(self) -> None:
+        """Nothing is copied any more."""
+        self._num_left = 0
+        self._spare.clear()
+
+
+#: Of a tensor in a file: its name, its dtype, its shape.
+Planned = tuple[str, str, tuple[int, ...]]
+#: For the word where to write to, when there is no memory left: then the save is given up, not the job.
+WORD_SECONDS = 5.0
+#: For a slice that the save before is still writing: all commits wait meanwhile.
+MARK_SECONDS = 0.2
+_LOOK_SECONDS = 0.01
+
+
+class Writer(Protocol):
+    """Where marked slices go: any thread, any order, every tensor once."""
+
+    def write(self, name: str, data: Buffer) -> None: ...
+
+    def finish(self) -> SavedFile: ...
+
+    def abandon(self) -> None: ...
+
+
+class SnapshotSlice:
+    """One slice as it was. Until somebody takes it, it is still in the slice itself."""
+
+    def __init__(self, slot: HostedSlice, marks: CowSnapshot) -> None:
+        self.slot, self._marks = slot, marks
+        self.version = slot.state.version
+        self.clocks = tuple(slot.state.clock_entries())
+        self.num_bytes = 0  # with its rules' state, as soon as that is known
+        self._entries: list[StateEntry] | None = None
+        self._kept: Bytes | None = None  # a copy: its bytes, then those of its rules' state
+        self.is_taken = False  # copied, or written: whoever changes the slice from now on may
+
+    @property
+    def name(self) -> str:
+        return f"slice-{self.slot.part.id}"
+
+    def _name_of(self, entry: StateEntry) -> str:
+        return f"{self.name}/{entry.piece}/{entry.key}"
+
+    def entries(self) -> list[StateEntry]:
+        """Under the slice's lock, or when it is taken: of its rules' state."""
+        if self._entries is None:
+            entries = [entry for entry, _ in self.slot.rules.live_state()]
+            self.num_bytes = self.slot.part.num_bytes + sum(entry.num_bytes for entry in entries)
+            self._entries = entries
+        return self._entries
+
+    def plan(self) -> list[Planned]:
+        """The tensors of a file."""
+        part, lock = self.slot.part, self.slot.lock
+        # Whoever has the lock may be waiting for the file that is planned here, and knows the entries by then.
+        while self._entries is None:
+            if lock.acquire(timeout=_LOOK_SECONDS):
+                try:
+                    self.entries()
+                finally:
+                    lock.release()
+        entries, num_items = self.entries(), self.slot.rules.flat.numel()
+        return [(self.name, part.dtype, (num_items,)), *((self._name_of(e), e.dtype, e.shape) for e in entries)]
+
+    def saved(self, file: str) -> SavedSlice:
+        states = tuple(SavedState(e.piece, e.key, self._name_of(e)) for e in self._entries or ())
+        return SavedSlice(self.slot.part.id, file, self.name, self.version, self.clocks, states)
+
+    # -- who comes first ----------------------------------------------------------------------------------
+
+    def keep(self, waits: bool) -> None:
+        """Under the slice's lock, before it is changed. The change goes on, whatever becomes of the save."""
+        if self.is_taken or self._marks.is_over:
+            return
+        self.is_taken = True
+        try:
+            self.entries()
+            if self._copy():
+                self._marks.was_copied(self)
+            else:
+                self._marks.wait_for_writer(self, WORD_SECONDS if waits else 0.0)
+        except Exception as error:
+            self._marks.fail(f"slice {self.slot.part.id}: {error}")
+
+    def let_go(self) -> None:
+        """Under the slice's lock: it is not wanted any more."""
+        self.unhook()
+        self._kept = None
+
+    def unhook(self) -> None:
+        """Under the slice's lock: whoever changes it need not ask here, but maybe for a later save."""
+        if self.slot.rules.before_change == self.keep:
+            self.slot.rules.before_change = None
+
+    def write_live(self, writer: Writer) -> None:
+        """Under the slice's lock: without a copy, as it is."""
+        for name, tensor in self._live():
+            found: Bytes = tensor.cpu().numpy()
+            writer.write(name, buffer_of(found))
+
+    def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bytes, where they lie."""
+        with self.slot.home.at_work():
+            yield self.name, torch.from_numpy(self.slot.memory)
+            for entry, tensor in self.slot.rules.live_state():
+                yield self._name_of(entry), tensor.detach().reshape(-1).view(torch.uint8)
+
+    def _copy(self) -> bool:
+        """Whether there was memory for it."""
+        memory = self._marks.reserve(self.num_bytes)
+        if memory is None:
+            return False
+        into, at = torch.from_numpy(memory), 0
+        for _, tensor in self._live():
+            into[at : at + tensor.numel()].copy_(tensor)
+            at += tensor.numel()
+        self._kept = memory
+        return True
+
+    def take(self, writer: Writer) -> None:
+        """By whoever writes the file, before `write`: copied where nobody has; at once written, without memory."""
+        with self.slot.lock:
+            if self.is_taken or self._marks.is_over:  # it may be marked for the next save by now
+                return
+            self.is_taken = True
+            self.unhook()
+            if not self._copy():
+                self.write_live(writer)
+
+    def write(self, writer: Writer) -> None:
+        """What was copied; its memory is free after that. Nothing: who changed it has written it."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        sizes = [(self.name, self.slot.part.num_bytes), *((self._name_of(e), e.num_bytes) for e in self.entries())]
+        at = 0
+        for name, num_bytes in sizes:
+            writer.write(name, buffer_of(kept[at : at + num_bytes]))
+            at += num_bytes
+        self._marks.free(kept)
+
+
+class CowSnapshot:
+    """All marked slices of one save at this server, and the memory for them."""
+
+    def __init__(
+        self, number: int, slots: Sequence[HostedSlice], most_bytes: int, log: Callable[[str], None]
+    ) -> None:
+        """Under `state_lock`, while nothing is on its way through these slices, which come in the order in which
+        updates do. `most_bytes`: to copy at once; 0: all."""
+        self.number, self._log = number, log
+        self.num_copied = self.num_waited = 0
+        self.memory = CopyMemory(most_bytes, len(slots))
+        self._changed = threading.Condition()
+        self._writer: Writer | None = None
+        self.trouble = ""  # why this save cannot be made any more
+        self.is_over = False
+        self.slices: list[SnapshotSlice] = []
+        self._copied: collections.deque[SnapshotSlice] = collections.deque()
+        self._left: collections.deque[SnapshotSlice] = collections.deque()
+        self._claimed: set[int] = set()
+        without = next((slot.part.id for slot in slots if not slot.uploaded), None)
+        if without is not None:
+            raise StoreError(f"slice {without} has no values yet")
+        try:
+            for slot in slots:
+                self._mark(slot)
+        except StoreError:
+            self.end()
+            self.release()
+            raise
+        self._left.extend(self.slices)
+
+    def _mark(self, slot: HostedSlice) -> None:
+        if not slot.lock.acquire(timeout=MARK_SECONDS):
+            raise StoreError(f"slice {slot.part.id} is still being written for the save before")
+        try:
+            marked = SnapshotSlice(slot, self)
+            slot.rules.before_change = marked.keep
+            self.slices.append(marked)
+        finally:
+            slot.lock.release()
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def reserve(self, num_bytes: int) -> Bytes | None:
+        """Memory for a copy; None: so much may not be copied now."""
+        with self._changed:
+            return self.memory.take(num_bytes)
+
+    def free(self, memory: Bytes) -> None:
+        with self._changed:
+            self.memory.give_back(memory)
+
+    def was_copied(self, marked: SnapshotSlice) -> None:
+        """By who was about to change it."""
+        with self._changed:
+            self.num_copied += marked.num_bytes
+            self._copied.append(marked)
+
+    def next(self) -> SnapshotSlice | None:
+        """What is to be written next. First what is not copied yet, the last to be changed first, so that updates
+        need not copy it; where memory is bounded, first what takes it up."""
+        with self._changed:
+            while self._copied or self._left:
+                if self._left and not (self._copied and self.memory.most_bytes):
+                    marked = self._left.pop()
+                    if marked.is_taken:  # it will be; whoever takes it there waits until it is
+                        self._copied.append(marked)
+                        continue
+                else:
+                    marked = self._copied.popleft()
+                if marked.slot.part.id not in self._claimed:
+                    self._claimed.add(marked.slot.part.id)
+                    return marked
+            return None
+
+    def wait_for_writer(self, marked: SnapshotSlice, seconds: float) -> None:
+        """Under the slice's lock, in the thread that is about to change it: written first, without a copy."""
+        with self._changed:
+            self.num_waited += 1
+            is_first = self.num_waited == 1
+            self._changed.wait_for(lambda: self._writer is not None or self.is_over, seconds)
+            writer = self._writer
+        if is_first:
+            self._log(
+                f"save {self.number}: the {self.memory.most_bytes} bytes of --save-memory are used up; updates wait "
+                "until their slices are written"
+            )
+        if self.is_over:
+            return
+        if writer is None:
+            self.fail("there was no memory left for it, and no word where to write to")
+            return
+        marked.write_live(writer)
+
+    # -- its way ------------------------------------------------------------------------------------------
+
+    def begin(self, writer: Writer) -> None:
+        """There is a file."""
+        with self._changed:
+            self._writer = writer
+            self._changed.notify_all()
+
+    def fail(self, trouble: str) -> None:
+        with self._changed:
+            self.trouble = self.trouble or trouble
+        self.end()
+
+    def end(self) -> None:
+        """It is over: nothing more is kept. Said by anybody, any number of times."""
+        with self._changed:
+            self.is_over = True
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        """Nobody keeps anything for it from now on, and nothing of it is kept."""
+        for marked in self.slices:
+            with marked.slot.lock:
+                marked.let_go()
+        with self._changed:
+            self.slices = []
+            self._copied.clear()
+            self._left.clear()
+            self.memory.drop()
+
+    def check(self) -> None:
+        if self.is_over:
+            raise StoreError(f"save {self.number} was given up: {self.trouble or 'it is over, or another has begun'}")

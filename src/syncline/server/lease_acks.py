@@ -1,0 +1,65 @@
+"""What commits have used of leases, kept with slice 0 until the coordinator has confirmed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from syncline.core.slice_state import Identity
+from syncline.core.wire.leases import AskLeaseAcks, Confirm, Use, Uses
+from syncline.core.wire.message import Done, Message
+from syncline.errors import ProtocolError
+from syncline.net.rpc import Request
+from syncline.server.backups import Backups
+from syncline.server.commits import Commits
+from syncline.server.slices import HostedSlice
+
+
+def uses_here(slots: Iterable[HostedSlice]) -> list[Use]:
+    """What is applied and not confirmed yet, where slice 0 is."""
+    first = next((slot for slot in slots if slot.part.id == 0), None)
+    if first is None:
+        return []
+    with first.lock:
+        return first.state.use_entries()
+
+
+def open_here(commits: Commits) -> list[Identity]:
+    """Under `state_lock`: who is out and has commits that are not applied yet: they may be, or be dropped."""
+    fenced = (commit for commit in commits.flow.unfinished() if commit.item.is_fenced)
+    return sorted({(commit.worker, commit.item.incarnation) for commit in fenced})
+
+
+def late_here(slots: Iterable[HostedSlice]) -> list[Use]:
+    """Likewise, of commits that were late."""
+    first = next((slot for slot in slots if slot.part.id == 0), None)
+    if first is None:
+        return []
+    with first.lock:
+        return first.state.late_entries()
+
+
+def uses_handlers(
+    commits: Callable[[], Commits], slices: Mapping[int, HostedSlice], backups: Backups
+) -> dict[type[Message], Callable[[Request, Any], None]]:
+    """Answers the coordinator about uses."""
+
+    def tell(request: Request, message: AskLeaseAcks) -> None:
+        known = commits()
+        with known.state_lock:
+            waiting, slots = open_here(known), list(slices.values())
+        # In this order: what is applied in between is said twice, and not left out.
+        uses, late = uses_here(slots), late_here(slots)
+        if not any(slot.part.id == 0 for slot in slots):
+            raise ProtocolError("slice 0 has another primary")
+        request.reply(Uses(uses, late, waiting))
+
+    def confirm(request: Request, message: Confirm) -> None:
+        for slot in (*slices.values(), *backups.slots()):
+            if slot.part.id == 0:
+                with slot.lock:
+                    slot.state.confirmed(message.uses, message.late)
+        if request.number:
+            request.reply(Done())
+
+    return {AskLeaseAcks: tell, Confirm: confirm}

@@ -1,0 +1,350 @@
+"""Generations at a server: prepared, held, installed. See "Members come, go, die and return" in the design."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from syncline import faults
+from syncline.core.reconfigure import MOVE_TIMES
+from syncline.core.wire.control import Install, Leave, LetGo, Prepare, Prepared, Roster
+from syncline.core.wire.message import Done
+from syncline.errors import FencedError, ProtocolError, Refresh
+from syncline.net.rpc import Latch, Request
+from syncline.server.commits import Commits
+from syncline.server.hosting import Hosting
+from syncline.server.pulls import Pulls
+from syncline.server.ring import Voting
+from syncline.server.tasks import RoundTask, SliceTask, in_thread
+
+#: A hold without an Install ends by itself: a coordinator that died there stops nobody.
+HOLD_SECONDS = 0.15
+#: For what is being supplied when the next change comes.
+_SUPPLY_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
+
+
+class _Hold:
+    """A generation on its way: from its Prepare to its Install, or to the end of patience."""
+
+    def __init__(self, message: Prepare) -> None:
+        self.message = message
+        self.is_answered = self.is_installing = False
+        self.ended = threading.Event()
+
+
+class ServerReconfiguration:
+    """The server's part in changes. Each question is worked on by a thread of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        commits: Commits,
+        hosting: Hosting,
+        pulls: Pulls,
+        *,
+        generation: int,
+        is_late: bool,
+        replicas: int,
+        log: Callable[[str], None],
+        hold_seconds: float = HOLD_SECONDS,
+        cut_off: Callable[[str, int], None] = lambda name, incarnation: None,
+        voting: Voting | None = None,
+    ) -> None:
+        """`cut_off` closes the connections of a worker that is out: what it has pinned ends with them."""
+        self._voting = voting  # in a ring
+        self._name, self._commits, self._hosting, self._pulls = name, commits, hosting, pulls
+        self._flow, self._departures, self._state_lock = commits.flow, commits.departures, commits.state_lock
+        self.installed, self._is_late = generation if not is_late else 0, is_late
+        self._replicas, self._log, self._hold_seconds = replicas, log, hold_seconds
+        self._supplying = threading.Lock()
+        self._hold: _Hold | None = None
+        self._is_half_way = False  # a move was begun: what goes elsewhere takes nothing more in
+        self._cut_off, self._is_closed = cut_off, False
+        self._through = Latch()  # of the last Install: its fences are on every slice
+        self._through.open()
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._voting is not None:
+            self._voting.close()
+        hold = self._hold
+        if hold is not None:
+            hold.ended.set()  # nobody waits for its end
+
+    def hear(self, roster: Roster) -> None:
+        """Servers may come without a change, and go when nothing is left on them."""
+        servers = {member.name for member in roster.members if member.role == "server"}
+        number = len(servers.union(replica_set.primary for replica_set in roster.replica_sets if replica_set.primary))
+        with self._state_lock:
+            if roster.generation >= self.installed:  # still
+                self._flow.num_servers, self._commits.rounds.is_alone = number, number == 1
+
+    # -- prepare ------------------------------------------------------------------------------------------
+
+    def prepare(self, request: Request, message: Prepare) -> None:
+        in_thread("prepare", request, lambda: self._prepare(request, message))
+
+    def _prepare(self, request: Request, message: Prepare) -> None:
+        with self._state_lock:
+            self._check_newer(message)
+            before, hold = self._hold, _Hold(message)
+            self._hold = hold
+            self._commits.holding.hold()
+            told = [self._departures.fence(*worker) for worker in message.fenced]
+            if self._voting is not None and message.moves:
+                self._voting.freeze()  # before backups are released: those who leave have their say still
+        if before is not None:
+            before.ended.set()
+        if self._voting is not None and not message.moves and not self._is_half_way:
+            self._voting.thaw()  # what was prepared before this is not to be
+        # By the change before this one: it sees that there is another, and ends; unless whom it supplies hangs.
+        if self._supplying.acquire(timeout=_SUPPLY_SECONDS):
+            self._supplying.release()
+        for asked in told:
+            self._flow.refuse(asked, FencedError(f"this worker was evicted before generation {message.generation}"))
+        for worker in message.fenced:
+            self._cut_off(*worker)
+        self._hosting.fence_servers(message.servers, message.generation)
+        self._hosting.release_backups(message.replica_sets)
+        if message.moves and self._voting is not None:
+            self._wait_applied(hold)
+        else:
+            self._wait_idle(hold)
+        with self._state_lock:
+            self._check_current(hold)
+            hold.is_answered = True
+            answer = self._prepared(message)
+        faults.reach("prepare.held")
+        request.reply(answer)
+        hold.ended.wait(self._hold_seconds * (MOVE_TIMES if message.moves else 1.0))
+        self._end_by_itself(hold)
+
+    def let_go(self, message: LetGo) -> None:
+        """The coordinator has thought better of it."""
+        hold = self._hold
+        if hold is not None and hold.message.generation == message.generation:
+            hold.ended.set()
+
+    def _check_newer(self, message: Prepare) -> None:
+        newest = self.installed if self._hold is None else max(self.installed + 1, self._hold.message.generation)
+        if message.generation <= self.installed or message.generation < newest:
+            raise ProtocolError(
+                f"{self._name} is asked to prepare generation {message.generation}; it is at {self.installed}, "
+                f"and has heard of {newest}"
+            )
+
+    def _check_current(self, hold: _Hold) -> None:
+        if self._hold is not hold:
+            raise ProtocolError(f"generation {hold.message.generation} is not prepared any more: another one is")
+
+    def _wait_idle(self, hold: _Hold) -> None:
+        """Until everything that was begun is through, here and on its way in from primaries."""
+        with self._state_lock:
+            while self._hold is hold and not self._flow.is_idle and not self._is_closed:
+                self._flow.idle.wait(0.5)
+        self._hosting.backups.wait_idle(lambda: self._hold is hold and not self._is_closed)
+
+    def _wait_applied(self, hold: _Hold) -> None:
+        """In a ring nobody waits for others here: what all hold is settled with the Install. What is being applied is
+        waited for."""
+        with self._state_lock:
+            while self._hold is hold and self._flow.is_applying and not self._is_closed:
+                self._flow.idle.wait(0.5)
+
+    def _prepared(self, message: Prepare) -> Prepared:
+        rounds = self._commits.rounds
+        # One that has come late and hosts nothing has never been told how things stand.
+        knows = not self._is_late or bool(self._hosting.slices)
+        standings = [msgspec.structs.replace(s) for s in rounds.standings.values()] if knows else []
+        num_orphans = rounds.num_orphans() + self._flow.clipping.num_orphans()
+        clocks = [(*worker, clock) for worker, clock in self._hosting.highest_clocks().items()]
+        reach = self._hosting.reach(
+            message.replica_sets, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
+        )
+        self._commits.learn_held()
+        rolls = rounds.rolls.entries()
+        is_voter = self._voting is not None and self._name in self._voting.votes.voters
+        # One that was not given everything yet has voted for nothing: the others' word counts.
+        holds = self._holds(clocks) if is_voter and message.moves and self._hosting.has_all() else None
+        is_primary = bool(self._hosting.slices) or is_voter  # it hears of all commits, and opens rounds
+        updates = self._hosting.most_updates()
+        return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds, updates, rounds.num_open)
+
+    def _holds(self, applied: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+        """In a ring: up to which clock everything of every worker is here."""
+        assert self._voting is not None
+        found = {(name, incarnation): clock for name, incarnation, clock in applied}
+        for name, incarnation, clock in self._voting.reach():
+            found[name, incarnation] = max(clock, found.get((name, incarnation), 0))
+        return [(*worker, clock) for worker, clock in found.items()]
+
+    def _end_by_itself(self, hold: _Hold) -> None:
+        with self._state_lock:
+            if self._hold is not hold or hold.is_installing or self._is_half_way or self._is_closed:
+                return
+            self._hold = None
+            self._commits.holding.let_go()
+        if self._voting is not None:
+            self._voting.thaw()
+        self._commits.holding.decide()
+
+    # -- install ------------------------------------------------------------------------------------------
+
+    def install(self, request: Request, message: Install) -> None:
+        in_thread("install", request, lambda: self._install(request, message))
+
+    def _install(self, request: Request, message: Install) -> None:
+        with self._state_lock:
+            if message.generation == self.installed:
+                through = self._through  # said again
+                hold = None
+            else:
+                hold = self._hold
+                if hold is None or hold.message.generation != message.generation or not hold.is_answered:
+                    raise ProtocolError(f"generation {message.generation} is not prepared any more")
+                hold.is_installing = True
+                through = Latch()
+        faults.reach("install.begun")
+        refuse: Callable[[], None] | None = None
+        if hold is not None:
+            hold.ended.set()
+            if hold.message.moves:
+                refuse = self._move(hold, message, through)
+                try:
+                    if self._voting is not None:
+                        self._supply(message.generation)
+                        self._voting.supplied()
+                except BaseException:
+                    refuse()  # nobody else would: what is open here is dropped already
+                    raise
+                through.open()
+            else:
+                self._change(hold, message, through)
+        while not through.wait(_LOOK_SECONDS):  # a fence may wait for a backup that is gone, until the next Prepare
+            if self._is_closed:
+                raise ProtocolError(f"{self._name} is closing")
+        faults.reach("install.done")
+        request.reply(Done())
+        if refuse is not None:  # last: inside one process whoever hears of it makes its commits again in this thread
+            refuse()
+
+    def _supply(self, generation: int) -> None:
+        """In a ring: the others get what they lack. The next change waits for the end of it: a seed that came after
+        that one would put a copy back."""
+        with self._supplying:
+            self._hosting.supply(lambda: self._hold is None and self.installed == generation and not self._is_closed)
+
+    def _change(self, hold: _Hold, message: Install, through: Latch) -> None:
+        """Primaries stay: the fenced ones are settled and out, others enter, and all goes on."""
+        fenced = hold.message.fenced
+        works: list[SliceTask] = []
+        with self._state_lock:
+            self._check_current(hold)
+            for roll in message.rolls:
+                self._commits.learn(roll)
+            for entry in message.settle:
+                works += self._departures.settle(*entry)
+            for worker in fenced:
+                works += self._departures.let_out(*worker)
+            lost = self._flow.clipping.forget_orphans()
+            for standing in message.standings:
+                self._commits.rounds.enter(standing)
+                self._commits.entered[standing.name] = message.generation
+            works += self._flow.enqueue(self._commits.rounds.release())
+            ways = self._hosting.take_replica_sets(hold.message.replica_sets, message.members)
+            self._begin(message, through)
+            works += self._flow.fence(fenced, through.open) if fenced else []
+            self._commits.holding.let_go()
+        if not fenced:
+            through.open()
+        for line in lost:
+            self._log(line)
+        for way in ways:
+            way.close()
+        self._flow.run(works)
+        self._commits.holding.decide()
+
+    def _move(self, hold: _Hold, message: Install, through: Latch) -> Callable[[], None]:
+        """Primaries change: whatever is open is to be made again, where the clocks of slices decide what is new. Who
+        waits for an answer is told so by what this returns."""
+        fenced, replica_sets = hold.message.fenced, hold.message.replica_sets
+        works: list[RoundTask] = []
+        run: Callable[[], None]
+        with self._state_lock:
+            self._check_current(hold)
+            for roll in message.rolls:
+                self._commits.learn(roll)
+            # A step that any server has counts everywhere, as far as its bytes are here. Slices that go elsewhere
+            # take nothing more in: their new primaries may have begun, and see by the clocks what they lack.
+            self._commits.rounds.decides = False  # others may have dropped what is staged for a round that is open
+            if self._voting is None:
+                self._flow.hosts_others(self._hosting.leaving(replica_sets))
+                for entry in message.settle:
+                    works += self._departures.settle(*entry)
+                run = functools.partial(self._flow.run, works)
+            else:
+                clocks = {(name, incarnation): clock for name, incarnation, clock in message.settle}
+                works, run = self._voting.settle(clocks)
+            settled = self._flow.take_requests_in(works)
+            self._is_half_way = True  # from here on only an Install lets go
+        run()
+        self._wait_settled(hold)
+        refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made again")
+        with self._state_lock:
+            if self._hold is not hold:
+                self._flow.refuse(settled, refresh)
+            self._check_current(hold)
+            if self._voting is not None:
+                self._flow.drop(self._voting.drop())
+            # First: whoever asks for a slice that has just gone, without `state_lock`, must hear that it has moved.
+            self._commits.moved = message.generation
+            ways = self._hosting.take_replica_sets(replica_sets, message.members)
+            staying = [(name, incarnation) for name, incarnation, _ in message.settle]
+            in_rounds = self._commits.rounds.policy.in_rounds
+            clocks = self._hosting.clocks(message.standings, staying, in_rounds)
+            if self._voting is not None:  # also where what is in the slices is still on its way here
+                clocks |= {(name, incarnation): clock for name, incarnation, clock in message.settle}
+            asked, held = self._commits.begin_anew(message.generation, message.standings, clocks)
+            for worker in fenced:
+                self._departures.let_go(worker)
+            self._begin(message, through)
+            # Not by way of primaries: those of the new replica sets may be here before their backups know them as
+            # such.
+            self._hosting.fence(fenced)
+            waiting = self._pulls.begin_anew()
+            self._is_late = False
+        for way in ways:
+            way.close()
+
+        def refuse() -> None:
+            self._flow.refuse([*settled, *asked], refresh)
+            for request in held:
+                if isinstance(request.message, Leave):
+                    self._commits.leave(request)  # whoever leaves has nothing to make again
+                else:
+                    request.refuse(refresh)
+            self._pulls.refuse(waiting, refresh)
+
+        return refuse
+
+    def _wait_settled(self, hold: _Hold) -> None:
+        if self._voting is None:
+            self._wait_idle(hold)
+        else:
+            self._wait_applied(hold)
+
+    def _begin(self, message: Install, through: Latch) -> None:
+        """Under `state_lock`: this generation counts."""
+        if self._voting is not None and self._hold is not None and self._hold.message.moves:
+            names = {name for replica_set in self._hold.message.replica_sets for name in replica_set.names}
+            self._voting.begin(message.generation, names)
+        self.installed, self._hold, self._through = message.generation, None, through
+        self._is_half_way = False
+        self._flow.num_servers = sum(member.role == "server" for member in message.members)
+        self._flow.hosts_others()
+        self._commits.ranks.hear(message.members)
+        self._flow.count_workers(self._replicas)

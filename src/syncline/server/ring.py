@@ -1,0 +1,320 @@
+"""A server's part in a ring: it votes on rounds, and applies a round when all servers hold its sums."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline import faults
+from syncline.core.ring import Ballot, Spread, Votes, ballot_of
+from syncline.core.slice_state import Identity
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import Replicate, Vote
+from syncline.net.rpc import Request
+from syncline.server.backups import Backup, Backups, own_region
+from syncline.server.pool import Pool
+from syncline.server.reliable_send import ReliableSend
+from syncline.server.replicate import Partner, Region, message_of
+from syncline.server.ring_copies import Copies
+from syncline.server.slices import HostedSlice
+from syncline.server.storage import SliceStorage
+from syncline.server.tasks import RoundTask
+
+if TYPE_CHECKING:
+    from syncline.server.reduce.reducer import RingReducer
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+#: Has something held for a round, unless that was dropped meanwhile; whether it was.
+Holds = Callable[[RoundTask, Callable[[], None]], bool]
+Held = tuple[Replicate, Region | None]
+
+
+class Spreading:
+    """Sums for these copies."""
+
+    def __init__(self, spread: Spread, copies: Copies, backups: Backups, home: SliceStorage) -> None:
+        self._spread, self._copies, self._backups, self._home = spread, copies, backups, home
+        copies.backups = backups
+        self.find: Callable[[Spread], frozenset[int]] = lambda spread: frozenset()
+        self.primaries: Callable[[], list[HostedSlice]] = list
+        self.holds: Holds = lambda work, take: False
+        self.fail: Callable[[RoundTask, Exception], None] = lambda work, error: None
+
+    def begin(self) -> None:
+        """Seats have changed, under `state_lock`."""
+        self._copies.numbers = self.find(self._spread)
+        for slot in self.primaries():
+            slot.is_spread, slot.sum_coder = slot.part.id in self._copies.numbers, self._spread.sums
+
+    def expect(self, work: RoundTask) -> None:
+        """Under `state_lock`: a round is whole here."""
+        work.is_for_copies(self._copies.slots())
+
+    def sum_up(self, work: RoundTask) -> None:
+        for slot in work.copies:
+            self._backups.queue_up(slot.part.id, functools.partial(self._sum_up, work, slot.part.id))
+
+    def _sum_up(self, work: RoundTask, number: int) -> None:
+        backup = self._backups.backups.get(number)
+        if backup is None or backup.slot is None:
+            return  # replica sets have changed: the round is dropped
+        try:
+            held = self._summed(work, backup, backup.slot)
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            if self.holds(work, lambda: None):  # else it was dropped meanwhile, and what its workers staged is gone
+                self.fail(work, error)
+            return
+
+        def take() -> None:
+            backup.held = held
+
+        if self.holds(work, take):
+            if faults.armed is not None:
+                faults.reach("replicate.held")
+            work.slice_held()
+
+    def _summed(self, work: RoundTask, backup: Backup, slot: HostedSlice) -> Held:
+        with slot.lock, self._home.at_work():
+            update = slot.summed(work, own_region(backup, slot))
+            return message_of(slot, update, work.ballot), update.region if update.has else None
+
+
+#: A round of at most this many bytes is applied by the thread that brings the last vote.
+INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
+
+
+class Voting:
+    """All under `state_lock`, but what is applied."""
+
+    def __init__(
+        self,
+        name: str,
+        state_lock: threading.RLock,
+        backups: Backups,
+        pool: Pool,
+        *,
+        partners: Callable[[Collection[str]], Iterable[Partner]],
+        run: Callable[[RoundTask], None],
+        waits: Callable[[RoundTask], None],
+        resumes: Callable[[RoundTask], None],
+        may_apply: Callable[[RoundTask], bool],
+        spreading: Spreading,
+    ) -> None:
+        """`waits`: the round is not on its way before all have voted; then it `resumes`, and `run` applies what is
+        the server's own. `may_apply`: no gate is closed to it."""
+        self._name, self._state_lock, self._backups, self._pool = name, state_lock, backups, pool
+        self._partners, self._run, self._waits, self._resumes = partners, run, waits, resumes
+        self._may_apply, self.spreading = may_apply, spreading
+        self.votes = Votes()
+        self._works: dict[Ballot, RoundTask] = {}  # whole here, in their order
+        self._unsaid: list[RoundTask] = []  # held by all since it was frozen
+        self.is_frozen = False  # a change is prepared
+        self.summing: RingReducer | None = None  # where every server comes to all sums itself
+        backups.voting = self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anybody to wait for."""
+        return len(self.votes.voters) > 1
+
+    def begin(self, generation: int, voters: Collection[str]) -> None:
+        """Seats have changed. Nothing is on its way."""
+        with self._state_lock:
+            self.votes.begin(generation, voters)
+            self._backups.begin_anew()
+            self.spreading.begin()
+            self.is_frozen = False
+            self._unsaid.clear()
+            if self.summing is not None:
+                self.summing.begin(generation, voters)
+
+    def supplied(self) -> None:
+        """The others have what they lacked of the slices here."""
+        if self.summing is not None:
+            self.summing.supplied()
+
+    # -- voting -------------------------------------------------------------------------------------------
+
+    def expect(self, work: RoundTask) -> None:
+        """A round is whole here: it waits for all."""
+        if self.is_on:
+            commits = [(c.worker, c.item.incarnation, c.clock) for c in work.commits]
+            work.ballot, work.waits_for_votes = ballot_of(self.votes.generation, commits), True
+            self._works[work.ballot] = work
+            self.spreading.expect(work)
+            work.is_summed = self.summing is not None and self.summing.is_on
+
+    def expects(self, work: RoundTask) -> bool:
+        """Under `state_lock`: whether this round waits here, and was not dropped."""
+        return work.ballot is not None and self._works.get(work.ballot) is work
+
+    def keeps(self, work: RoundTask, take: Callable[[], None]) -> bool:
+        """This server has made a sum of its own for this round: it is taken, unless the round was dropped. A change
+        that is on its way counts on what was held before, and may drop it."""
+        with self._state_lock:
+            is_wanted = self.expects(work)
+            if is_wanted:
+                take()
+            return is_wanted
+
+    @property
+    def generation(self) -> int:
+        return self.votes.generation
+
+    def reduce(self, work: RoundTask) -> None:
+        """The round is complete here: its gradients are added up."""
+        assert self.summing is not None
+        self.summing.submit(work)
+
+    def hold_sums(self, work: RoundTask) -> bool:
+        """Holds the sums of all slices; False while a reconfiguration is on its way."""
+        assert self.summing is not None
+        return self.summing.hold(work)
+
+    def sum_up_spread(self, work: RoundTask) -> None:
+        """Adds up the spread slices whose primary is on another server."""
+        self.spreading.sum_up(work)
+
+    def held(self, work: RoundTask) -> None:
+        """All others hold the sums of the slices here."""
+        with self._state_lock:
+            if work.ballot is None or not self.expects(work):
+                return  # dropped
+            if self.is_frozen:
+                self._unsaid.append(work)
+                return
+            self._waits(work)
+            self.votes.vote(work.ballot, self._name)
+            letters = [ReliableSend(partner, Vote(work.ballot)) for partner in self._partners(self.votes.voters)]
+        if faults.armed is not None:
+            faults.reach("vote.cast")
+        for letter in letters:
+            letter.send()
+        self._look(work.ballot)
+
+    def missing(self, now: float) -> list[tuple[int, list[str], float]]:
+        """Of rounds that it has voted for: a step, whose votes there are not yet, and for how long. Likewise of one
+        that it adds up: of whom something is missing."""
+        cast = [work for ballot, work in self._works.items() if self._name not in self.votes.missing(ballot)]
+        found = [(w.commits[0], self.votes.missing(w.ballot)) for w in cast if w.ballot is not None]
+        found += [(w.commits[0], names) for w, names in (self.summing.awaited() if self.summing is not None else ())]
+        return [(commit.clock, names, now - commit.item.since) for commit, names in found if names]
+
+    def hear(self, request: Request, message: Vote) -> None:
+        with self._state_lock:
+            self.votes.vote(message.ballot, request.peer.name)
+        request.reply(Done())
+        self._look(message.ballot)
+
+    def holds(self, ballot: Ballot, take: Callable[[], None]) -> Literal["held", "later", "over"]:
+        """A backup has an update of this round: it takes it, unless a change is on its way, or over."""
+        with self._state_lock:
+            if ballot.generation < self.votes.generation:
+                return "over"
+            if self.is_frozen or ballot.generation > self.votes.generation:
+                return "later"
+            take()
+            return "held"
+
+    def look(self) -> None:
+        """What kept rounds from being applied may be over."""
+        with self._state_lock:
+            ballots = list(self._works)
+        for ballot in ballots:
+            self._look(ballot)
+
+    def _look(self, ballot: Ballot) -> None:
+        with self._state_lock:
+            work = self._works.get(ballot)
+            if work is None or self.is_frozen or not self.votes.is_decided(ballot) or not self._may_apply(work):
+                return
+            self._resumes(work)
+            numbers = self._begin(ballot, work)
+        self._apply(work, numbers)
+
+    def _begin(self, ballot: Ballot, work: RoundTask) -> list[int]:
+        """It counts from now on: nothing stops it any more. The slices of others that are to be applied here."""
+        del self._works[ballot]
+        self.votes.forget(ballot)
+        numbers = self._backups.held_for(ballot)
+        work.waits_for_votes = False
+        work.also(len(numbers))
+        return numbers
+
+    def _apply(self, work: RoundTask, numbers: list[int]) -> None:
+        if work.slots:
+            self._run(work)
+        elif not numbers:
+            work.end()
+        small = self._backups.num_bytes(numbers) <= INLINE_BYTES and len(numbers) <= INLINE_SLICES
+        for number in numbers:
+            action = functools.partial(self._backups.apply_held, number, work)
+            action() if small else self._pool.submit(action)
+
+    # -- when replica sets change --------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """A change is prepared: nobody votes, holds or applies from now on."""
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        """It is not to be."""
+        with self._state_lock:
+            self.is_frozen = False
+            unsaid, self._unsaid = self._unsaid, []
+        for work in unsaid:
+            self.held(work)
+        self._backups.go_on()
+        if self.summing is not None:
+            self.summing.thaw()
+        self.look()
+
+    def close(self) -> None:
+        if self.summing is not None:
+            self.summing.close()
+
+    def reach(self) -> list[tuple[str, int, int]]:
+        """Name, incarnation and clock of the commits in rounds of which everything is here."""
+        works = [work for ballot, work in self._works.items() if self._is_whole(ballot, work)]
+        return [(c.worker, c.item.incarnation, c.clock) for work in works for c in work.commits]
+
+    def _is_whole(self, ballot: Ballot, work: RoundTask) -> bool:
+        if set(self._backups.held_for(ballot)) != self._backups.numbers():
+            return False
+        return all(slot.is_summing(work) for slot in work.slots)
+
+    def settle(self, clocks: Mapping[Identity, int]) -> tuple[list[RoundTask], Callable[[], None]]:
+        """Under `state_lock`: all rounds that there are, and what has those applied, outside of it, that all
+        survivors hold. What is left after that counts nowhere."""
+        works, counted = list(self._works.values()), list[tuple[RoundTask, list[int]]]()
+        for ballot, work in list(self._works.items()):
+            counts = all(c.clock <= clocks.get((c.worker, c.item.incarnation), 0) for c in work.commits)
+            if counts and self._is_whole(ballot, work):
+                for slot in work.slots:
+                    slot.count_on_nobody()
+                self._resumes(work)
+                counted.append((work, self._begin(ballot, work)))
+
+        def apply() -> None:
+            for work, numbers in counted:
+                self._apply(work, numbers)
+
+        return works, apply
+
+    def drop(self) -> list[RoundTask]:
+        """Under `state_lock`: what was not settled counts nowhere."""
+        dropped = list(self._works.values())
+        self._works.clear()
+        self._unsaid.clear()
+        self._backups.drop_held()
+        if self.summing is not None:
+            self.summing.end()
+        return dropped

@@ -1,0 +1,410 @@
+"""A hosted slice: its bytes, its state, its rules, its lock, and the rounds that wait to be applied to it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from syncline import faults
+from syncline.core.codecs.pieces import Encoded, SliceCoder
+from syncline.core.layout import Piece, Ranges, Segment, Slice, covers, in_ranges
+from syncline.core.rounds import Commit
+from syncline.core.slice_state import SliceState
+from syncline.net.transport import buffer_of
+from syncline.server.replicate import Partner, Region, Replica, Update, region_of, update_of
+from syncline.server.rules import SliceRules, Source
+from syncline.server.storage import SliceStorage
+from syncline.server.tasks import Progress, SliceTask, StagedCommit, late_of, uses_of
+
+Bytes = npt.NDArray[np.uint8]
+#: Memory of snapshots that a slice keeps for the next ones.
+MOST_SPARE = 2
+
+
+class Snapshot:
+    """One version of a slice, copied once for several answers. Its memory is used again when all have been sent."""
+
+    def __init__(self, slot: HostedSlice, num_users: int) -> None:
+        self._slot, self._num_users = slot, num_users
+        self._lock = threading.Lock()
+        self._array = slot.spare.pop() if slot.spare else np.empty(slot.part.num_bytes, np.uint8)
+        self.buffer = buffer_of(self._array)
+        self.version = slot.copy_locked(self.buffer)
+
+    def sent(self) -> None:
+        """By one of its users."""
+        with self._lock:
+            self._num_users -= 1
+            last = self._num_users == 0
+        if last and len(self._slot.spare) < MOST_SPARE:
+            self._slot.spare.append(self._array)
+
+
+class HostedSlice:
+    """One slice at its server. All methods that change it hold its lock; nothing is sent under it.
+
+    With backups (`replicas`), an update goes there first: it is *in flight* until all have acknowledged it, and
+    applied here after that; in a ring, when all have voted for its round. One is in flight at a time.
+    """
+
+    def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: SliceStorage) -> None:
+        self.part, self.segment = part, segment
+        self._memory, self.home = memory, home
+        self.rules = SliceRules(segment, part, memory, home)
+        self.state = SliceState()
+        self.lock = threading.Lock()
+        self.uploaded = False
+        self.copied: dict[str, int] | None = None  # from a worker's copy, with these clocks: what else was is gone
+        self.spare: list[Bytes] = []  # memory of snapshots that were sent
+        self._encoded: tuple[int, Encoded] | None = None  # a version, for those who are sent it
+        self.queue: collections.deque[SliceTask] = collections.deque()
+        self.replicas: list[Replica] = []
+        self._own_region: Region | None = None
+        self.in_flight: Update | None = None
+        self.is_sending = False  # by a thread that looks for the acknowledgement when it has sent
+        self.is_spread = False  # in a ring: backups sum up rounds for themselves
+        self.sum_coder: SliceCoder | None = None  # in a ring: by which others are sent sums
+        self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
+        self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
+        self.num_updates, self.apply_seconds = 0, 0.0
+        self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
+        self.damping_sum = 0.0
+
+    @property
+    def memory(self) -> Bytes:
+        """Its bytes, as workers map them."""
+        self.home.refresh(self.rules.flat, self.rules.host)
+        return self._memory
+
+    def shown(self) -> int:
+        """Its version: whoever maps its memory finds that there, or a newer one."""
+        if self.home.is_lazy:
+            with self.lock:
+                self.home.refresh(self.rules.flat, self.rules.host)
+                return self.state.version
+        return self.state.version
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        return self.rules.pieces
+
+    # -- what waits is applied ----------------------------------------------------------------------------
+
+    def drain(self) -> list[SliceTask]:
+        """Applies what waits, in order, unless a reader has pinned the slice; returns what is done."""
+        done: list[SliceTask] = []
+        with self.lock:
+            if not self.replicas and self.in_flight is None:
+                while self.queue and not self.state.pins and not self._is_voted_on():
+                    done.append(self._apply_alone(self.queue.popleft()))
+                self._tell_of(done)
+                if not self._is_voted_on():
+                    return done
+        return done + self._drain_with_backups()
+
+    def _is_voted_on(self) -> bool:
+        """In a ring: whether what comes next waits for votes."""
+        return bool(self.queue) and self.queue[0].waits_for_votes
+
+    def _apply_alone(self, work: SliceTask) -> SliceTask:
+        try:
+            with self.home.at_work():
+                commits = self._admitted(work)
+                self._take_in(work, commits, self._gradients_of(work, commits), self._scale_of(work, commits))
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            work.error = work.error or error
+        return work
+
+    def _drain_with_backups(self) -> list[SliceTask]:
+        done: list[SliceTask] = []
+        while True:
+            with self.lock:
+                began, held = len(done), list[SliceTask]()
+                update = self._advance(done, held)
+                self._tell_of(done[began:])
+            for work in held:
+                work.slice_held()
+            if update is None:
+                return done
+            self.is_sending = True
+            try:
+                for parcel in update.parcels:
+                    parcel.send()
+            finally:
+                # Whoever brings the acknowledgement sees this, or this thread sees the acknowledgement.
+                self.is_sending = False
+
+    def _advance(self, done: list[SliceTask], held: list[SliceTask]) -> Update | None:
+        """Under the lock: what is acknowledged is applied; the next update, which is to be sent, if there is one.
+        `held`: in a ring, rounds that all have here, and that wait for votes."""
+        while not self.state.pins:
+            update = self.in_flight
+            if update is not None:
+                if not update.is_acknowledged:
+                    return None
+                if update.work.waits_for_votes:
+                    if not update.is_told:
+                        update.is_told = True
+                        held.append(update.work)
+                    return None
+                self.in_flight = None
+                self._finish(update)
+                done.append(update.work)
+            elif not self.queue:
+                return None
+            elif not self.replicas and not self._is_voted_on():
+                done.append(self._apply_alone(self.queue.popleft()))
+            else:
+                work = self.queue.popleft()
+                try:
+                    with self.home.at_work():
+                        commits = self._admitted(work)
+                        region = region_of(self)
+                        gradients = self._gradients_of(work, commits, region.flat)
+                        made = update_of(self, work, commits, gradients, self._scale_of(work, commits))
+                except Exception as error:  # as above
+                    work.error = work.error or error
+                    done.append(work)
+                    continue
+                if made.parcels or work.waits_for_votes:
+                    self.in_flight = made
+                    if made.parcels:
+                        return made
+                else:
+                    self._finish(made)
+                    done.append(work)
+        return None
+
+    def _finish(self, update: Update) -> None:
+        """The backups have it: the same numbers, from where they lie for all, are applied here."""
+        try:
+            for replica in self.replicas:
+                if replica.is_seeding:
+                    replica.gather(self, update)
+            with self.home.at_work():
+                self._take_in(update.work, update.commits, update.gradients(self), update.scale)
+                update.compare(self)
+        except Exception as error:
+            update.work.error = update.work.error or error
+
+    def _tell_of(self, done: Sequence[SliceTask]) -> None:
+        """Under the lock: whoever wants this slice's bytes has them copied now; several share one copy."""
+        answers: list[Progress] = [answer for work in done for answer in work.answers()]
+        if not answers:
+            return
+        sharing = [answer for answer in answers if answer.copies]
+        snapshot = Snapshot(self, len(sharing)) if len(sharing) > 1 else None
+        if snapshot is not None:
+            sharing[0].count(self.part.num_bytes)
+        for answer in answers:
+            answer.applied(self, snapshot=snapshot if answer.copies else None, locked=True)
+
+    def _admitted(self, work: SliceTask) -> list[Commit[StagedCommit]]:
+        """The commits of a round that are not in this slice yet."""
+        return [commit for commit in work.commits if self._admits(commit)]
+
+    def _admits(self, commit: Commit[StagedCommit]) -> bool:
+        worker = (commit.worker, commit.item.incarnation)
+        if commit.item.is_fenced and self.state.is_fenced(worker):
+            # Committed before the fence, which did not wait for its round; a later one has its clock forgotten.
+            return commit.clock > self.state.clocks.get(worker, 0)
+        return self.state.admit(worker, commit.clock) == "new"
+
+    def admitted(self, work: SliceTask) -> tuple[list[Commit[StagedCommit]], float]:
+        """Under the lock: the commits of a round that are not in this slice yet, and what their gradient counts."""
+        commits = self._admitted(work)
+        return commits, self._scale_of(work, commits)
+
+    def _gradients_of(
+        self, work: SliceTask, commits: Sequence[Commit[StagedCommit]], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
+        has_any = commits and not work.skip and not work.is_beyond(self.state.version)
+        return self.gradients(commits, work, into) if has_any else []
+
+    def _scale_of(self, work: SliceTask, commits: Sequence[Commit[StagedCommit]]) -> float:
+        """Found out once: its worker may pull while the backup applies the same."""
+        return work.scale_for(max((self.state.staleness(c.worker) for c in commits), default=0))
+
+    def _take_in(
+        self,
+        work: SliceTask,
+        commits: Sequence[Commit[StagedCommit]],
+        gradients: Sequence[torch.Tensor | None],
+        scale: float,
+    ) -> None:
+        began = time.perf_counter()
+        state = self.state
+        changed = any(gradient is not None for gradient in gradients)
+        if changed:
+            state.writing = True
+            for commit in commits:
+                self._measure(state.staleness(commit.worker))
+            self.damping_sum += len(commits) * (1.0 if work.in_rounds or not work.scale else scale / work.scale)
+            try:
+                self.rules.apply(gradients, work.overrides_for(self.part.segment), scale)
+            finally:
+                # Whatever a rule that raised has left behind is another version too.
+                state.applied([], True)
+                state.writing = False
+        state.applied([((c.worker, c.item.incarnation), c.clock) for c in commits], False)
+        if self.part.id == 0:
+            state.used(uses_of(commits), late_of(commits))
+        for worker in work.fences:
+            state.fence(worker)
+        self.num_updates += changed
+        self.apply_seconds += time.perf_counter() - began
+        if faults.armed is not None:
+            faults.reach("slice.applied")
+
+    def _measure(self, staleness: int) -> None:
+        self.staleness_sum += staleness
+        self.staleness_count += 1
+        self.staleness_max = max(self.staleness_max, staleness)
+
+    def gradients(
+        self, commits: Sequence[Commit[StagedCommit]], work: SliceTask, into: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
+        """The round's gradient for each piece of this slice. Outside of rounds weights do not count. `into`: where
+        it is to be in the end."""
+        if work.sums is not None:
+            return work.sums.gradients(self)
+        sources: list[Source] = []
+        for commit in commits:
+            has = self.has(commit.item.pushed)
+            if any(has) and (commit.item.weight > 0 or not work.in_rounds):
+                array = commit.item.arrays(self.part)
+                assert array is not None, "pushed, and not staged"
+                sources.append((array, commit.item.weight, has))
+        if not sources:
+            return [None] * len(self.rules.pieces)
+        return self.rules.reduced(sources, work.weight, into)
+
+    def has(self, pushed: Ranges) -> Sequence[bool]:
+        """Which pieces of this slice are pushed; the same as last time, mostly."""
+        known = self._last_has
+        if known[0] != pushed:
+            if self._ids and covers(pushed, self._ids[0], self._ids[-1] + 1):
+                has: Sequence[bool] = (True,) * len(self._ids)
+            else:
+                has = [in_ranges(pushed, number) for number in self._ids]
+            known = self._last_has = (pushed, has)
+        return known[1]
+
+    def touched_by(self, pushed: Ranges) -> bool:
+        return any(self.has(pushed))
+
+    def norm(self, work: SliceTask) -> float:
+        """This slice's share of the squared norm of a round."""
+        with self.home.at_work():
+            return self.rules.squared_norm(self.gradients(work.commits, work))
+
+    # -- its backups --------------------------------------------------------------------------------------
+
+    def own_region(self) -> Region:
+        """For an update that no backup is to have."""
+        if self._own_region is None:
+            self._own_region = Region(np.zeros(self.part.num_bytes, np.uint8), self.part.dtype)
+        return self._own_region
+
+    def replica_on(self, server: str) -> Replica | None:
+        return next((replica for replica in self.replicas if replica.partner.name == server), None)
+
+    def stand_alone(self, partner: Partner | None = None) -> None:
+        """It has no backup there any more, or nowhere: what was on its way counts without. To be drained."""
+        with self.lock:
+            update = self.in_flight
+            for parcel in update.parcels if update is not None else ():
+                parcel.is_acknowledged |= partner in (None, parcel.replica.partner)
+            self.replicas = [r for r in self.replicas if partner is not None and r.partner is not partner]
+
+    def renew_backups(self) -> None:
+        """Under the lock, to be drained after it: all of the slice goes over once more."""
+        for replica in self.replicas:
+            replica.renew(self)
+
+    def summed(self, work: SliceTask, region: Region) -> Update:
+        """In a ring, under the lock of a copy: a round's sum, made here."""
+        commits = self._admitted(work)
+        has = self.rules.lay_down(self._gradients_of(work, commits, region.flat), region.flat)
+        return Update(work, commits, region, has, self._scale_of(work, commits))
+
+    def is_summing(self, work: SliceTask) -> bool:
+        """In a ring: whether this round's sum is there, and not applied yet."""
+        with self.lock:
+            return self.in_flight is not None and self.in_flight.work is work
+
+    def count_on_nobody(self) -> None:
+        """Whatever is in flight is acknowledged by whoever is left. To be drained after this."""
+        with self.lock:
+            for parcel in self.in_flight.parcels if self.in_flight is not None else ():
+                parcel.is_acknowledged = True
+
+    def drop(self, works: Collection[SliceTask]) -> None:
+        """In a ring: these rounds count nowhere, and are made again."""
+        with self.lock:
+            self.queue = collections.deque(work for work in self.queue if work not in works)
+            update = self.in_flight
+            if update is not None and update.work in works:
+                self.in_flight = None
+                for parcel in update.parcels:
+                    parcel.is_acknowledged = True
+
+    # -- readers ------------------------------------------------------------------------------------------
+
+    def copy_into(self, target: memoryview) -> int:
+        """A whole, untorn copy; returns its version."""
+        with self.lock:
+            return self.copy_locked(target)
+
+    def copy_locked(self, target: memoryview) -> int:
+        """The same for a caller that holds the lock."""
+        target[:] = buffer_of(self.memory)
+        return self.state.version
+
+    def encoded(self, coder: SliceCoder, *, locked: bool) -> tuple[int, Encoded]:
+        """The slice as it is now, encoded, and its version; once for all who are sent the same."""
+        with contextlib.nullcontext() if locked else self.lock:
+            known = self._encoded
+            if known is None or known[0] != self.state.version:
+                known = self._encoded = (self.state.version, coder.encode(self.segment, self.part, self.memory))
+            return known
+
+    def pin(self) -> int:
+        with self.lock:
+            self.home.refresh(self.rules.flat, self.rules.host)
+            self.state.pins += 1
+            return self.state.version
+
+    def unpin(self) -> None:
+        with self.lock:
+            self.state.pins -= 1
+
+
+class RoundSums:
+    """The sums of one round, by slice."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Region, list[int]]] = {}
+
+    def put(self, slot: HostedSlice, region: Region, has: list[int]) -> None:
+        self._found[slot.part.id] = (region, has)
+
+    def region(self, slot: HostedSlice) -> Region | None:
+        found = self._found.get(slot.part.id)
+        return found[0] if found is not None else None
+
+    def has(self, slot: HostedSlice) -> list[int]:
+        """The pieces of a slice that anybody has pushed."""
+        found = self._found.get(slot.part.id)
+        return found[1] if found is not None else []
+
+    def gradients(self, slot: HostedSlice) -> list[torch.Tensor | None]:
+        region = self.region(slot)
+        return slot.rules.as_pieces(region.flat, self.has(slot)) if region is not None else [None] * len(slot.pieces)

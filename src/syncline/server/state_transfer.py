@@ -1,0 +1,92 @@
+"""The rules' state, given out and taken in: what `state_dict` and `load_state_dict` travel by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from syncline.core.layout import Slice
+from syncline.core.wire.message import Done
+from syncline.core.wire.traffic import AskState, GivenState, LoadState, StateEntry
+from syncline.errors import ProtocolError
+from syncline.net.rpc import Request
+from syncline.net.transport import Buffer, buffer_of
+from syncline.server.rules import tensor_of
+from syncline.server.slices import HostedSlice
+from syncline.server.tasks import FenceTask
+
+
+def check_entry(entry: StateEntry, part: Slice) -> None:
+    """A state tensor has at most the size of its slice in double precision."""
+    if entry.slice != part.id or entry.num_bytes > 8 * part.num_bytes + 64:
+        raise ProtocolError(f"state {entry.key!r} of {entry.num_bytes} bytes for slice {entry.slice}")
+
+
+class StateTransfer:
+    """Reads and writes the state of hosted slices."""
+
+    def __init__(
+        self,
+        slices: dict[int, HostedSlice],
+        *,
+        find: Callable[[int], Slice],
+        drain: Callable[[HostedSlice], None],
+    ) -> None:
+        self._slices, self._find, self._drain = slices, find, drain
+
+    def _slot(self, number: int) -> HostedSlice:
+        slot = self._slices.get(number)
+        if slot is None:
+            raise ProtocolError(f"slice {number} is not hosted here")
+        return slot
+
+    def give(self, request: Request, message: AskState) -> None:
+        entries: list[StateEntry] = []
+        buffers: list[Buffer] = []
+        for number in message.slices:
+            slot = self._slot(number)
+            with slot.lock:
+                for entry, tensor in slot.rules.state():
+                    if message.key not in ("", entry.key):
+                        continue
+                    entries.append(entry)
+                    flat = tensor.clone().reshape(-1).view(torch.uint8)
+                    buffers.append(buffer_of(flat.numpy()))
+        request.reply(GivenState(entries), buffers, sum(map(len, buffers)))
+
+    def landing(self, message: LoadState) -> Sequence[Buffer]:
+        for entry in message.entries:
+            check_entry(entry, self._find(entry.slice))
+        return [buffer_of(np.empty(entry.num_bytes, np.uint8)) for entry in message.entries]
+
+    def load(self, request: Request, message: LoadState) -> None:
+        grouped: dict[int, list[tuple[StateEntry, torch.Tensor]]] = {number: [] for number in message.slices}
+        for entry, buffer in zip(message.entries, request.payload, strict=True):
+            if entry.slice not in grouped:
+                raise ProtocolError(f"state for slice {entry.slice}, which is not named")
+            tensor = tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape)
+            grouped[entry.slice].append((entry, tensor))
+        slots = [self._slot(number) for number in grouped]
+        with_backup = []
+        for slot, entries in zip(slots, grouped.values(), strict=True):
+            with slot.lock:
+                slot.rules.load_state(entries)
+                if slot.replicas:
+                    with_backup.append(slot)
+        self._when_backed(with_backup, lambda: request.reply(Done()))
+
+    def _when_backed(self, slots: Sequence[HostedSlice], then: Callable[[], None]) -> None:
+        """Backups get it too, all of the slice once more, before anything else follows."""
+        if not slots:
+            then()
+            return
+        work = FenceTask((), slots, lambda work: then())
+        for slot in slots:
+            with slot.lock:
+                for replica in slot.replicas:
+                    replica.needs_seed = True
+                slot.queue.append(work)
+        for slot in slots:
+            self._drain(slot)
