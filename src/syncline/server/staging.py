@@ -35,7 +35,8 @@ class Decoding:
     ) -> None:
         self._slices, self._staging, self._find, self._is_taken = slices, staging, find, is_taken
         self.coder: SliceCoder | None = None  # with --codec
-        # with a process group, or a hierarchical reducer in this generation: also for slices whose primaries are elsewhere
+        # with a process group, or a hierarchical reducer in this generation: also for slices whose primaries are
+        # elsewhere
         self.takes_all = False
 
     def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
