@@ -42,7 +42,8 @@ def test_the_tests_of_a_script_pass(tmp_path: pathlib.Path) -> None:
     assert "3 passed" in run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "test_script.py")
 
 
-@pytest.mark.parametrize("policy", ["sync", pytest.param("async", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("policy", ["sync", "async"])
 def test_the_script_without_a_data_set_makes_its_steps(tmp_path: pathlib.Path, policy: str) -> None:
     (tmp_path / "script.py").write_text(script_of("without-a-data-set.md"))
     said = run(tmp_path, "syncline", "run", "-w", "2", "-s", "1", "--policy", policy, "script.py")

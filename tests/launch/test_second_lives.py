@@ -188,8 +188,8 @@ SCHEDULE = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["found", pytest.param("in job.state", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["found", "in job.state"])
 def test_a_schedule_goes_on_in_a_second_life(commands: Any, kind: str) -> None:
     """In `async` each worker pushes with its own learning rate: 0.8 ** 20 is 1 % of the first one."""
     made = "sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)"

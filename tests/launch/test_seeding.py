@@ -74,6 +74,7 @@ def run(commands: Any, *words: str) -> str:
     return str(result.output)
 
 
+@pytest.mark.proof
 def test_each_worker_has_its_own_stream_and_equal_runs_are_equal(commands: Any) -> None:
     script = commands.script(GAN)
     first, second = (run(commands, "run", "-w", "2", script, "loader") for _ in range(2))
