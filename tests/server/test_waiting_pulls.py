@@ -16,8 +16,7 @@ def test_one_whose_slice_has_moved_is_sent_elsewhere_and_breaks_nothing() -> Non
     request: Any = types.SimpleNamespace(peer="worker-0", refuse=refused.append)
     slot = types.SimpleNamespace(state=types.SimpleNamespace(version=0))
     slices: dict[int, Any] = {4: slot}
-    pulls = Pulls(slices, None, None)  # type: ignore[arg-type]
-    pulls.moved = lambda number: Refresh(f"slice {number} is elsewhere")
+    pulls = Pulls(slices, None, None, moved=lambda number: Refresh(f"slice {number} is elsewhere"))  # type: ignore[arg-type]
     pulls.pull(request, Pull([4], 1, False))
     pulls.advanced()
     assert not refused, "it waits"

@@ -12,7 +12,7 @@ from syncline.core.rounds import Commit, Rounds
 from syncline.core.slice_state import Identity, highest_clocks
 from syncline.net.rpc import Request
 from syncline.server.slices import HostedSlice
-from syncline.server.tasks import StagedCommit, respond
+from syncline.server.tasks import RingRounds, StagedCommit, respond
 
 
 class Asked(NamedTuple):
@@ -41,7 +41,10 @@ class AdmissionQueue:
         self.loading: set[Identity] = set()  # who gives rules their state, on some servers before others
         self._is_deciding = False
         self._in_hand: Asked | None = None  # its turn has come
-        self.passed: Callable[[], None] = lambda: None  # in a ring: votes may count that did not before
+        self._ring: RingRounds | None = None
+
+    def enter_ring(self, ring: RingRounds) -> None:
+        self._ring = ring
 
     @property
     def is_on(self) -> bool:
@@ -133,7 +136,8 @@ class AdmissionQueue:
     def decide(self) -> None:
         """What may pass is decided upon, in the order in which it came; what comes meanwhile waits its turn. One
         thread does so for all."""
-        self.passed()
+        if self._ring is not None:
+            self._ring.look()  # votes may count that did not before
         with self._idle:
             if self._is_deciding:
                 return

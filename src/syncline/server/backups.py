@@ -138,10 +138,8 @@ class Backups:
     ) -> None:
         self._blocks, self._pool, self._home = blocks, pool, home
         self._find, self._check_sender = find, check_sender
-        self.learn: Callable[[RoundMembership], None] = lambda roll: (
-            None
-        )  # what primaries say of rounds with spare workers
-        self.voting: RingRounds | None = None  # in a ring
+        self._learn: Callable[[RoundMembership], None] | None = None
+        self._ring: RingRounds | None = None
         self.backups: dict[int, Backup] = {}
         # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
         # has ended by itself goes on, and what it takes in has to be here.
@@ -152,6 +150,14 @@ class Backups:
         self._idle = threading.Condition(self._lock)
 
     # -- what comes from primaries ------------------------------------------------------------------------
+
+    def form(self, learn: Callable[[RoundMembership], None]) -> None:
+        """The job is complete. `learn` hears what primaries say of rounds with spare workers."""
+        self._learn = learn
+
+    def enter_ring(self, ring: RingRounds) -> None:
+        """Updates are held until the servers of this ring have voted."""
+        self._ring = ring
 
     def landing(self, peer: Peer, message: Seed | Replicate) -> Sequence[Buffer]:
         """Bytes from whoever is not the primary are taken in all the same, and go nowhere."""
@@ -167,7 +173,7 @@ class Backups:
         with self._lock:
             backup = self.backups.get(message.slice)
             is_free = backup is not None and not backup.is_busy and backup.held is None
-            is_free = is_free and (self.voting is None or is_of(message, self.voting.generation))
+            is_free = is_free and (self._ring is None or is_of(message, self._ring.generation))
             if backup is not None and backup.slot is not None and is_free and backup.primary == peer.name:
                 backup.landed = backup.slot.rules.bytes_of_pieces(own_region(backup, backup.slot).array, message.has)
                 return backup.landed
@@ -228,9 +234,9 @@ class Backups:
                     self._take_seed(backup, request, message)
                     continue
                 assert isinstance(message, Replicate)
-                if message.ballot is None or self.voting is None:
+                if message.ballot is None or self._ring is None:
                     self._take_update(backup, request, message)
-                elif not self._hold(backup, request, message, message.ballot, self.voting):
+                elif not self._hold(backup, request, message, message.ballot, self._ring):
                     with self._lock:
                         backup.queue.appendleft(request)
                         backup.is_busy = num_thaws != self._num_thaws
@@ -282,8 +288,8 @@ class Backups:
 
     def _take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
         slot = slot_of(backup, message)
-        if message.roll is not None:
-            self.learn(message.roll)
+        if message.roll is not None and self._learn is not None:
+            self._learn(message.roll)
         with slot.lock:
             if not self._is_in(slot, message):
                 self._apply(slot, message, self._next(backup, slot, request, message))

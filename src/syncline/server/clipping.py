@@ -69,7 +69,7 @@ class Clipping:
                 self._works[key_of(commit)] = work
             self._flow.waits(work)
             for line in self.forget_orphans():  # all may have died since it was whole
-                self._flow.say(line)
+                self._flow.log(line)
         for clock, request in requests:
             if request is not None:
                 request.reply(AskClip(clock, work.share, work.roll))

@@ -33,7 +33,7 @@ from syncline.server.executor import RoundExecutor
 from syncline.server.pulls import Pulls
 from syncline.server.slices import HostedSlice
 from syncline.server.staging import Decoding, Staging, check_stage
-from syncline.server.tasks import Key, RoundTask, StagedCommit, StagedEarly, key_of
+from syncline.server.tasks import Key, RoundTask, StagedCommit, key_of
 from syncline.server.worker_removal import Staged, WorkerRemoval
 
 
@@ -86,12 +86,10 @@ class Commits:
     ) -> None:
         self.rounds, self._slices, self.flow, self._pulls, self.staging = rounds, slices, flow, pulls, staging
         self._segments, self._find = segments, find
-        #: What a worker has staged before its commit, in a ring that adds up early; not under `state_lock`.
-        self.staged_early: StagedEarly = lambda worker, clock, contribution, slices: None
         self.decoding = Decoding(slices, staging, find, self._is_taken)
         self._stands_still = rounds.policy.stands_still
-        self.state_lock = pulls.state_lock = flow.state_lock
-        pulls.check = self.check_generation
+        self.state_lock = flow.state_lock
+        pulls.form(flow.state_lock, check=self.check_generation, clocks=flow.clocks_now)
         self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
         self.entered: dict[str, int] = {}  # workers: the generation in which they entered last
         self.ranks = Ranks(rounds, flow)
@@ -176,7 +174,8 @@ class Commits:
         if message.commit:
             self._commit(request, message)
         else:
-            self.staged_early(worker, message.clock, contribution, {*message.slices, *message.ready})
+            if self.flow.ring is not None:
+                self.flow.ring.stage_early(worker, message.clock, contribution, {*message.slices, *message.ready})
             request.reply(Done())
 
     # -- committing ---------------------------------------------------------------------------------------

@@ -37,23 +37,25 @@ class RoundExecutor:
     """All work under way. `state_lock` makes decisions and the slices' queues follow each other alike."""
 
     def __init__(
-        self, rounds: Rounds[StagedCommit], slices: dict[int, HostedSlice], pool: Pool, pulls: Pulls, num_servers: int
+        self,
+        rounds: Rounds[StagedCommit],
+        slices: dict[int, HostedSlice],
+        pool: Pool,
+        pulls: Pulls,
+        num_servers: int,
+        log: Callable[[str], None],
     ) -> None:
         self._rounds, self._slices, self.pool, self._pulls = rounds, slices, pool, pulls
         self._stands_still = rounds.policy.stands_still
         self.num_servers = num_servers
-        pulls.clocks = self.clocks_now
         self.seniority: dict[Identity, Seniority] = {}
         self.tells_clocks = False  # with one replica a worker's copy may have to stand in for a slice
         self.state_lock = threading.RLock()
         self.idle = threading.Condition(self.state_lock)
         self.going: set[Identity] = set()  # workers that are out, and forgotten when nothing of theirs is open
-        self.voting: RingRounds | None = None  # in a ring
-        self.say: Callable[[str], None] = lambda line: None
-        self.is_through: Callable[[RoundTask], None] = lambda work: (
-            None
-        )  # applied, or not to be; not under `state_lock`
-        self.forget_gone: Callable[[], None] = lambda: None  # under `state_lock`, after a round is through
+        self.log = log
+        self._ring: RingRounds | None = None
+        self._after_rounds: list[Callable[[], None]] = []
         self._busy: set[SliceTask] = set()
         self._under_way: dict[Key, RoundTask] = {}
         self.clipping = Clipping(self)
@@ -65,6 +67,18 @@ class RoundExecutor:
         self.lag_max = 0
         self.num_rounds = 0
         self.round_seconds = 0.0  # from a whole round to its last slice, added up
+
+    @property
+    def ring(self) -> RingRounds | None:
+        return self._ring
+
+    def enter_ring(self, ring: RingRounds) -> None:
+        """Rounds are applied by the votes of this ring."""
+        self._ring = ring
+
+    def call_after_rounds(self, listener: Callable[[], None]) -> None:
+        """Calls it under `state_lock` whenever a round is through."""
+        self._after_rounds.append(listener)
 
     # -- slices -------------------------------------------------------------------------------------------
 
@@ -102,8 +116,8 @@ class RoundExecutor:
             lead = leading(commits, self.seniority)
             work = RoundTask(commits, slots, lead, self._rounds.policy, self._finished, self._held)
             works.append(work)
-            if self.voting is not None:
-                self.voting.expect(work)
+            if self._ring is not None:
+                self._ring.expect(work)
             if self._rounds.policy.spare:
                 work.roll = self._rounds.rolls.find(commits[0].worker, commits[0].item.incarnation, commits[0].clock)
             self._busy.add(work)
@@ -133,8 +147,8 @@ class RoundExecutor:
     def run(self, works: Iterable[SliceTask]) -> None:
         for work in works:
             if isinstance(work, RoundTask) and work.is_summed:
-                assert self.voting is not None
-                self.voting.reduce(work)
+                assert self._ring is not None
+                self._ring.reduce(work)
             elif isinstance(work, RoundTask) and self.clipping.is_for(work):
                 self.clipping.measure(work)
             else:
@@ -150,7 +164,7 @@ class RoundExecutor:
 
     def was_dropped(self, work: RoundTask) -> bool:
         """Under `state_lock`, in a ring: whether it was to be voted on, and replica sets have changed since."""
-        return work.waits_for_votes and self.voting is not None and not self.voting.expects(work)
+        return work.waits_for_votes and self._ring is not None and not self._ring.expects(work)
 
     @property
     def is_applying(self) -> bool:
@@ -160,12 +174,12 @@ class RoundExecutor:
     def go_through(self, work: SliceTask) -> None:
         """Into the slices here; in a ring, first only to where all hold it."""
         if work.is_summed:
-            assert self.voting is not None and isinstance(work, RoundTask)
-            if not self.voting.hold_sums(work):
+            assert self._ring is not None and isinstance(work, RoundTask)
+            if not self._ring.hold_sums(work):
                 return
         if work.copies:
-            assert self.voting is not None and isinstance(work, RoundTask)
-            self.voting.sum_up_spread(work)
+            assert self._ring is not None and isinstance(work, RoundTask)
+            self._ring.sum_up_spread(work)
             self.drain_all(work)
         elif work.slots:
             self.drain_all(work)
@@ -175,8 +189,8 @@ class RoundExecutor:
             work.end()
 
     def _held(self, work: SliceTask) -> None:
-        assert self.voting is not None and isinstance(work, RoundTask)
-        self.voting.held(work)
+        assert self._ring is not None and isinstance(work, RoundTask)
+        self._ring.held(work)
 
     def waits(self, work: RoundTask) -> None:
         """Under `state_lock`: for votes, or for its norm. What there was to do about it so far is done."""
@@ -211,7 +225,8 @@ class RoundExecutor:
                 if self._under_way.get(key) is work:  # else it was dropped, and is made again
                     del self._under_way[key]
             if self.going:
-                self.forget_gone()
+                for listener in self._after_rounds:
+                    listener()
             if not self._busy:
                 self.idle.notify_all()
 
@@ -237,7 +252,8 @@ class RoundExecutor:
                 commit.item.clocks, commit.item.is_skipped = work.clocks, work.skip
             self._parked += ready
             self.through(work)
-        self.is_through(work)
+        if self._ring is not None:
+            self._ring.is_through(work)
         self.release()
 
     def fail(self, work: RoundTask, error: Exception) -> None:
@@ -248,7 +264,8 @@ class RoundExecutor:
             failed = work.failed = RuleError(f"the update could not be applied: {error}")
             asked = self.take_requests(work.commits)
             self.through(work)
-        self.is_through(work)
+        if self._ring is not None:
+            self._ring.is_through(work)
         self.refuse(asked, failed)
 
     # -- answers ------------------------------------------------------------------------------------------

@@ -33,26 +33,36 @@ class Pulls:
         pool: Pool,
         senders: ThreadPoolExecutor,
         most_bytes: int | None = None,
+        *,
+        moved: Callable[[int], SynclineError | None] = lambda number: None,
     ) -> None:
+        """`moved` says why a slice that exists is not here."""
         self._slices, self._pool, self._senders = slices, pool, senders
         self._by_id: tuple[HostedSlice, ...] = ()
         self._hosted = (0, 0)  # slices and bytes, when they were last added up
         self.outgoing = Outgoing(self._hosted_bytes, most_bytes)
         self._lock = threading.Lock()
         self._waiting: list[tuple[Request, Pull]] = []
-        self.state_lock: AbstractContextManager[object] = (
-            threading.RLock()
-        )  # pins do not come between two generations
-        self.check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest replica sets
+        self.state_lock: AbstractContextManager[object] = threading.RLock()  # no pin comes between two generations
+        self._check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest replica sets
         self._pinned: dict[Endpoint, list[int]] = {}
-        self.moved: Callable[[int], SynclineError | None] = lambda number: None  # where a slice is that is not here
+        self._moved = moved
         self.backups: Backups | None = None  # in a ring: of others' slices, which its own worker reads
-        #: What may be in what was read before this is asked.
-        self.clocks: Callable[[], dict[str, int]] = dict
+        self._clocks: Callable[[], dict[str, int]] = dict  # what may be in what was read before this is asked
         self.bytes_copied = 0
         self.num_pins = 0
         self.coder: SliceCoder | None = None  # with --pull-codec: of what answers a commit; pulls are exact
         self._began_anew = False  # primaries have changed, and every pin has ended with that
+
+    def form(
+        self,
+        state_lock: AbstractContextManager[object],
+        *,
+        check: Callable[[Request], None],
+        clocks: Callable[[], dict[str, int]],
+    ) -> None:
+        """The job is complete: pins come between two rounds, `check` says whether a worker knows the replica sets."""
+        self.state_lock, self._check, self._clocks = state_lock, check, clocks
 
     def _slot(self, number: int) -> HostedSlice:
         slot = self._slices.get(number)
@@ -77,7 +87,7 @@ class Pulls:
 
     def _not_here(self, number: int) -> SynclineError:
         """A worker that looked before primaries changed looks again; one that names nonsense hears so."""
-        return self.moved(number) or ProtocolError(f"slice {number} is not hosted here")
+        return self._moved(number) or ProtocolError(f"slice {number} is not hosted here")
 
     def hosts_others(self) -> None:
         """There are other slices now."""
@@ -132,7 +142,7 @@ class Pulls:
                 stale.append(number)
                 versions.append(slot.shown())
             state.seen[request.peer.name] = state.version
-        request.reply(Verified(stale, versions, self.clocks()))
+        request.reply(Verified(stale, versions, self._clocks()))
 
     # -- pulls by themselves ------------------------------------------------------------------------------
 
@@ -196,7 +206,7 @@ class Pulls:
             self.outgoing.pull(request.endpoint, num_bytes, functools.partial(self._send, request, send))
             return
         versions = [self._slot(number).shown() for number in message.slices]
-        request.reply(Pulled(versions, self.clocks()))
+        request.reply(Pulled(versions, self._clocks()))
 
     def _send_pulled(self, request: Request, message: Pull, num_bytes: int) -> None:
         try:
@@ -214,7 +224,7 @@ class Pulls:
             self._copied(slot.part.num_bytes)
             slot.state.seen[request.peer.name] = version
             versions.append(version)
-        request.reply(Pulled(versions, self.clocks()), buffers, sum(map(len, buffers)))
+        request.reply(Pulled(versions, self._clocks()), buffers, sum(map(len, buffers)))
 
     # -- read pins ----------------------------------------------------------------------------------------
 
@@ -222,7 +232,7 @@ class Pulls:
         """No update until unpinned: for a reader whose optimistic copies were overtaken twice."""
         versions = []
         with self.state_lock:
-            self.check(request)
+            self._check(request)
             for number in message.slices:
                 slot = self._slices.get(number)
                 if slot is None:
@@ -234,7 +244,7 @@ class Pulls:
         if not request.endpoint.is_open:  # whatever it had pinned was let go before this
             self.forget(request.endpoint)
             return
-        request.reply(Pulled(versions, self.clocks()))
+        request.reply(Pulled(versions, self._clocks()))
 
     def unpin(self, request: Request, message: Unpin) -> None:
         with self.state_lock:

@@ -17,13 +17,13 @@ from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import Replicate, Vote
 from syncline.net.rpc import Request
 from syncline.server.backups import Backup, Backups, own_region
+from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
 from syncline.server.reliable_send import ReliableSend
 from syncline.server.replicate import Partner, Region, message_of
 from syncline.server.ring_copies import Copies
 from syncline.server.slices import HostedSlice
-from syncline.server.storage import SliceStorage
-from syncline.server.tasks import RoundTask
+from syncline.server.tasks import RoundTask, StagedCommit
 
 if TYPE_CHECKING:
     from syncline.server.reduce.reducer import RingReducer
@@ -40,43 +40,42 @@ Held = tuple[Replicate, Region | None]
 class Spreading:
     """Sums for these copies."""
 
-    def __init__(self, spread: Spread, copies: Copies, backups: Backups, home: SliceStorage) -> None:
-        self._spread, self._copies, self._backups, self._home = spread, copies, backups, home
-        copies.backups = backups
-        self.find: Callable[[Spread], frozenset[int]] = lambda spread: frozenset()
-        self.primaries: Callable[[], list[HostedSlice]] = list
-        self.holds: Holds = lambda work, take: False
-        self.fail: Callable[[RoundTask, Exception], None] = lambda work, error: None
+    def __init__(
+        self, spread: Spread, copies: Copies, hosting: Hosting, *, fail: Callable[[RoundTask, Exception], None]
+    ) -> None:
+        self._spread, self._copies, self._hosting, self._fail = spread, copies, hosting, fail
+        self._backups, self._home = hosting.backups, hosting.home
+        copies.backups = hosting.backups
 
     def begin(self) -> None:
         """Seats have changed, under `state_lock`."""
-        self._copies.numbers = self.find(self._spread)
-        for slot in self.primaries():
+        self._copies.numbers = self._hosting.spread_by(self._spread)
+        for slot in list(self._hosting.slices.values()):
             slot.is_spread, slot.sum_coder = slot.part.id in self._copies.numbers, self._spread.sums
 
     def expect(self, work: RoundTask) -> None:
         """Under `state_lock`: a round is whole here."""
         work.is_for_copies(self._copies.slots())
 
-    def sum_up(self, work: RoundTask) -> None:
+    def sum_up(self, work: RoundTask, holds: Holds) -> None:
         for slot in work.copies:
-            self._backups.queue_up(slot.part.id, functools.partial(self._sum_up, work, slot.part.id))
+            self._backups.queue_up(slot.part.id, functools.partial(self._sum_up, work, slot.part.id, holds))
 
-    def _sum_up(self, work: RoundTask, number: int) -> None:
+    def _sum_up(self, work: RoundTask, number: int, holds: Holds) -> None:
         backup = self._backups.backups.get(number)
         if backup is None or backup.slot is None:
             return  # replica sets have changed: the round is dropped
         try:
             held = self._summed(work, backup, backup.slot)
         except Exception as error:  # whoever waits must hear of it, whatever it is
-            if self.holds(work, lambda: None):  # else it was dropped meanwhile, and what its workers staged is gone
-                self.fail(work, error)
+            if holds(work, lambda: None):  # else it was dropped meanwhile, and what its workers staged is gone
+                self._fail(work, error)
             return
 
         def take() -> None:
             backup.held = held
 
-        if self.holds(work, take):
+        if holds(work, take):
             if faults.armed is not None:
                 faults.reach("replicate.held")
             work.slice_held()
@@ -118,7 +117,7 @@ class Voting:
         self._unsaid: list[RoundTask] = []  # held by all since it was frozen
         self.is_frozen = False  # a change is prepared
         self.summing: RingReducer | None = None  # where every server comes to all sums itself
-        backups.voting = self
+        backups.enter_ring(self)
 
     @property
     def is_on(self) -> bool:
@@ -181,7 +180,17 @@ class Voting:
 
     def sum_up_spread(self, work: RoundTask) -> None:
         """Adds up the spread slices whose primary is on another server."""
-        self.spreading.sum_up(work)
+        self.spreading.sum_up(work, self.keeps)
+
+    def stage_early(self, worker: Identity, clock: int, staged: StagedCommit, slices: set[int]) -> None:
+        """A worker has staged these slices before its commit. Not under `state_lock`."""
+        if self.summing is not None:
+            self.summing.stage_early(worker, clock, staged, slices)
+
+    def is_through(self, work: RoundTask) -> None:
+        """The round is applied, or was dropped. Not under `state_lock`."""
+        if self.summing is not None:
+            self.summing.is_through(work)
 
     def held(self, work: RoundTask) -> None:
         """All others hold the sums of the slices here."""

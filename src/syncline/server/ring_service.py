@@ -29,16 +29,16 @@ class Ring:
     """One server's part in its ring."""
 
     def __init__(self, config: JobConfig, commits: Commits, hosting: Hosting, pool: Pool, spread: Spread) -> None:
-        flow, spreading = commits.flow, Spreading(spread, commits.staging.copies, hosting.backups, hosting.home)
+        flow = commits.flow
+        spreading = Spreading(spread, commits.staging.copies, hosting, fail=flow.fail)
         self.voting = voting = Voting(
             hosting.name, flow.state_lock, hosting.backups, pool,
             partners=hosting.partners_named, run=flow.drain_all, waits=flow.waits,
             resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
             spreading=spreading,
         )  # fmt: skip
-        spreading.find, spreading.holds, spreading.fail = hosting.spread_by, voting.keeps, flow.fail
-        spreading.primaries = lambda: list(hosting.slices.values())
-        commits.holding.passed, flow.voting = voting.look, voting
+        flow.enter_ring(voting)
+        commits.holding.enter_ring(voting)
         self.group_reducers: ProcessGroupReducers | None = None  #: sums by torch.distributed
         self.host_reducers: HierarchicalReducers | None = None  #: sums by the hierarchical reducer
         adders: Reducers
@@ -49,12 +49,11 @@ class Ring:
 
             adders = self.group_reducers = ProcessGroupReducers(config, hosting)
             own, departures = partner_of(hosting.name), commits.departures
-            departures.staged_by = lambda worker: departures.staged_here(worker) if worker == own else ()
+            departures.stage_by(lambda worker: departures.staged_here(worker) if worker == own else ())
             commits.decoding.takes_all = True
         else:
             adders = self.host_reducers = HierarchicalReducers(config, commits, hosting, pool)
         voting.summing = RingReducer(adders, flow, voting, hosting.backups)
-        commits.staged_early = voting.summing.stage_early
 
 
 def ring_handlers(ring: Callable[[], Ring | None]) -> dict[type[Message], Callable[[Request, Any], None]]:

@@ -115,8 +115,7 @@ class Server:
         self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
         self.name = name
         self._slices = self._hosting.slices
-        self._pulls = Pulls(self._slices, pool, self._senders)
-        self._pulls.moved = self._moved
+        self._pulls = Pulls(self._slices, pool, self._senders, moved=self._moved)
         self._staging = Staging(self._home.release, self._home.hatch)
         self._states = StateTransfer(
             self._slices, find=lambda number: self._hosting.find(number)[1], drain=self._drain
@@ -145,7 +144,7 @@ class Server:
         workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
         num_servers = sum(m.role == "server" for m in joined.members)
         rounds: Rounds[StagedCommit] = Rounds(policy_of(config), workers)
-        flow = RoundExecutor(rounds, self._slices, self._pool, self._pulls, num_servers)
+        flow = RoundExecutor(rounds, self._slices, self._pool, self._pulls, num_servers, self._log)
         commits = Commits(
             rounds, self._slices, flow, self._pulls, self._staging,
             segments=self._hosting.segments, find=self._hosting.find,
@@ -175,8 +174,8 @@ class Server:
         commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
         self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
         self._pulls.backups = self._hosting.backups if config.is_ring else None
-        self._commits, flow.say = commits, self._log
-        self._hosting.backups.learn = commits.learn
+        self._commits = commits
+        self._hosting.backups.form(commits.learn)
         self._pulls.outgoing.window = config.window
 
     def hear(self, roster: Roster) -> None:

@@ -58,6 +58,15 @@ class RingRounds(Protocol):
     def holds(self, ballot: Ballot, take: Callable[[], None]) -> Literal["held", "later", "over"]:
         """A backup has an update of the round `ballot`."""
 
+    def look(self) -> None:
+        """What kept rounds from being applied may be over."""
+
+    def stage_early(self, worker: Identity, clock: int, staged: StagedCommit, slices: set[int]) -> None:
+        """A worker has staged these slices before its commit. Not under `state_lock`."""
+
+    def is_through(self, work: RoundTask) -> None:
+        """The round is applied, or was dropped. Not under `state_lock`."""
+
     def missing(self, now: float) -> list[tuple[int, list[str], float]]:
         """The rounds that wait for votes: clock, the servers that have not voted, and for how many seconds."""
 

@@ -39,7 +39,7 @@ def _rounds(commits: Commits, now: float) -> list[Wait]:
         if asked and not work.applied and not work.scaled:
             since = min(commit.item.since for commit in asked)
             found.append(Wait("", asked[0].clock, [commit.worker for commit in asked], now - since, "round"))
-    votes = commits.flow.voting.missing(now) if commits.flow.voting is not None else []
+    votes = commits.flow.ring.missing(now) if commits.flow.ring is not None else []
     found += [Wait("", clock, names, s, "server") for clock, names, s in votes if s >= MOMENT_SECONDS]
     return found
 

@@ -31,9 +31,13 @@ class WorkerRemoval:
     ) -> None:
         self._rounds, self._slices, self._flow, self._staging, self._staged = rounds, slices, flow, staging, staged
         self._gone = gone
-        flow.forget_gone = self._forget_gone
-        #: The slices of which this worker, by name, stages what it pushes here; of others it only says so.
-        self.staged_by: Callable[[str], Iterable[HostedSlice]] = self.staged_here
+        flow.call_after_rounds(self._forget_gone)
+        self._staged_by: Callable[[str], Iterable[HostedSlice]] = self.staged_here
+
+    def stage_by(self, slices_of: Callable[[str], Iterable[HostedSlice]] | None) -> None:
+        """`slices_of` says of which slices a worker, by name, stages its pushes here. Of others it only says so.
+        None: of all slices that are here."""
+        self._staged_by = slices_of or self.staged_here
 
     def staged_here(self, worker: str) -> Iterable[HostedSlice]:
         """By every worker, of the slices here; in a ring, of spread ones too."""
@@ -129,7 +133,7 @@ class WorkerRemoval:
 
     def not_staged(self, worker: Identity, contribution: StagedCommit, have: set[int]) -> int | None:
         """A slice here whose bytes a commit would need, and does not have."""
-        for slot in self.staged_by(worker[0]):
+        for slot in self._staged_by(worker[0]):
             if slot.part.id in have or self._staging.is_shared(worker, contribution.slot, slot.part):
                 continue
             if slot.touched_by(contribution.pushed):

@@ -336,7 +336,7 @@ class HierarchicalReducers:
             for request in early:
                 self._pool.submit(functools.partial(request.reply, Done()))  # as for what comes from now on
         departures, self._commits.decoding.takes_all = self._commits.departures, relay is not None
-        departures.staged_by = relay.staged_by if relay is not None else departures.staged_here
+        departures.stage_by(relay.staged_by if relay is not None else None)
         return relay
 
     def lend(self, request: Request, message: ShareSums) -> None:

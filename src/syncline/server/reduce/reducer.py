@@ -141,7 +141,6 @@ class RingReducer:
         self._ended: list[RoundReducer] = []
         # Summed while a change was on its way, and what was to come next.
         self._unheld: list[tuple[RoundTask, Callable[[RoundTask], None]]] = []
-        flow.is_through = self._is_through
 
     @property
     def is_on(self) -> bool:
@@ -164,7 +163,7 @@ class RingReducer:
         found = self._adder.awaited() if self._adder is not None else None
         return [found] if found is not None and found[1] else []
 
-    def _is_through(self, work: RoundTask) -> None:
+    def is_through(self, work: RoundTask) -> None:
         adder = self._adder
         if adder is not None and work.is_summed:
             adder.is_through(work)
