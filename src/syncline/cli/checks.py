@@ -144,10 +144,8 @@ def fashion_mnist() -> Finding:
     """By the presence of the files alone: their checksums are looked at when they are read."""
     from syncline.data import datasets
 
-    family = datasets._fashion_mnist()
-    for label, folders in datasets._places(family, None, configuration.cache_folder() / family.name):
-        for folder in folders:
-            if all(any((folder / f"{name}{end}").is_file() for end in ("", ".gz")) for name in datasets._SHA256):
-                return Finding("ok", f"in {label}: {folder}")
+    found = datasets.fashion_mnist_folder()
+    if found is not None:
+        return Finding("ok", "in {}: {}".format(*found))
     text = "not on this machine: the example would download it"
-    return Finding("warning", text, f"make data, or {datasets._REMEDY}")
+    return Finding("warning", text, f"make data, or {datasets.FASHION_MNIST_REMEDY}")

@@ -51,7 +51,7 @@ _MNIST_REMEDY = (
     "put its four files, gzipped or not, into a folder `mnist`, and `export SYNCLINE_DATA=` the folder that holds it"
 )
 
-_REMEDY = (
+FASHION_MNIST_REMEDY = (
     "install it with `apt-get install dataset-fashion-mnist`; without root: `apt-get download "
     "dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb fm && "
     "export SYNCLINE_DATA=$PWD/fm/usr/share/datasets`"
@@ -105,8 +105,18 @@ def mnist(
     return _images_and_labels(family, train, folder, fetch)
 
 
+def fashion_mnist_folder() -> tuple[str, pathlib.Path] | None:
+    """Where its files lie on this machine, with the name of the place. Their checksums are not read."""
+    family = _fashion_mnist()
+    for label, folders in _places(family, None, cache_folder() / family.name):
+        for folder in folders:
+            if all(any((folder / f"{name}{end}").is_file() for end in ("", ".gz")) for name in family.sha256):
+                return label, folder
+    return None
+
+
 def _fashion_mnist() -> _Family:
-    return _Family("fashion-mnist", "Fashion-MNIST", _SYSTEM_FOLDER, _URL, _SHA256, _REMEDY)
+    return _Family("fashion-mnist", "Fashion-MNIST", _SYSTEM_FOLDER, _URL, _SHA256, FASHION_MNIST_REMEDY)
 
 
 def _images_and_labels(

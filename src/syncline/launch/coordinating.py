@@ -36,9 +36,12 @@ def run_coordinator(
     coordinator.term = journal.term
     if sock is None:
         sock = socket.socket(fileno=listen_fd) if listen_fd is not None else tcp.bind(file.host, file.port)
-    stamp = Stamp(file.job)
+
+    def superseded(term: int) -> None:
+        coordinator.ending.superseded(f"a coordinator of term {term} has the job")
+
+    stamp = Stamp(file.job, superseded=superseded)
     stamp.term, stamp.is_coordinators = journal.term, True
-    stamp.superseded = lambda term: coordinator.ending.superseded(f"a coordinator of term {term} has the job")
 
     def accept(connection: Connection) -> None:
         Endpoint(connection, stamp, coordinator)

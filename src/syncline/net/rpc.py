@@ -207,11 +207,11 @@ class NoService:
 class Stamp:
     """What every frame of a process carries: job, incarnation, generation, term. Shared by its endpoints."""
 
-    def __init__(self, job: str) -> None:
-        self.job = frame.job_key(job)
+    def __init__(self, job: str, *, superseded: Callable[[int], None] = lambda term: None) -> None:
+        """`superseded`: a coordinator hears that there is one of a newer term."""
+        self.job, self.superseded = frame.job_key(job), superseded
         self.incarnation = self.generation = self.term = 0
         self.is_coordinators = False
-        self.superseded: Callable[[int], None] = lambda term: None  # a coordinator hears that there is a newer one
 
 
 class Endpoint:
