@@ -311,23 +311,16 @@ class Backups:
         return bool(message.clocks) and all(clocks.get((n, i), 0) >= clock for n, i, clock in message.clocks)
 
     def _apply(self, slot: HostedSlice, message: Replicate, region: Region | None) -> None:
-        state = slot.state
-        if region is not None:
-            state.writing = True
-            with self._home.at_work():
-                gradients = slot.rules.as_pieces(region.flat, message.has)
-                try:
-                    slot.rules.apply(gradients, dict(message.overrides), message.scale)
-                except Exception as error:
-                    raise RuleError(f"the backup could not apply it: {type(error).__name__}: {error}") from None
-                finally:
-                    state.applied([], True)
-                    state.writing = False
-        state.applied([((name, incarnation), clock) for name, incarnation, clock in message.clocks], False)
-        state.used(message.uses, message.late)
-        for fence in message.fences:
-            state.fence(fence)
-        slot.num_updates += bool(message.has)
+        clocks = [((name, incarnation), clock) for name, incarnation, clock in message.clocks]
+        with self._home.at_work():
+            gradients = slot.rules.as_pieces(region.flat, message.has) if region is not None else []
+            try:
+                slot.apply_update(
+                    gradients, dict(message.overrides), message.scale, clocks, message.uses, message.late,
+                    message.fences,
+                )  # fmt: skip
+            except Exception as error:
+                raise RuleError(f"the backup could not apply it: {type(error).__name__}: {error}") from None
 
     def _gradient(self, backup: Backup, slot: HostedSlice, request: Request, message: Replicate) -> Region:
         if message.codec:
@@ -389,8 +382,8 @@ class Backups:
         """The slices of which there are copies here."""
         return {number for number, backup in list(self.backups.items()) if backup.slot is not None}
 
-    def num_bytes(self, numbers: Collection[int]) -> int:
-        return sum(self._find(number)[1].num_bytes for number in numbers)
+    def sizes(self, numbers: Collection[int]) -> list[int]:
+        return [self._find(number)[1].num_bytes for number in numbers]
 
     def apply_held(self, number: int, work: SliceTask) -> None:
         """All have voted for what this slice holds."""

@@ -12,7 +12,7 @@ from syncline.core.rounds import Commit, Rounds, Verdict
 from syncline.core.slice_state import Identity, life_of
 from syncline.errors import RuleError, SynclineError
 from syncline.server.clipping import Clipping
-from syncline.server.pool import Pool
+from syncline.server.pool import Pool, is_small
 from syncline.server.pulls import Pulls
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import (
@@ -28,8 +28,6 @@ from syncline.server.tasks import (
 )
 
 Held = Commit[StagedCommit]
-#: A round of at most this many bytes is applied by the thread that completes it.
-INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
 _NO_CLOCKS: dict[str, int] = {}
 
 
@@ -204,7 +202,7 @@ class RoundExecutor:
 
     def drain_all(self, work: SliceTask) -> None:
         """Spreads a round over the pool; a small one is done by the time another thread would have woken up."""
-        small = len(work.slots) <= INLINE_SLICES and sum([s.part.num_bytes for s in work.slots]) <= INLINE_BYTES
+        small = is_small([s.part.num_bytes for s in work.slots])
         for slot in work.slots:
             if small:
                 self.drain(slot)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from syncline.config import num_cores
 
 Task = Callable[[], None]
+#: An update of at most so many bytes and slices is applied by the thread that has it: a hand-over takes longer.
+_SMALL_BYTES, _SMALL_SLICES = 1 << 18, 16
+
+
+def is_small(slice_bytes: Sequence[int]) -> bool:
+    """Whether slices of these sizes are applied faster without a hand-over to other threads."""
+    return len(slice_bytes) <= _SMALL_SLICES and sum(slice_bytes) <= _SMALL_BYTES
 
 
 class Pool(Protocol):

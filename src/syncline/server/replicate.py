@@ -142,17 +142,32 @@ def _encode(slot: HostedSlice, update: Update) -> None:
 
 
 def message_of(slot: HostedSlice, update: Update, ballot: Ballot | None, *, wants_digest: bool = False) -> Replicate:
-    """Under the slice's lock: an update, as it is said to a backup."""
-    work, commits, is_first = update.work, update.commits, slot.part.id == 0
+    """Under the slice's lock: an update, as it is sent to a backup."""
+    asks = wants_digest and not update.work.waits_for_votes
+    return replicate_message(slot, update.work, update.commits, update.has, update.scale, ballot, wants_digest=asks)
+
+
+def replicate_message(
+    slot: HostedSlice,
+    work: SliceTask,
+    commits: Sequence[Commit[StagedCommit]],
+    has: list[int],
+    scale: float,
+    ballot: Ballot | None,
+    *,
+    wants_digest: bool = False,
+) -> Replicate:
+    """Under the slice's lock: the next update of this slice, with gradients for the pieces `has`."""
+    is_first = slot.part.id == 0
     return Replicate(
         slot.part.id,
         slot.state.version,
         [(c.worker, c.item.incarnation, c.clock) for c in commits],
         list(work.fences),
-        update.has,
+        has,
         list(work.overrides_for(slot.part.segment).items()),
-        update.scale,
-        wants_digest and not work.waits_for_votes,
+        scale,
+        wants_digest,
         uses_of(commits) if is_first else [],
         late_of(commits) if is_first else [],
         work.roll,

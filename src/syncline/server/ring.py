@@ -18,7 +18,7 @@ from syncline.core.wire.traffic import Replicate, Vote
 from syncline.net.rpc import Request
 from syncline.server.backups import Backup, Backups, own_region
 from syncline.server.hosting import Hosting
-from syncline.server.pool import Pool
+from syncline.server.pool import Pool, is_small
 from syncline.server.reliable_send import ReliableSend
 from syncline.server.replicate import Partner, Region, message_of
 from syncline.server.ring_copies import Copies
@@ -84,10 +84,6 @@ class Spreading:
         with slot.lock, self._home.at_work():
             update = slot.summed(work, own_region(backup, slot))
             return message_of(slot, update, work.ballot), update.region if update.has else None
-
-
-#: A round of at most this many bytes is applied by the thread that brings the last vote.
-INLINE_BYTES, INLINE_SLICES = 1 << 18, 16
 
 
 class Voting:
@@ -263,7 +259,7 @@ class Voting:
             self._run(work)
         elif not numbers:
             work.end()
-        small = self._backups.num_bytes(numbers) <= INLINE_BYTES and len(numbers) <= INLINE_SLICES
+        small = is_small(self._backups.sizes(numbers))
         for number in numbers:
             action = functools.partial(self._backups.apply_held, number, work)
             action() if small else self._pool.submit(action)

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ from syncline import faults
 from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import Piece, Ranges, Segment, Slice, covers, in_ranges
 from syncline.core.rounds import Commit
-from syncline.core.slice_state import SliceState
+from syncline.core.rule import Option
+from syncline.core.slice_state import Identity, SliceState
+from syncline.core.wire.leases import Use
 from syncline.net.transport import buffer_of
 from syncline.server.replicate import Partner, Region, Replica, Update, region_of, update_of
 from syncline.server.rules import SliceRules, Source
@@ -240,28 +242,44 @@ class HostedSlice:
         scale: float,
     ) -> None:
         began = time.perf_counter()
+        if any(gradient is not None for gradient in gradients):
+            for commit in commits:
+                self._measure(self.state.staleness(commit.worker))
+            self.damping_sum += len(commits) * (1.0 if work.in_rounds or not work.scale else scale / work.scale)
+        clocks = [((c.worker, c.item.incarnation), c.clock) for c in commits]
+        uses, late = (uses_of(commits), late_of(commits)) if self.part.id == 0 else ([], [])
+        self.apply_update(gradients, work.overrides_for(self.part.segment), scale, clocks, uses, late, work.fences)
+        self.apply_seconds += time.perf_counter() - began
+        if faults.armed is not None:
+            faults.reach("slice.applied")
+
+    def apply_update(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        overrides: Mapping[int, Mapping[str, Option]],
+        scale: float,
+        clocks: list[tuple[Identity, int]],
+        uses: Sequence[Use],
+        late: Sequence[Use],
+        fences: Iterable[Identity],
+    ) -> None:
+        """Under the lock: applies one update, on the primary and on its backups alike."""
         state = self.state
         changed = any(gradient is not None for gradient in gradients)
         if changed:
             state.writing = True
-            for commit in commits:
-                self._measure(state.staleness(commit.worker))
-            self.damping_sum += len(commits) * (1.0 if work.in_rounds or not work.scale else scale / work.scale)
             try:
-                self.rules.apply(gradients, work.overrides_for(self.part.segment), scale)
+                self.rules.apply(gradients, overrides, scale)
             finally:
                 # Whatever a rule that raised has left behind is another version too.
                 state.applied([], True)
                 state.writing = False
-        state.applied([((c.worker, c.item.incarnation), c.clock) for c in commits], False)
-        if self.part.id == 0:
-            state.used(uses_of(commits), late_of(commits))
-        for worker in work.fences:
+        state.applied(clocks, False)
+        if uses or late:
+            state.used(uses, late)
+        for worker in fences:
             state.fence(worker)
         self.num_updates += changed
-        self.apply_seconds += time.perf_counter() - began
-        if faults.armed is not None:
-            faults.reach("slice.applied")
 
     def _measure(self, staleness: int) -> None:
         self.staleness_sum += staleness

@@ -13,13 +13,13 @@ from syncline.core.layout import Slice
 from syncline.core.members import by_name
 from syncline.core.rounds import Commit
 from syncline.core.slice_state import Identity
-from syncline.core.wire.traffic import Replicate
 from syncline.errors import SynclineError
 from syncline.server.backups import Backups
 from syncline.server.executor import RoundExecutor
+from syncline.server.replicate import replicate_message
 from syncline.server.ring import Voting
 from syncline.server.slices import RoundSums
-from syncline.server.tasks import RoundTask, StagedCommit, key_of, late_of, uses_of
+from syncline.server.tasks import RoundTask, StagedCommit, key_of
 
 Counted = Sequence[Commit[StagedCommit]]
 
@@ -251,26 +251,12 @@ def hold_sums(backups: Backups, work: RoundTask) -> None:
     """As if every primary had said: the same round, with the same numbers."""
     sums = work.sums
     assert sums is not None and work.ballot is not None
-    for number, backup in list(backups.backups.items()):
+    for backup in list(backups.backups.values()):
         slot = backup.slot
         if slot is None:
             continue
         with slot.lock:
             commits, scale = slot.admitted(work)
             has = sums.has(slot) if commits and not work.is_beyond(slot.state.version) else []
-            is_first = number == 0
-            message = Replicate(
-                number,
-                slot.state.version,
-                [(c.worker, c.item.incarnation, c.clock) for c in commits],
-                list(work.fences),
-                has,
-                list(work.overrides_for(slot.part.segment).items()),
-                scale,
-                False,
-                uses_of(commits) if is_first else [],
-                late_of(commits) if is_first else [],
-                work.roll,
-                work.ballot,
-            )
+            message = replicate_message(slot, work, commits, has, scale, work.ballot)
         backup.held = (message, sums.region(slot) if has else None)
