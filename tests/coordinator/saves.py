@@ -15,9 +15,9 @@ from syncline.store.folders import open_folder
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """Whoever asks for a save waits for it, and it for workers and servers, however slow the machine is."""
-    monkeypatch.setattr("syncline.coordinator.wanted.ASKER_SECONDS", SECONDS)
-    monkeypatch.setattr("syncline.coordinator.wanted.EXPECT_SECONDS", SECONDS)
-    monkeypatch.setattr("syncline.coordinator.saving.CUT_SECONDS", SECONDS)
+    monkeypatch.setattr("syncline.coordinator.saves.ASKER_SECONDS", SECONDS)
+    monkeypatch.setattr("syncline.coordinator.saves.EXPECT_SECONDS", SECONDS)
+    monkeypatch.setattr("syncline.coordinator.saves.CUT_SECONDS", SECONDS)
     return tmp_path / "saves"
 
 

@@ -68,7 +68,7 @@ def test_in_rounds_the_asker_does_not_wait_for_those_who_wait_for_it(
     jobs: Any, folder: pathlib.Path, monkeypatch: Any
 ) -> None:
     """`if job.rank == 0: job.save()`: the others are in their next step, which needs the asker's."""
-    monkeypatch.setattr("syncline.coordinator.wanted.ASKER_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.coordinator.saves.ASKER_SECONDS", 0.05)
     job = begun(jobs, folder)
     job["worker-1"].holds.add(Expect)
     assert job["worker-0"].ask(Save()).name == ""
@@ -81,7 +81,7 @@ def test_in_rounds_the_asker_does_not_wait_for_the_save_before(
     jobs: Any, folder: pathlib.Path, monkeypatch: Any
 ) -> None:
     """Which may wait for the script of one that waits for the asker's step."""
-    monkeypatch.setattr("syncline.coordinator.wanted.ASKER_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.coordinator.saves.ASKER_SECONDS", 0.05)
     job = begun(jobs, folder)
     job["server-1"].holds.add(WriteMarked)
     first = job["worker-1"].endpoint.call(Save())
@@ -97,7 +97,7 @@ def test_in_rounds_the_asker_does_not_wait_for_the_save_before(
 def test_whoever_is_waited_for_by_nobody_waits_for_its_save(
     jobs: Any, folder: pathlib.Path, monkeypatch: Any, policy: str
 ) -> None:
-    monkeypatch.setattr("syncline.coordinator.wanted.ASKER_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.coordinator.saves.ASKER_SECONDS", 0.05)
     job = begun(jobs, folder, policy=policy)
     slow = "worker-1" if policy == "async" else "worker-0"
     job[slow].holds.add(Expect)

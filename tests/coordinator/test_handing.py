@@ -241,7 +241,7 @@ def test_who_left_the_loop_is_dealt_nothing_more(jobs: Any) -> None:
 def test_what_was_dealt_to_one_that_does_not_read_goes_to_who_waits(
     jobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.coordinator.handing.RECLAIM_SECONDS", 0.2)
+    monkeypatch.setattr("syncline.coordinator.leases.RECLAIM_SECONDS", 0.2)
     job: Job = jobs(policy="sync").begin()
     job.register()
     job["worker-0"].ask(OpenEpoch("a", 0, DATA))

@@ -109,7 +109,7 @@ def test_an_error_while_a_job_is_taken_up_ends_it(jobs: Any, folder: pathlib.Pat
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("syncline.coordinator.resuming.taken_up", broken)
+    monkeypatch.setattr("syncline.coordinator.restore.taken_up", broken)
     job = jobs(checkpoint=str(folder))
     for role, name in (
         ("server", "server-0"),
@@ -130,7 +130,7 @@ def test_trouble_with_the_store_leaves_what_was_taken_up(jobs: Any, folder: path
     def fail(*_: Any) -> Any:
         raise StoreError("the store cannot be reached")
 
-    monkeypatch.setattr("syncline.coordinator.resuming.open_folder", fail)
+    monkeypatch.setattr("syncline.coordinator.restore.open_folder", fail)
     for _ in range(4):
         job["worker-0"].ask(Save())
     assert (folder / "000001-step-7").exists()

@@ -32,7 +32,7 @@ def states(job: Any) -> dict[str, str]:
 
 
 def test_the_worker_hears_it_and_status_and_why_show_it(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.coordinator.reporting.FRESH_SECONDS", SECONDS)  # nobody beats here
+    monkeypatch.setattr("syncline.coordinator.status.FRESH_SECONDS", SECONDS)  # nobody beats here
     job = jobs(workers=2, servers=1).begin()
     ask(job, Pace("worker-1", 0.2))
     until(lambda: paces(job["worker-1"]) == [(0.2, False)], "told")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.config import JobConfig
-from syncline.coordinator.profile import profile_lines
+from syncline.coordinator.status import profile_lines
 from syncline.stats import ServerStats, StepTimes
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.coordinator.played import SECONDS, Disk, ask, jobs, until
 from tests.coordinator.saves import begun, folder, manifest
 
-from syncline.coordinator.recording import adopt
+from syncline.coordinator.checkpoint_writer import adopt
 from syncline.core.layout import Parameter
 from syncline.core.leasing.loader import Loader
 from syncline.core.rule import Rule
@@ -98,7 +98,7 @@ def test_no_cut_while_a_worker_is_to_say_what_it_has_used(jobs: Any, folder: pat
 def test_a_worker_that_is_slow_to_its_boundary_holds_up_nobody(
     jobs: Any, folder: pathlib.Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("syncline.coordinator.wanted.EXPECT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.coordinator.saves.EXPECT_SECONDS", 0.05)
     job = begun(jobs, folder)
     job["worker-1"].holds.add(Expect)
     job["worker-0"].ask(Save())
@@ -106,7 +106,7 @@ def test_a_worker_that_is_slow_to_its_boundary_holds_up_nobody(
 
 
 def test_the_chief_is_waited_for(jobs: Any, folder: pathlib.Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("syncline.coordinator.wanted.EXPECT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.coordinator.saves.EXPECT_SECONDS", 0.05)
     job = begun(jobs, folder)
     job["worker-0"].holds.add(Expect)
     call = job["worker-0"].endpoint.call(Save())
@@ -145,8 +145,8 @@ def test_a_server_that_is_lost_while_it_writes_has_the_save_made_again(jobs: Any
 def test_a_cut_that_does_not_come_to_be_level_is_given_up_after_three_tries(
     jobs: Any, folder: pathlib.Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("syncline.coordinator.saving.CUT_SECONDS", 0.05)
-    monkeypatch.setattr("syncline.coordinator.saving.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("syncline.coordinator.saves.CUT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.coordinator.saves.AGAIN_SECONDS", 0.01)
     job = begun(jobs, folder)
     job["server-1"].holds.add(CloseSnapshotBarrier)
     with pytest.raises(StoreError, match="after 3 tries"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncline.coordinator.wanted import UnderWay, Wanted
+from syncline.coordinator.saves import UnderWay, Wanted
 from syncline.core.wire.checkpoints import Expect
 from syncline.errors import ConnectionLost
 

@@ -16,7 +16,7 @@ import torch.utils.data
 from tests.patience import PATIENCE
 
 import syncline
-from syncline.coordinator import handing
+from syncline.coordinator import leases
 from syncline.core.leasing.ledger import SuspectBatch
 from syncline.core.leasing.ranges import Span
 from syncline.testing import local_job
@@ -44,7 +44,7 @@ def until(is_so: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def look_at(kept: handing.Handing, stop: threading.Event) -> None:
+def look_at(kept: leases.Handing, stop: threading.Event) -> None:
     """As the coordinator of a job of several processes does, now and then."""
     while not stop.wait(0.05):
         kept.look(time.monotonic())
@@ -118,7 +118,7 @@ def test_a_job_inside_one_process_forgets_what_is_done(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody looks there now and then: who asks for more has what was used confirmed, and epochs forgotten."""
-    monkeypatch.setattr(handing, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "KEEP_SECONDS", 0.0)
     with local_job(workers=1, folder=str(tmp_path)) as jobs:
         jobs.run(lambda job: count_samples(job, 9, 20))
         kept = jobs._process.coordinator.handing
@@ -127,7 +127,7 @@ def test_a_job_inside_one_process_forgets_what_is_done(
 
 def test_the_end_of_an_epoch_waits_for_no_beat(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was used is asked for when somebody waits: here no beat of a server ever says it."""
-    monkeypatch.setattr(handing.Handing, "beat", lambda *_: None)
+    monkeypatch.setattr(leases.Handing, "beat", lambda *_: None)
     with local_job(workers=2, folder=str(tmp_path)) as jobs:
         jobs.run(lambda job: count_samples(job, 9, 10))
         assert jobs[0].kv.pull(["counts"])["counts"].tolist() == [10.0] * 9
@@ -182,7 +182,7 @@ def test_an_evaluation_of_the_chief_alone_with_gradients_on_stops_nobody(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of it are dealt to the others, which never come to it: it gets them too, and stays level with them."""
-    monkeypatch.setattr(handing, "RECLAIM_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "RECLAIM_SECONDS", 0.1)
 
     def work(job: Job) -> tuple[list[int], list[int]]:
         job.kv.register({"counts": np.zeros(24)}, syncline.Rule("Add"), reduce="sum")

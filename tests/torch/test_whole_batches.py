@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.patience import PATIENCE
 
-from syncline.coordinator import saving
+from syncline.coordinator import saves
 from syncline.core.wire.checkpoints import Save
 from syncline.store.checkpoints import choose
 from syncline.store.folders import open_folder
@@ -37,8 +37,8 @@ class Between:
         self._stands = False
         self._workers = threading.Barrier(num_workers, action=self._decide)
         self._all_there = threading.Barrier(num_workers + 1)
-        monkeypatch.setattr(saving, "CUT_SECONDS", SECONDS)  # after that any level place would do
-        find_level = saving.find_level
+        monkeypatch.setattr(saves, "CUT_SECONDS", SECONDS)  # after that any level place would do
+        find_level = saves.find_level
 
         def late(*args: Any) -> Any:
             self._begins.set()
@@ -47,7 +47,7 @@ class Between:
                 self.is_over.set()
             return find_level(*args)
 
-        monkeypatch.setattr(saving, "find_level", late)
+        monkeypatch.setattr(saves, "find_level", late)
 
     def _decide(self) -> None:
         self._stands = self._begins.is_set()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from syncline.coordinator.profile import profile_lines
+from syncline.coordinator.status import profile_lines
 from syncline.core.membership import Outcome
 from syncline.core.wire.control import AskServerStats, GivenServerStats, Over
 from syncline.errors import FencedError, JobFailed, StoreError, SynclineError
@@ -15,6 +15,7 @@ from syncline.net.rpc import Call, Endpoint
 
 if TYPE_CHECKING:
     from syncline.coordinator.service import Coordinator
+
 
 #: How long the end of a job waits for the servers' own numbers, for its profile.
 PROFILE_SECONDS = 3.0
@@ -94,3 +95,121 @@ class Ending:
         self._c.log_line(f"FencedError: {reason}; this coordinator ends")
         self._c.ended(Outcome(True, "coordinator", reason))
         self._c.over.set()
+
+
+LOOK_SECONDS = 0.05
+#: With a least number of workers there, this long for more of them before the job begins without.
+GATHER_SECONDS = 3.0
+#: How often a coordinator looks whether it still is the one.
+TERM_SECONDS = 0.5
+
+
+class Watching:
+    """Looks, in a thread of its own."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+        self._closed = threading.Event()
+        self._enough_since: float | None = None
+        self._empty_since: float | None = None
+        self._checked_at = 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS) and self._c.membership.outcome is None:
+            try:
+                self.look(time.monotonic())
+            except FencedError as error:
+                self._c.ending.superseded(str(error))
+                return
+            except SynclineError as error:
+                self._c.log_line(f"{type(error).__name__}: {error}")
+            except Exception as error:  # a bug of ours must end in a verdict, not in silence
+                self._c.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
+                raise
+
+    def look(self, now: float) -> None:
+        with self._c.lock:
+            if self._c.journal is not None and now - self._checked_at >= TERM_SECONDS:
+                self._checked_at = now
+                self._c.journal.check()  # while a coordinator slept, the next one may have begun
+            if not self._c.membership.formed:
+                self._look_at_start(now)
+            else:
+                for name, reason in self._c.liveness.dead(now):
+                    self._c.evict(name, reason)
+                self._look_for_stuck(now)
+                self._c.pacing.tell()
+                self._c.stopping.tell()
+                self._c.validating.tell()
+                self._c.stopping.look(now)
+                self._look_for_deaf()
+                self._look_for_quarantine()
+                self._c.meeting.release()  # what a full disk may have held up
+                self._look_for_emptiness(now)
+                self._c.handing.look(now)
+                self._c.sizing.look(now)
+        self._c.ending.conclude()
+
+    def _look_at_start(self, now: float) -> None:
+        membership = self._c.membership
+        if membership.may_form(True):
+            self._enough_since = self._enough_since or now
+            if now - self._enough_since >= GATHER_SECONDS:
+                self._c.joining.form_if_ready(True)
+        else:
+            self._enough_since = None
+        if now - self._c.began > self._c.config.start_seconds:
+            membership.never_came(self._c.config.start_seconds)
+
+    def _look_for_stuck(self, now: float) -> None:
+        """A worker that lives and does not advance while others wait: it may be evaluating, but not for ever."""
+        limit = self._c.config.stuck_seconds
+        for wait in self._c.reporting.waits():
+            for name in wait.for_whom if wait.seconds >= limit and wait.what != "server" else ():
+                still = now - self._c.advanced.get(name, now)
+                if still >= limit + self._c.pacing.patience(name):
+                    self._c.evict(name, f"has not advanced for {still:.0f} s while others waited for it")
+
+    def _look_for_deaf(self) -> None:
+        """A server that beats, and that another one cannot reach: the one that is waited for is out."""
+        limit = self._c.config.longest_deadline_seconds
+        for name in self._c.membership.servers():
+            beat = self._c.beats.get(name)
+            for wait in beat[0].waits if beat is not None else ():
+                if wait.what == "server" and wait.seconds >= limit:
+                    for other in wait.for_whom:
+                        self._c.evict(other, f"could not be reached by {name} for {wait.seconds:.0f} s")
+
+    def _look_for_quarantine(self) -> None:
+        """When nobody's pushes count any more, the job would run on for nothing."""
+        entered = self._c.membership.state.entered
+        beats = [self._c.beats[name][0] for name in entered if name in self._c.beats]
+        if beats and len(beats) == len(entered) and all(beat.is_quarantined for beat in beats):
+            first = min(entered)
+            reason = (
+                "all workers are quarantined: their pushes are not finite; look at the data and the learning rate"
+            )
+            self._c.membership.fail(first, reason)
+
+    def _look_for_emptiness(self, now: float) -> None:
+        """All workers are gone, and nobody says that they come back."""
+        membership = self._c.membership
+        if membership.workers() or "worker" in membership.awaited.values():
+            self._empty_since = None
+            return
+        self._empty_since = self._empty_since or now
+        if now - self._empty_since > self._c.config.start_seconds:
+            last = next(reversed(self._c.evicted), "worker-0")
+            reason = self._c.evicted.get(last, "is gone")
+            membership.fail(
+                last, f"{last} {reason}; nobody came in its place within {self._c.config.start_seconds:g} s"
+            )

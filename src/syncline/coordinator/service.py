@@ -11,23 +11,18 @@ from typing import Any, Protocol
 import msgspec
 
 from syncline import config as configuration
-from syncline.coordinator.bests import Bests
-from syncline.coordinator.changing import Changing
-from syncline.coordinator.ending import Ending
-from syncline.coordinator.handing import Handing
-from syncline.coordinator.joining import Joining
-from syncline.coordinator.meeting import Meeting
-from syncline.coordinator.metrics import Readings
-from syncline.coordinator.pacing import Pacing
-from syncline.coordinator.registering import Registering
-from syncline.coordinator.reporting import Reporting
-from syncline.coordinator.resuming import Resuming
-from syncline.coordinator.saving import Saving
-from syncline.coordinator.scaling import Scaling
-from syncline.coordinator.sizing import WorkerSizing
-from syncline.coordinator.stopping import StopRules
-from syncline.coordinator.validating import Validations
-from syncline.coordinator.watching import Watching
+from syncline.coordinator.ending import Ending, Watching
+from syncline.coordinator.leases import Handing
+from syncline.coordinator.members import Joining
+from syncline.coordinator.metrics import Readings, StopRules
+from syncline.coordinator.reconfigure import Changing
+from syncline.coordinator.registration import Registering
+from syncline.coordinator.rendezvous import Meeting
+from syncline.coordinator.restore import Resuming
+from syncline.coordinator.saves import Saving
+from syncline.coordinator.scaling import Pacing, Scaling, WorkerSizing
+from syncline.coordinator.status import Reporting
+from syncline.coordinator.validation import Bests, Validations
 from syncline.core.layout import Segment
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from syncline import faults
-from syncline.coordinator.restoring import restore
+from syncline.coordinator.restore import restore
 from syncline.core.members import Member
 from syncline.core.reconfigure import Planner, Reconfiguration
 from syncline.core.replica_sets import Plan, by_source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from syncline import faults
-from syncline.coordinator.mirroring import Mirroring
 from syncline.core.checkpoint.manifest import Manifest, SavedFile, SavedScript, SavedSlice
 from syncline.core.checkpoint.schedule import Checkpoint
 from syncline.core.checkpoint.soundness import number_in
@@ -24,10 +24,12 @@ from syncline.errors import ConnectionLost, DamagedError, ProtocolError, StoreEr
 from syncline.net.rpc import Call
 from syncline.store import checkpoints
 from syncline.store.folders import Folder, open_folder
+from syncline.store.mirror import copy_checkpoint
 from syncline.store.trouble import MissingError
 
 if TYPE_CHECKING:
     from syncline.coordinator.service import Coordinator
+
 
 #: For scripts' states of workers other than the chief, after all slices are written.
 SCRIPT_SECONDS = 60.0
@@ -307,3 +309,63 @@ def _version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+class Mirroring:
+    """One copy at a time, in a thread of its own; of those that wait only the newest is made."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._c = coordinator
+        self._change = threading.Condition()
+        self._next: Checkpoint | None = None
+        self._is_busy = self._closed = False
+
+    def wants(self, made: Checkpoint) -> None:
+        """This checkpoint is to be copied, if there is a mirror."""
+        if not self._c.config.checkpoint_mirror:
+            return
+        with self._change:
+            self._next = made
+            if not self._is_busy:
+                self._is_busy = True
+                threading.Thread(target=self._run, name="mirror", daemon=True).start()
+
+    def wait(self, seconds: float) -> None:
+        """Until everything is copied, for so long at most."""
+        until = time.monotonic() + seconds
+        with self._change:
+            while self._is_busy and not self._closed and time.monotonic() < until:
+                self._change.wait(0.1)
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                made, self._next = self._next, None
+                if made is None or self._closed:
+                    self._is_busy = False
+                    self._change.notify_all()
+                    return
+            self._copy(made)
+
+    def _copy(self, made: Checkpoint) -> None:
+        config = self._c.config
+        try:
+            source, target = open_folder(made.root), open_folder(config.checkpoint_mirror)
+            copy_checkpoint(source, target, made.name)
+            checkpoints.point(target, "last", made.name, step=made.step)
+            best = checkpoints.pointed(source, "best")
+            kept = {best["checkpoint"]} if best else set()
+            if best:
+                copy_checkpoint(source, target, best["checkpoint"])
+                checkpoints.point(target, "best", **best)
+            saves = self._c.membership.state.saves
+            checkpoints.prune(target, config.keep, saves.lineage, kept, token=saves.token)
+        except StoreError as error:
+            self._c.event(f"{made.name} has no second copy: {error}; the job goes on")
+        except Exception as error:  # a bug of ours costs the copy, not the job
+            self._c.event(f"{made.name} has no second copy: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
