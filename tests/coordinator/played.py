@@ -166,7 +166,7 @@ class Played:
         """Of which it is the primary."""
         coordinator = self.job.coordinator
         replica_sets = coordinator.membership.state.replica_sets
-        return {p.id: p for p in coordinator.registry.layout.slices() if replica_sets[p.id].primary == self.name}
+        return {p.id: p for p in coordinator.job.registry.layout.slices() if replica_sets[p.id].primary == self.name}
 
     def write_marked(self, message: WriteMarked) -> WrittenMarked:
         slices = self.marked
@@ -253,16 +253,15 @@ class Job:
     def beat_before_looks(self, steps: Mapping[str, Iterator[int]]) -> None:
         """These workers beat before each look at who is stuck, with their next step: no beat is late then, however
         slow the machine is, and none comes from a worker that is out."""
-        watching = self.coordinator.watching
-        assert watching is not None
-        look = watching.look
+        watch = self.coordinator.watch
+        look = watch.look
 
         def beat_and_look(now: float) -> None:
             for name in steps.keys() & self.coordinator.membership.state.members.keys():
                 self[name].ask(Heartbeat(step=next(steps[name])))
             look(now)
 
-        watching.look = beat_and_look  # type: ignore[method-assign]
+        watch.look = beat_and_look  # type: ignore[method-assign]
 
     def kill(self, name: str) -> None:
         self[name].endpoint.close("killed")

@@ -33,7 +33,7 @@ def test_a_save_that_is_being_cut_is_nobodys_who_asks_now(jobs: Any, folder: pat
 
 def ask_later(job: Any, name: str) -> Any:
     call = job[name].endpoint.call(Save())
-    until(lambda: job.coordinator.saving._wanted is not None, "it is heard")
+    until(lambda: job.coordinator.saves._wanted is not None, "it is heard")
     return call
 
 
@@ -52,14 +52,14 @@ def test_who_hurries_hurries_also_when_a_save_is_made_again(jobs: Any, folder: p
     job["server-1"].holds.add(WriteMarked)
     first = job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["server-1"].held), "it is being written")
-    saving = job.coordinator.saving
-    with job.coordinator.lock:
-        saving._want("SIGTERM", hurries=True, is_final=True)
+    saves = job.coordinator.saves
+    with job.coordinator.job.lock:
+        saves._want("SIGTERM", hurries=True, is_final=True)
     job["server-1"].holds.clear()
     job["worker-0"].holds.add(Expect)
     job["server-1"].held[0].refuse(ConnectionLost("server-1 is gone"))
     until(lambda: bool(job["worker-0"].held), "it is made again")
-    assert saving._under_way.wanted.hurries and saving._under_way.wanted.is_final
+    assert saves._under_way.wanted.hurries and saves._under_way.wanted.is_final
     job["worker-0"].held[0].reply(Done())
     assert isinstance(first.wait(SECONDS), Saved)
 
@@ -111,14 +111,14 @@ def test_whoever_is_waited_for_by_nobody_waits_for_its_save(
 def test_nothing_spins_while_a_slice_is_nowhere(jobs: Any, folder: pathlib.Path) -> None:
     """Its server is gone and it has no other yet: there is nothing to do before that is known."""
     job = begun(jobs, folder)
-    saving, replica_sets = job.coordinator.saving, job.coordinator.membership.state.replica_sets
+    saves, replica_sets = job.coordinator.saves, job.coordinator.membership.state.replica_sets
     job["worker-0"].holds.add(Expect)
     job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["worker-0"].held), "it is expected")
-    with job.coordinator.lock:
+    with job.coordinator.job.lock:
         known, replica_sets[0] = replica_sets[0], type(replica_sets[0])(0, "server-9")
         job["worker-0"].held[0].reply(Done())
-        assert not saving.has_work(saving._under_way.began + 1e6)
+        assert not saves.has_work(saves._under_way.began + 1e6)
         replica_sets[0] = known
 
 

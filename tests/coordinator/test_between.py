@@ -114,13 +114,13 @@ def test_a_server_that_came_late_gets_no_new_parameters_before_it_knows_the_work
 def test_a_bug_in_the_thread_of_changes_ends_in_a_verdict(jobs: Any, where: str) -> None:
     """Also where it only looks whether there is something to do: nobody would ever come, go or be fenced again."""
     job = jobs().begin()
-    changing = job.coordinator.changing
+    reconfigurer = job.coordinator.reconfigurer
 
     def broken() -> float:
         raise KeyError("server-9")
 
-    setattr(changing, where, broken)
-    changing.wake()
+    setattr(reconfigurer, where, broken)
+    job.coordinator.job.wake_reconfigurer()
     until(lambda: bool(job["worker-0"].all(Over)), "everyone hears of it")
     (over,) = job["worker-0"].all(Over)
     assert over.failed and "coordinator is gone: it has a bug: KeyError: 'server-9'" in over.reason
@@ -130,7 +130,7 @@ def test_no_slice_is_given_to_a_server_that_has_not_heard_of_it(jobs: Any) -> No
     """It has just joined: whatever the thread of changes decides in that moment does not count on it yet."""
     job = jobs(replicas=2, slice_bytes=4096).begin()
     job.register()
-    server, event = job["server-0"], job.coordinator.event
+    server, event = job["server-0"], job.coordinator.job.event
     job.kill("server-1")
     until(lambda: set(job.replica_sets().values()) == {("server-0", "")}, "all of it is on one")
     server.heard.clear()
@@ -138,10 +138,10 @@ def test_no_slice_is_given_to_a_server_that_has_not_heard_of_it(jobs: Any) -> No
     def slowly(text: str) -> None:
         event(text)
         if "has joined" in text:
-            job.coordinator.changing.wake()
+            job.coordinator.job.wake_reconfigurer()
             time.sleep(0.2)  # the thread of changes may do what it likes
 
-    job.coordinator.event = slowly
+    job.coordinator.job.event = slowly
     again = job.play("server", "server-1")
     again.holds.add(Host)
     assert again.joined(again.ask_to_join()).late

@@ -94,7 +94,7 @@ def test_the_epoch_is_finished_by_the_servers_word_and_stays_so(jobs: Any) -> No
     assert job.disk.last.leases.finished == {"a": [(0, 1)]} and not job.disk.last.leases.epochs["a"]
     assert not job["worker-1"].ask(OpenEpoch("a", 0, DATA)).is_left
     again = jobs(disk=job.disk)
-    assert not again.coordinator.handing.leasing.open(("worker-0", 9), "a", 0, DATA, 2)
+    assert not again.coordinator.leases.leasing.open(("worker-0", 9), "a", 0, DATA, 2)
 
 
 def test_what_a_backup_was_not_told_is_confirmed_to_it_when_it_is_promoted(jobs: Any) -> None:
@@ -150,7 +150,7 @@ def test_the_dead_ones_leases_go_back_after_the_server_has_said_what_counts(jobs
 
 def come_back(job: Job, name: str) -> Any:
     """The worker's connection breaks and it makes another. The old one, as the coordinator has it."""
-    before = job.coordinator.endpoints[name]
+    before = job.coordinator.job.endpoints[name]
     job[name].connect()
     job[name].ask(Rejoin(name, job[name].incarnation))
     return before
@@ -256,7 +256,7 @@ def test_the_chiefs_seed_counts_and_is_kept_before_it_is_told(jobs: Any) -> None
     job: Job = jobs(policy="async").begin()
     job.register()
     assert job["worker-1"].ask(OpenEpoch("a", 0, DATA, 5)) == Opened(False, is_early=True)
-    assert job.coordinator.handing.leasing.epoch("a", 0) is None
+    assert job.coordinator.leases.leasing.epoch("a", 0) is None
     assert job["worker-0"].ask(OpenEpoch("a", 0, DATA, -1)) == Opened(True, seed=(1 << 64) - 1)
     assert job.disk.last.leases.seeds == {"a": (1 << 64) - 1}
     assert job["worker-1"].ask(OpenEpoch("a", 0, DATA, 5)) == Opened(True, seed=(1 << 64) - 1)
@@ -289,5 +289,5 @@ def test_with_one_replica_the_living_say_what_the_lost_server_knew(jobs: Any) ->
     job["worker-0"].copies = [Copy(0, 3, {}, 3)]
     job.kill(primary(job).name)
     until(lambda: bool(job["worker-0"].all(AskLeaseAcks)), "it is asked")
-    until(lambda: job.coordinator.handing.leasing.epoch("a", 0).num_done == len(one.span), "and believed")  # type: ignore[union-attr]
+    until(lambda: job.coordinator.leases.leasing.epoch("a", 0).num_done == len(one.span), "and believed")  # type: ignore[union-attr]
     assert any("it counts as read" in line for line in job.log)

@@ -85,7 +85,7 @@ def test_a_coordinator_that_came_later_does_without_what_was_removed(jobs: Any, 
         played = again.play(member.role, name)
         played.incarnation = played.stamp.incarnation = member.incarnation
         played.ask(Rejoin(name, member.incarnation))
-    until(lambda: all(name in again.coordinator.endpoints for name in job.members), "all are back")
+    until(lambda: all(name in again.coordinator.job.endpoints for name in job.members), "all are back")
     assert register(again, "v", ordinal=1).upload == 1
     assert again["worker-0"].ask(Uploaded(1))
     names = [again["worker-0"].ask(Save()).name for _ in range(2)]
@@ -125,7 +125,7 @@ def test_an_error_while_a_job_is_taken_up_ends_it(jobs: Any, folder: pathlib.Pat
 def test_trouble_with_the_store_leaves_what_was_taken_up(jobs: Any, folder: pathlib.Path, monkeypatch: Any) -> None:
     saved_before(jobs, folder, "v")
     job = taken_up(jobs, folder, keep=2)
-    job.coordinator.resuming._manifest = None
+    job.coordinator.resume._manifest = None
 
     def fail(*_: Any) -> Any:
         raise StoreError("the store cannot be reached")

@@ -158,7 +158,7 @@ def test_a_connection_that_broke_and_came_back_is_no_death(jobs: Any) -> None:
 def test_silence_is_noticed(jobs: Any) -> None:
     """Of one; the others beat, and where this machine lets none of their beats through, are heard all the same."""
     job = jobs(deadline_seconds=0.5, longest_deadline_seconds=0.5, suspect_seconds=0.5)
-    liveness = job.coordinator.liveness
+    liveness = job.coordinator.job.liveness
     dead, hear, beaten = liveness.dead, liveness.heard, []
     staying, silent = ["server-0", "server-1", "worker-0"], []
 
@@ -331,11 +331,11 @@ def test_a_thousand_joins_and_deaths_leave_nothing_behind(jobs: Any) -> None:
     before = len(job.disk.states[-1])
     coordinator = job.coordinator
     tables = (
-        coordinator.endpoints,
-        coordinator.beats,
-        coordinator.reports,
-        coordinator.evicted,
-        coordinator.retiring,
+        coordinator.job.endpoints,
+        coordinator.job.heartbeats,
+        coordinator.job.reports,
+        coordinator.job.evicted,
+        coordinator.job.retiring,
     )
     sizes = [len(table) for table in tables]
     for _ in range(480):
@@ -343,7 +343,7 @@ def test_a_thousand_joins_and_deaths_leave_nothing_behind(jobs: Any) -> None:
     assert [len(table) for table in tables] == sizes
     until(lambda: not job.disk.last.fencing, "all settled")
     assert len(job.disk.states[-1]) <= before + 64, "the state does not grow with lives"
-    assert len(coordinator.joining._defaults) <= 1
+    assert len(coordinator.joins._pending.defaults) <= 1
 
 
 def test_a_worker_that_beats_and_does_not_advance_is_evicted_when_others_have_waited_long_enough(jobs: Any) -> None:

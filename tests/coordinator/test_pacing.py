@@ -63,8 +63,8 @@ def test_it_is_kept_through_the_coordinators_death_and_for_the_next_life(jobs: A
     worker.incarnation = worker.stamp.incarnation = first["worker-1"].incarnation
     worker.ask(Rejoin("worker-1", worker.incarnation))
     until(lambda: paces(worker) == [(0.0, True)], "the same life hears it over its new connection")
-    assert second.coordinator.pacing.paces["worker-1"].since == since
-    second.coordinator.evict("worker-1", "was killed")
+    assert second.coordinator.pace.paces["worker-1"].since == since
+    second.coordinator.members.evict("worker-1", "was killed")
     again = second.play("worker", "worker-1")
     assert again.joined(again.ask_to_join()).late
     until(lambda: paces(again) == [(0.0, True)], "and so does the next one")
@@ -89,11 +89,11 @@ def test_who_is_held_is_not_stuck(jobs: Any) -> None:
 
 def test_who_is_slowed_has_that_much_longer(jobs: Any) -> None:
     job = jobs(workers=2, servers=1).begin()
-    assert job.coordinator.pacing.patience("worker-1") == 0.0
+    assert job.coordinator.pace.patience("worker-1") == 0.0
     ask(job, Pace("worker-1", 0.7))
-    assert job.coordinator.pacing.patience("worker-1") == 0.7
+    assert job.coordinator.pace.patience("worker-1") == 0.7
     ask(job, Pace("worker-1", is_paused=True))
-    assert job.coordinator.pacing.patience("worker-1") == math.inf
+    assert job.coordinator.pace.patience("worker-1") == math.inf
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_bad_input(jobs: Any, pace: Pace, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ask(job, pace)
     assert message in str(caught.value)
-    assert not job.coordinator.pacing.paces
+    assert not job.coordinator.pace.paces
 
 
 def test_a_worker_that_leaves_takes_its_pace_along(jobs: Any) -> None:
     job = jobs(workers=2, servers=1).begin()
     ask(job, Pace("worker-1", 0.2))
     job["worker-1"].ask(Leave())
-    assert not job.coordinator.pacing.paces
+    assert not job.coordinator.pace.paces
 
 
 def test_a_disk_that_is_full_changes_nothing(jobs: Any) -> None:
@@ -126,14 +126,14 @@ def test_a_disk_that_is_full_changes_nothing(jobs: Any) -> None:
     job.disk.full = True
     with pytest.raises(Exception, match="the disk is full"):
         ask(job, Pace("worker-1", 0.2))
-    assert not job.coordinator.pacing.paces and not job["worker-1"].all(Pace)
+    assert not job.coordinator.pace.paces and not job["worker-1"].all(Pace)
 
 
 def test_a_whole_job_waits_for_the_one_that_is_held() -> None:
     """In sync: two steps, worker-1 is held, nobody goes on; it is released, and all steps are made."""
     steps = [0, 0]
     with local_job(workers=2) as local:
-        pacing = local._process.coordinator.pacing
+        pace = local._process.coordinator.pace
         held, seen = threading.Event(), []
 
         def work(job: Job) -> float:
@@ -143,7 +143,7 @@ def test_a_whole_job_waits_for_the_one_that_is_held() -> None:
                 job.kv.push({"x": np.ones(4)}).wait()
                 steps[job.rank] = number + 1
                 if job.rank == 0 and number == 1:
-                    pacing.set(Pace("worker-1", is_paused=True))
+                    pace.set_pace(Pace("worker-1", is_paused=True))
                     held.set()
             return float(job.kv.pull()["x"][0])
 
@@ -152,7 +152,7 @@ def test_a_whole_job_waits_for_the_one_that_is_held() -> None:
             until(lambda: min(steps) >= 2, "both have made the steps before")
             time.sleep(0.4)
             seen.extend(steps)
-            pacing.set(Pace("worker-1"))
+            pace.set_pace(Pace("worker-1"))
 
         thread = threading.Thread(target=release)
         thread.start()
@@ -165,19 +165,19 @@ def test_a_whole_job_in_which_one_is_slowed() -> None:
     """In async nobody waits: the others are through before; what the delay takes is its own time of work."""
     delay, steps = 0.05, [0, 0]
     with local_job(workers=2, policy="async") as local:
-        pacing = local._process.coordinator.pacing
+        pace = local._process.coordinator.pace
 
         def work(job: Job) -> int:
             job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
             if job.is_chief:
-                pacing.set(Pace("worker-1", SECONDS / 2))
+                pace.set_pace(Pace("worker-1", SECONDS / 2))
             job.barrier("begin")
             for _ in range(6):
                 job.kv.push({"x": np.ones(4)}).wait()
                 steps[job.rank] += 1
             if job.is_chief:
                 seen.append(steps[1])
-                pacing.set(Pace("worker-1", delay))
+                pace.set_pace(Pace("worker-1", delay))
             return steps[job.rank]
 
         seen: list[int] = []
@@ -187,8 +187,8 @@ def test_a_whole_job_in_which_one_is_slowed() -> None:
 
 def test_who_is_held_can_be_asked_to_leave() -> None:
     with local_job(workers=2, policy="async") as local:
-        pacing = local._process.coordinator.pacing
-        pacing.set(Pace("worker-1", is_paused=True))
+        pace = local._process.coordinator.pace
+        pace.set_pace(Pace("worker-1", is_paused=True))
 
         def work(job: Job) -> str:
             try:

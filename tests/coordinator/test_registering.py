@@ -41,10 +41,10 @@ def test_a_segment_that_could_not_be_hosted_is_out_of_the_journal(jobs: Any) -> 
         call.wait(PATIENCE)
     assert (
         sorted(job.disk.segments) == [0]
-        and job.disk.last.replica_sets.keys() == job.coordinator.registry.replica_sets.keys()
+        and job.disk.last.replica_sets.keys() == job.coordinator.job.registry.replica_sets.keys()
     )
     again = jobs(disk=job.disk, slice_bytes=4096)
-    assert [segment.index for segment in again.coordinator.registry.layout.segments] == [0]
+    assert [segment.index for segment in again.coordinator.job.registry.layout.segments] == [0]
     smaller = job["worker-0"].ask(registration("v", 2048, ordinal=1))
     assert isinstance(smaller, Registered) and sorted(job.disk.segments) == [0, 1], "its number is free again"
 

@@ -85,7 +85,7 @@ def test_no_cut_while_a_worker_is_to_say_what_it_has_used(jobs: Any, folder: pat
     job["worker-1"].ask(OpenEpoch("train", 0, Loader(40, 4)))
     lease = job["worker-1"].ask(AskLease("train", 0, []))
     job["worker-1"].holds.add(AskLeaseAcks)
-    with job.coordinator.lock:
+    with job.coordinator.job.lock:
         job.coordinator.membership.state.leases.unheard = {"worker-1": job["worker-1"].incarnation}
     call = job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["worker-1"].held), "it is asked what it has used")
@@ -176,12 +176,12 @@ def test_a_death_in_the_middle_of_a_cut_comes_first(jobs: Any, folder: pathlib.P
 
 def test_saves_come_by_steps(jobs: Any, folder: pathlib.Path) -> None:
     job = begun(jobs, folder, save_every="5steps")
-    until(lambda: job.coordinator.saving._due_step == 5, "it has begun to count")
+    until(lambda: job.coordinator.saves._due_step == 5, "it has begun to count")
     job["server-0"].ask(Heartbeat(num_updates=4))
     assert not job["worker-0"].all(Expect)
     job["server-0"].ask(Heartbeat(num_updates=5))
     until(lambda: bool(job.disk.last.saves.last), "it is time")
-    assert job.coordinator.saving._due_step == 12, "from what was saved on"
+    assert job.coordinator.saves._due_step == 12, "from what was saved on"
 
 
 def test_saves_come_by_time(jobs: Any, folder: pathlib.Path) -> None:
@@ -239,8 +239,8 @@ def test_the_next_coordinator_ends_the_save_and_makes_another(jobs: Any, folder:
     left = job.disk.last.saves
     assert left.open == 1 and left.open_folder
     job.coordinator.close()
-    job.coordinator.over.set()
-    until(lambda: not pathlib.Path(left.open_folder).exists() or job.coordinator.saving is not None, "it ends")
+    job.coordinator.job.over.set()
+    until(lambda: not pathlib.Path(left.open_folder).exists() or job.coordinator.saves is not None, "it ends")
     again = _next(jobs, job)
     until(lambda: any(m.number == 1 for m in again["server-0"].all(EndSave)), "what was marked is let go")
     until(lambda: again.disk.last.saves.num_saved == 1, "a new save is made soon")

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE
 
 from syncline.core.leasing.loader import Loader
 from syncline.core.metrics import Metrics, Steer
-from syncline.core.stopping import NEXT, Stop
+from syncline.core.stopping import NEXT, Stop, from_checkpoint
 from syncline.core.wire.control import AskStatus, Leave, Rejoin, Watch
 from syncline.core.wire.leases import AskLease, GivenLease, Opened, OpenEpoch
 from syncline.core.wire.pace import Pace
@@ -69,7 +69,7 @@ def test_the_last_numbers_are_said_by_the_launcher_where_one_watches(jobs: Any, 
         for worker in (one, two):
             worker.worker.ask(Leave())
     said = {f"stopped by {FIRED}", "last readings: loss 0.5"}
-    assert said <= set(job.coordinator.events), "for syncline status"
+    assert said <= set(job.coordinator.job.events), "for syncline status"
     assert said & set(job.log) == (set() if is_watched else said)
 
 
@@ -99,7 +99,7 @@ def test_a_coordinator_that_died_has_left_the_stop_the_factor_and_the_plateau(jo
         one.report(loss=1.0)
         steer = two.report(loss=1.0)
     assert "loss.plateau(2)" in steer.stop and steer.factor == pytest.approx(0.1)
-    second.coordinator.evict("worker-1", "was killed")
+    second.coordinator.members.evict("worker-1", "was killed")
     new = second.play("worker", "worker-1")
     assert new.joined(new.ask_to_join()).late
     until(lambda: [s.stop for s in new.all(Steer)] == [steer.stop], "and so does the next life")
@@ -126,7 +126,7 @@ def test_what_is_counted_is_kept_soon(jobs: Any) -> None:
 def test_who_is_gone_is_not_waited_for(jobs: Any) -> None:
     job, one, _ = begun(jobs, stop=("loss<1",))
     assert one.report(loss=0.5) == Steer() and not job["worker-0"].all(Steer), "half of them is no reading"
-    job.coordinator.evict("worker-1", "was killed")
+    job.coordinator.members.evict("worker-1", "was killed")
     until(lambda: [s.stop for s in job["worker-0"].all(Steer)] == [FIRED], "a reading without the dead one")
 
 
@@ -164,28 +164,28 @@ def test_max_time_counts_what_was_trained_before(jobs: Any) -> None:
     stop = job["worker-1"].all(Steer)[0].stop
     assert re.fullmatch(r"--max-time 0\.3s: trained (0\.[3-9]|[1-9])[\d.]*[smh]", stop), stop
     other = jobs(workers=1, servers=1, max_time="1h")
-    other.coordinator.stopping.take_up({"factor": 0.5}, 3599.9)
+    other.coordinator.membership.state.steering = from_checkpoint({"factor": 0.5}, 3599.9)
     other.begin()
     until(lambda: len(other["worker-0"].all(Steer)) == 2, "the factor, then the stop")
     assert other["worker-0"].all(Steer)[0] == Steer(1, "", 0.5)
     stop = other["worker-0"].all(Steer)[1].stop
     assert re.fullmatch(r"--max-time 1h: trained 1(\.\d+)?h", stop), stop
-    assert other.coordinator.stopping.seconds() > 3599.9
+    assert other.coordinator.job.clock.seconds() > 3599.9
 
 
 def test_time_goes_on_through_the_coordinators_death(jobs: Any) -> None:
     began = time.monotonic()
     job, _, _ = begun(jobs, max_time="1h")
-    job.coordinator.stopping.state.seconds = 100.0
-    with job.coordinator.lock:
-        job.coordinator.keep()
+    job.coordinator.stop_rules.state.seconds = 100.0
+    with job.coordinator.job.lock:
+        job.coordinator.job.keep()
     for at_barrier, counted in ((20.0, 20.0), (1000.0, 60.0), (-1000.0, 0.0)):
         state = job.disk.last
         state.steering.counted_at -= at_barrier  # the clock of the wall may jump; nobody trains so long without one
         disk = Disk()
         disk.save(msgspec.msgpack.encode(state))
         second = jobs(disk=disk, workers=2, servers=1, max_time="1h")
-        found = second.coordinator.stopping.seconds()
+        found = second.coordinator.job.clock.seconds()
         assert 100.0 + counted < found < 110.0 + counted + time.monotonic() - began
 
 

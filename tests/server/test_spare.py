@@ -101,7 +101,7 @@ def test_late_places_are_handed_out_again_and_confirmed_once_kept(jobs: Any) -> 
         assert isinstance(worker.ask(OpenEpoch("a", 0, Loader(16, 4))), Opened)
     leases = [worker.ask(AskLease("a", 0, [])) for worker in workers]
     assert all(isinstance(lease, GivenLease) and lease.lease for lease in leases)
-    epoch = job.coordinator.handing.leasing.epoch("a", 0)
+    epoch = job.coordinator.leases.leasing.epoch("a", 0)
     late = (leases[1].lease, 0, 4)
     for _ in range(3):  # every beat says it, until it is confirmed
         server.ask(Heartbeat(uses=[(leases[0].lease, 0, 8)], late=[late]))

@@ -44,10 +44,10 @@ def until(is_so: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def look_at(kept: leases.Handing, stop: threading.Event) -> None:
+def look_at(kept: leases.LeaseService, stop: threading.Event) -> None:
     """As the coordinator of a job of several processes does, now and then."""
     while not stop.wait(0.05):
-        kept.look(time.monotonic())
+        kept.tick(time.monotonic())
 
 
 def count_samples(job: Job, num_samples: int, num_epochs: int, **options: Any) -> list[tuple[int, int]]:
@@ -104,10 +104,10 @@ def test_the_end_of_a_job_names_what_was_passed_over_and_set_aside(tmp_path: pat
         coordinator = jobs._process.coordinator
         list(DataLoader(Numbers(7), 3, job=jobs[0], name="read"))
         iter(DataLoader(Numbers(12), 3, job=jobs[0], name="begun"))
-        epoch = coordinator.handing.leasing.epoch("begun", 0)
+        epoch = coordinator.leases.leasing.epoch("begun", 0)
         assert epoch is not None
         epoch.aside.append(SuspectBatch(Span(3, 6), ["worker-0", "worker-1"]))
-    assert list(coordinator.events)[-2:] == [
+    assert list(coordinator.job.events)[-2:] == [
         "epoch 1 of 'read': 7 samples were read and used in no step",
         "epoch 1 of 'begun': the samples at positions 3 to 5 were set aside: worker-0, worker-1 died at them; "
         "syncline.data.samples_at says which they are",
@@ -121,13 +121,13 @@ def test_a_job_inside_one_process_forgets_what_is_done(
     monkeypatch.setattr(leases, "KEEP_SECONDS", 0.0)
     with local_job(workers=1, folder=str(tmp_path)) as jobs:
         jobs.run(lambda job: count_samples(job, 9, 20))
-        kept = jobs._process.coordinator.handing
-        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and len(kept._desk._used) < 10
+        kept = jobs._process.coordinator.leases
+        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and len(kept._queue._used) < 10
 
 
 def test_the_end_of_an_epoch_waits_for_no_beat(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was used is asked for when somebody waits: here no beat of a server ever says it."""
-    monkeypatch.setattr(leases.Handing, "beat", lambda *_: None)
+    monkeypatch.setattr(leases.LeaseService, "beat", lambda *_: None)
     with local_job(workers=2, folder=str(tmp_path)) as jobs:
         jobs.run(lambda job: count_samples(job, 9, 10))
         assert jobs[0].kv.pull(["counts"])["counts"].tolist() == [10.0] * 9
@@ -161,7 +161,7 @@ def test_one_that_gets_what_is_left_does_not_wait_for_those_who_got_nothing(tmp_
     """Two have nothing to do and pause; then a third gives one sample back. Whoever gets it steps in a phase of its
     own, and the other, which waits for the end of the epoch, steps no more: waited for, it would wait for ever."""
     with local_job(workers=3, folder=str(tmp_path)) as jobs:
-        asking = jobs._process.coordinator.handing._desk.asking
+        asking = jobs._process.coordinator.leases._queue.asking
 
         def work(job: Job) -> None:
             job.kv.register({"counts": np.zeros(6)}, syncline.Rule("Add"), reduce="sum")
@@ -203,7 +203,7 @@ def test_an_evaluation_of_the_chief_alone_with_gradients_on_stops_nobody(
 
     with local_job(workers=2, folder=str(tmp_path)) as jobs:
         stop = threading.Event()
-        looking = threading.Thread(target=look_at, args=(jobs._process.coordinator.handing, stop))
+        looking = threading.Thread(target=look_at, args=(jobs._process.coordinator.leases, stop))
         looking.start()
         (chief, seen), (other, _) = jobs.run(work)
         stop.set()
@@ -272,7 +272,7 @@ def test_a_quarantined_worker_reads_nothing_that_others_could(policy: str, tmp_p
         looking.join()
         counts = jobs[0].kv.pull()["counts"]
         (epoch,) = jobs[0].stats().epochs or [None]
-        state = jobs._process.coordinator.handing.leasing.state
+        state = jobs._process.coordinator.leases.leasing.state
         told = [e.num_passed_over for epochs in state.epochs.values() for e in epochs.values()]
     assert (counts == -1).sum() == 400 - read and (counts == 0).sum() == read
     assert read < 300 and (epoch is None or epoch.num_passed_over == read or sum(told) == read)
@@ -283,5 +283,5 @@ def beat_for(jobs: Any, stop: threading.Event) -> None:
     while not stop.wait(0.01):
         coordinator = jobs._process.coordinator
         for job in jobs:
-            with coordinator.lock:
-                coordinator.handing.beat(job.name, job.reporting.beat())
+            with coordinator.job.lock:
+                coordinator.leases.note_heartbeat(job.name, job.reporting.beat())

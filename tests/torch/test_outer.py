@@ -99,9 +99,9 @@ def test_a_plateaus_factor_is_the_inner_optimizers_alone() -> None:
         job = jobs[0]
         model = copy.deepcopy(LINEAR)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
-        stopping = jobs._process.coordinator.stopping
-        stopping.state.number, stopping.state.factor = 1, 0.5
-        stopping.tell()
+        stop_rules = jobs._process.coordinator.stop_rules
+        stop_rules.state.number, stop_rules.state.factor = 1, 0.5
+        stop_rules.announce()
         assert job.lr_factor == 0.5
         for _ in range(2):
             for p in model.parameters():

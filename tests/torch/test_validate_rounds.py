@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.torch.test_validate import Counting, Numbers
 
+from syncline.coordinator.saves import SaveService
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
 from syncline.worker import validating
@@ -43,12 +44,11 @@ def test_rounds_are_whole_however_long_a_save_takes(tmp_path: pathlib.Path, monk
             step(model, opt)
         return model.count.item()
 
+    save = SaveService.save_for_validation
+    monkeypatch.setattr(SaveService, "save_for_validation", lambda *of: threading.Timer(0.4, save, of).start())
     with local_job(2, 2, folder=str(tmp_path), checkpoint=str(tmp_path / "saves"), best="max:count") as job:
-        bests = job._process.coordinator.bests
-        save = bests.save
-        monkeypatch.setattr(bests, "save", lambda *of: threading.Timer(0.4, save, of).start())
         assert job.run(work) == [6.0, 6.0]
-        events = list(job._process.coordinator.events)
+        events = list(job._process.coordinator.job.events)
     told = [line.split(":")[0] for line in events if line.startswith("validation at step")]
     assert told == [f"validation at step {number}" for number in (2, 4, 6)]
     assert asked and not any(asked)

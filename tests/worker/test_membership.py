@@ -154,7 +154,7 @@ def test_the_others_at_a_barrier_do_not_wait_for_one_that_was_asked_to_leave() -
         for thread in threads:
             thread.start()
         until = time.monotonic() + PATIENCE
-        while len(local._process.coordinator.meeting.waits(0.0)) < 1 and time.monotonic() < until:
+        while len(local._process.coordinator.barriers.waits(0.0)) < 1 and time.monotonic() < until:
             time.sleep(0.01)
         local[0].retire()
         threads[0].join(PATIENCE)

@@ -44,7 +44,7 @@ def begin(job: Job) -> Counter:
 
 def wait_for_note(jobs: Any, name: str, counter: Counter, job: Job) -> None:
     """Until the coordinator has the newest state: a note is taken at a boundary, so there is one after it."""
-    notes, until = jobs._process.coordinator.resuming._notes, time.monotonic() + PATIENCE
+    notes, until = jobs._process.coordinator.resume._notes, time.monotonic() + PATIENCE
     while f'"count",{counter.count - 1}'.encode() not in (notes[name].tree if name in notes else b""):
         assert time.monotonic() < until, notes.get(name)
         time.sleep(0.01)

@@ -88,7 +88,7 @@ def wait_for_backups(jobs: LocalJob) -> None:
     """Until every slice has one again, on a server that lives."""
     coordinator, deadline = jobs._process.coordinator, time.monotonic() + PATIENCE
     while True:
-        with coordinator.lock:
+        with coordinator.job.lock:
             live = set(coordinator.membership.servers())
             state = coordinator.membership.state
             replica_sets = (

@@ -7,11 +7,14 @@ import importlib.metadata
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from syncline import faults
+from syncline.coordinator.job import JobContext
+from syncline.coordinator.metrics import StopRules
+from syncline.coordinator.restore import ResumeService, checkpoint_of
+from syncline.coordinator.validation import BestCheckpoint
 from syncline.core.checkpoint.manifest import Manifest, SavedFile, SavedScript, SavedSlice
 from syncline.core.checkpoint.schedule import Checkpoint
 from syncline.core.checkpoint.soundness import number_in
@@ -26,10 +29,6 @@ from syncline.store import checkpoints
 from syncline.store.folders import Folder, open_folder
 from syncline.store.mirror import copy_checkpoint
 from syncline.store.trouble import MissingError
-
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
-
 
 #: For scripts' states of workers other than the chief, after all slices are written.
 SCRIPT_SECONDS = 60.0
@@ -52,18 +51,18 @@ class Taken:
     gate_seconds: float = 0.0  # from the first gate that was told to close to the last that has opened
 
 
-class Recording:
+class CheckpointWriter:
     """Writes checkpoints, in the thread of the save."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
-        self._mirroring = Mirroring(coordinator)
+    def __init__(self, job: JobContext, stop_rules: StopRules, best: BestCheckpoint, resume: ResumeService) -> None:
+        self._job, self._stop_rules, self._best, self._resume = job, stop_rules, best, resume
+        self._mirror = CheckpointMirror(job)
         self._newest: Manifest | None = None  # of the checkpoint that was made last
         self._has_said = False  # what the saves of now lack
 
     @property
     def root(self) -> str:
-        return open_folder(self._c.config.checkpoint).url
+        return open_folder(self._job.config.checkpoint).url
 
     def write(self, taken: Taken, workers: Collection[str], chief: str, turn: int = 0) -> Checkpoint:
         """The checkpoint, when it exists. `workers`: those that have noted their scripts' states. `turn`: of the
@@ -71,20 +70,20 @@ class Recording:
 
         ConnectionLost: a member has gone meanwhile; whatever the reason, nothing is left behind.
         """
-        config = self._c.config
+        config = self._job.config
         root = open_folder(config.checkpoint)
         root.make()
         step = taken.num_updates * config.sync_every
-        saves = self._c.membership.state.saves
+        saves = self._job.membership.state.saves
         folder = checkpoints.begin(root, checkpoints.next_number(root), step, saves.lineage, saves.token)
         try:
-            with self._c.lock:
+            with self._job.lock:
                 saves.open_folder = folder.url
-                self._c.keep()
+                self._job.keep()
             manifest = self._gather(taken, folder, workers, chief, step)
             faults.reach("save.answered")
             _check_is_here(folder, manifest)
-            manifest = self._c.bests.with_readings(manifest, turn)
+            manifest = self._best.with_readings(manifest, turn)
             digest = checkpoints.write_manifest(folder, manifest)
             self._newest = manifest
         except BaseException:
@@ -103,7 +102,7 @@ class Recording:
             files.append(answer.file)
             slices += answer.slices
             if answer.num_waited:
-                self._c.event(
+                self._job.event(
                     f"{answer.num_waited} updates waited for memory during a save; --save-memory allows it more"
                 )
         scripts |= self._ask_workers(taken, folder, _clocks_in(slices, taken, lives.keys() - clocks.keys()))
@@ -111,12 +110,12 @@ class Recording:
         wanted = [part.id for segment in taken.segments for part in segment.slices]
         if sorted(part.id for part in slices) != sorted(wanted):
             raise ProtocolError("servers have written other slices than the job has")
-        state, config = self._c.membership.state, self._c.config
+        state, config = self._job.membership.state, self._job.config
         return Manifest(
             name=folder.name,
             number=number_in(folder.name) or 0,
             lineage=state.saves.lineage,
-            job=self._c.job,
+            job=self._job.job_id,
             step=step,
             seconds=taken.seconds,
             saved_at=time.time(),
@@ -149,22 +148,22 @@ class Recording:
         return calls
 
     def _call(self, name: str, message: Message) -> Call:
-        with self._c.lock:
-            endpoint = self._c.endpoints.get(name)
+        with self._job.lock:
+            endpoint = self._job.endpoints.get(name)
         if endpoint is None:
             raise ConnectionLost(f"{name} is not there")
         return endpoint.call(message)
 
     def _written(self, calls: Mapping[str, Call]) -> Iterator[WrittenMarked]:
-        until = time.monotonic() + self._c.config.wait_seconds
+        until = time.monotonic() + self._job.config.wait_seconds
         for name, call in calls.items():
             while not call.arrives(_LOOK_SECONDS):
                 self._check_goes_on()
-                with self._c.lock:
-                    if any(other not in self._c.membership.state.members for other in calls):
+                with self._job.lock:
+                    if any(other not in self._job.membership.state.members for other in calls):
                         raise ConnectionLost("a server was lost in the middle of it")
                 if time.monotonic() > until:
-                    raise WaitTimeout(f"{name} has not written its slices within {self._c.config.wait_seconds:g} s")
+                    raise WaitTimeout(f"{name} has not written its slices within {self._job.config.wait_seconds:g} s")
             answer = call.wait(0)
             if not isinstance(answer, WrittenMarked):
                 raise ProtocolError(f"{name} answered {type(answer).__name__} to WriteMarked")
@@ -175,10 +174,10 @@ class Recording:
         found = []
         began = time.monotonic()
         for name, call in calls.items():
-            patience = self._c.config.wait_seconds if name == chief else SCRIPT_SECONDS
+            patience = self._job.config.wait_seconds if name == chief else SCRIPT_SECONDS
             try:
                 while not call.arrives(_LOOK_SECONDS):
-                    if self._c.over.is_set():
+                    if self._job.over.is_set():
                         raise ConnectionLost("the job has ended")
                     if time.monotonic() - began > patience:
                         raise WaitTimeout(f"it did not come within {patience:g} s")
@@ -191,56 +190,56 @@ class Recording:
         return sorted(found, key=lambda script: script.worker)
 
     def _lacks(self, name: str, error: SynclineError) -> None:
-        self._c.event(f"the state of {name}'s script is not in this save: {error}")
+        self._job.event(f"the state of {name}'s script is not in this save: {error}")
 
     def _tell_between(self, answer: WrittenScript) -> None:
         if answer.clock > answer.script.clock:
-            self._c.event(
+            self._job.event(
                 f"this save lies in the middle of a batch of {answer.script.worker}'s: of {answer.clock} commits it "
                 f"has {answer.script.clock}; whoever takes it up goes on with the next batch"
             )
 
     def _check_goes_on(self) -> None:
-        if self._c.over.is_set():
+        if self._job.over.is_set():
             raise StoreError("the job has ended")
 
     # -- afterwards ---------------------------------------------------------------------------------------
 
     def tidy(self, made: Checkpoint, *, waits: bool = False) -> None:
         """It exists: the pointer to it, a second copy, and older ones go. No trouble here makes it a failure."""
-        saves = self._c.membership.state.saves
+        saves = self._job.membership.state.saves
         try:
             root = open_folder(made.root)
             checkpoints.point(root, "last", made.name, step=made.step)
             if self._newest is not None:
-                self._c.bests.judge(made, self._newest)
-            average = self._c.stopping.rules.average
-            keep = max(self._c.config.keep, average.last if average is not None else 0)
+                self._best.consider(made, self._newest)
+            average = self._stop_rules.rules.average
+            keep = max(self._job.config.keep, average.last if average is not None else 0)
             checkpoints.prune(root, keep, saves.lineage, self._needed(made), token=saves.token)
         except StoreError as error:
-            self._c.event(f"{made.name} is saved, but: {error}")
+            self._job.event(f"{made.name} is saved, but: {error}")
         except Exception as error:  # a bug of ours, or of a driver, costs the order of the folder, not the job
-            self._c.event(f"{made.name} is saved, but: {type(error).__name__}: {error}")
-        self._mirroring.wants(made)
+            self._job.event(f"{made.name} is saved, but: {type(error).__name__}: {error}")
+        self._mirror.request(made)
         if waits:
-            self._mirroring.wait(self._c.config.wait_seconds)
+            self._mirror.wait(self._job.config.wait_seconds)
 
     def _needed(self, made: Checkpoint) -> set[str]:
         """What the job was taken up from stays as long as anything is in it that is in no other."""
-        with self._c.lock:
-            known, lacking = self._c.membership.state.saves.taken_up, self._c.resuming.lacking()
+        with self._job.lock:
+            known, lacking = self._job.membership.state.saves.taken_up, self._resume.unregistered()
         if known is None or not lacking:
             return set()
         if not self._has_said:
             self._has_said = True
-            self._c.event(
+            self._job.event(
                 f"{made.name} is without {lacking[0]!r}, which {known.name} has and the script has not registered "
                 f"yet: {known.name} is kept until then"
             )
         return {known.name}
 
     def close(self) -> None:
-        self._mirroring.close()
+        self._mirror.close()
 
 
 def _check_is_here(folder: Folder, manifest: Manifest) -> None:
@@ -280,23 +279,6 @@ def adopt(url: str, token: str, say: Callable[[str], None]) -> Checkpoint | None
     return checkpoint_of(folder, manifest, digest)
 
 
-def checkpoint_of(folder: Folder, manifest: Manifest, digest: str) -> Checkpoint:
-    """What a job remembers of one."""
-    versions = [part.version for part in manifest.slices]
-    num_bytes = sum(file.num_bytes for file in checkpoints.files_of(manifest))
-    return Checkpoint(
-        folder.parent().url,
-        folder.url,
-        manifest.name,
-        digest,
-        manifest.step,
-        max(versions, default=0),
-        manifest.seconds,
-        sum(versions),
-        num_bytes,
-    )
-
-
 def _remove(folder: Folder, token: str) -> None:
     try:
         checkpoints.abandon(folder, token)
@@ -311,18 +293,18 @@ def _version_of(package: str) -> str:
         return ""
 
 
-class Mirroring:
+class CheckpointMirror:
     """One copy at a time, in a thread of its own; of those that wait only the newest is made."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
+    def __init__(self, job: JobContext) -> None:
+        self._job = job
         self._change = threading.Condition()
         self._next: Checkpoint | None = None
         self._is_busy = self._closed = False
 
-    def wants(self, made: Checkpoint) -> None:
+    def request(self, made: Checkpoint) -> None:
         """This checkpoint is to be copied, if there is a mirror."""
-        if not self._c.config.checkpoint_mirror:
+        if not self._job.config.checkpoint_mirror:
             return
         with self._change:
             self._next = made
@@ -348,7 +330,7 @@ class Mirroring:
             self._copy(made)
 
     def _copy(self, made: Checkpoint) -> None:
-        config = self._c.config
+        config = self._job.config
         try:
             source, target = open_folder(made.root), open_folder(config.checkpoint_mirror)
             copy_checkpoint(source, target, made.name)
@@ -358,12 +340,12 @@ class Mirroring:
             if best:
                 copy_checkpoint(source, target, best["checkpoint"])
                 checkpoints.point(target, "best", **best)
-            saves = self._c.membership.state.saves
+            saves = self._job.membership.state.saves
             checkpoints.prune(target, config.keep, saves.lineage, kept, token=saves.token)
         except StoreError as error:
-            self._c.event(f"{made.name} has no second copy: {error}; the job goes on")
+            self._job.event(f"{made.name} has no second copy: {error}; the job goes on")
         except Exception as error:  # a bug of ours costs the copy, not the job
-            self._c.event(f"{made.name} has no second copy: {type(error).__name__}: {error}")
+            self._job.event(f"{made.name} has no second copy: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         with self._change:

@@ -1,70 +1,86 @@
-"""How a job ends at the coordinator: one outcome, a profile if it was asked for, and everyone hears of it."""
+"""How a member or the whole job comes to its end: the periodic checks, and the outcome that all are told."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from syncline.coordinator.status import profile_lines
+from syncline.coordinator.job import JobContext
+from syncline.coordinator.leases import LeaseService
+from syncline.coordinator.members import Announcer, JoinService, MemberService, PendingJoins
+from syncline.coordinator.metrics import StopRules
+from syncline.coordinator.rendezvous import BarrierService
+from syncline.coordinator.scaling import PaceService, WorkerSizing
+from syncline.coordinator.status import StatusService, profile_lines
+from syncline.coordinator.validation import BestCheckpoint
 from syncline.core.membership import Outcome
 from syncline.core.wire.control import AskServerStats, GivenServerStats, Over
 from syncline.errors import FencedError, JobFailed, StoreError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
-
-
-#: How long the end of a job waits for the servers' own numbers, for its profile.
+#: How long the end of a job waits for the servers' statistics, for its profile.
 PROFILE_SECONDS = 3.0
+#: The period of the checks.
+LOOK_SECONDS = 0.05
+#: Once the least number of workers is there, how long a job waits for more before it starts.
+GATHER_SECONDS = 3.0
+#: How often a coordinator checks that no newer one has taken over.
+TERM_SECONDS = 0.5
 
 
-class Ending:
-    """The end, once."""
+class JobEnding:
+    """Ends the job, once: reports its results, writes the state and tells all members."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
-        self.ended_at: float | None = None
+    def __init__(
+        self,
+        job: JobContext,
+        pending: PendingJoins,
+        leases: LeaseService,
+        stop_rules: StopRules,
+        best: BestCheckpoint,
+        status: StatusService,
+    ) -> None:
+        self._job, self._pending, self._leases = job, pending, leases
+        self._stop_rules, self._best, self._status = stop_rules, best, status
 
     def conclude(self) -> None:
-        """Once there is an outcome, everyone hears of it, once."""
-        with self._c.lock:
-            outcome = self._c.membership.outcome
-            if outcome is None or self.ended_at is not None:
+        """If the job has an outcome, tells all members; only the first call does."""
+        with self._job.lock:
+            outcome = self._job.membership.outcome
+            if outcome is None or self._job.ended_at is not None:
                 return
-            self.ended_at = time.monotonic()
-            self._c.handing.end()
-            self._c.stopping.end()
-            self._c.bests.end()
-            if told := self._c.reporting.pushed_told():
-                self._c.last_word(f"pushed per step, by all workers: {told}")
-            if told := self._c.reporting.saves().told():
-                self._c.last_word(f"checkpoints: {told}")
-            endpoints, joining = list(self._c.endpoints.values()), self._c.joining.take_waiting()
+            self._job.ended_at = time.monotonic()
+            self._leases.report_at_end()
+            self._stop_rules.report_at_end()
+            self._best.report_at_end()
+            if pushed := self._status.pushed_text():
+                self._job.final_event(f"pushed per step, by all workers: {pushed}")
+            if saves := self._status.save_counts().told():
+                self._job.final_event(f"checkpoints: {saves}")
+            endpoints, requests = list(self._job.endpoints.values()), self._pending.take_requests()
             try:
-                self._c.keep()
+                self._job.keep()
             except (StoreError, FencedError) as error:
-                self._c.log_line(str(error))
+                self._job.log_line(str(error))
         if outcome.failed:
-            self._c.log_line(f"JobFailed: the job has ended: {outcome.reason}")
-        for request in joining:
+            self._job.log_line(f"JobFailed: the job has ended: {outcome.reason}")
+        for request in requests:
             request.refuse(JobFailed(outcome.reason))
-        if self._c.config.profile and not outcome.failed:
+        if self._job.config.profile and not outcome.failed:
             self._profile_first(lambda: self._tell_all(outcome, endpoints))
         else:
             self._tell_all(outcome, endpoints)
 
     def _profile_first(self, then: Callable[[], None]) -> None:
-        """Shows where the time went, if the servers say so soon; the job ends in any case, once."""
+        """Logs the profile if the servers answer in time. Calls `then` once in any case."""
         once = threading.Lock()
 
         def end(calls: Sequence[Call] = ()) -> None:
             if once.acquire(blocking=False):
                 timer.cancel()
                 try:
-                    self._profile(calls)
+                    self._log_profile(calls)
                 finally:
                     then()
 
@@ -72,43 +88,43 @@ class Ending:
         timer.daemon = True
         timer.start()
         try:
-            self._c.reporting.ask_servers(AskServerStats(), end)
+            self._job.ask_all_servers(AskServerStats(), end)
         except SynclineError:
             end()
 
-    def _profile(self, calls: Sequence[Call]) -> None:
+    def _log_profile(self, calls: Sequence[Call]) -> None:
         servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
-        with self._c.lock:
-            times = {name: report.times for name, report in self._c.reports.items()}
-        for line in profile_lines(times, servers, self._c.config):
-            self._c.log_line(line)
+        with self._job.lock:
+            times = {name: report.times for name, report in self._job.reports.items()}
+        for line in profile_lines(times, servers, self._job.config):
+            self._job.log_line(line)
 
     def _tell_all(self, outcome: Outcome, endpoints: Sequence[Endpoint]) -> None:
         for endpoint in endpoints:
             if endpoint.is_open:
                 endpoint.mention(Over(outcome.failed, outcome.culprit, outcome.reason))
-        self._c.ended(outcome)
-        self._c.over.set()
-
-    def superseded(self, reason: str) -> None:
-        """A newer coordinator has this job: this one ends, and says nothing to anybody."""
-        self._c.log_line(f"FencedError: {reason}; this coordinator ends")
-        self._c.ended(Outcome(True, "coordinator", reason))
-        self._c.over.set()
+        self._job.end(outcome)
 
 
-LOOK_SECONDS = 0.05
-#: With a least number of workers there, this long for more of them before the job begins without.
-GATHER_SECONDS = 3.0
-#: How often a coordinator looks whether it still is the one.
-TERM_SECONDS = 0.5
+class JobWatch:
+    """A thread that checks periodically which members are silent, stuck or unreachable, and evicts them."""
 
-
-class Watching:
-    """Looks, in a thread of its own."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
+    def __init__(
+        self,
+        job: JobContext,
+        members: MemberService,
+        joins: JoinService,
+        status: StatusService,
+        pace: PaceService,
+        announcers: Sequence[Announcer],
+        stop_rules: StopRules,
+        barriers: BarrierService,
+        leases: LeaseService,
+        sizing: WorkerSizing,
+    ) -> None:
+        self._job, self._members, self._joins, self._status = job, members, joins, status
+        self._pace, self._announcers, self._stop_rules = pace, announcers, stop_rules
+        self._barriers, self._leases, self._sizing = barriers, leases, sizing
         self._closed = threading.Event()
         self._enough_since: float | None = None
         self._empty_since: float | None = None
@@ -124,92 +140,95 @@ class Watching:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS) and self._c.membership.outcome is None:
+        while not self._closed.wait(LOOK_SECONDS) and self._job.membership.outcome is None:
             try:
                 self.look(time.monotonic())
             except FencedError as error:
-                self._c.ending.superseded(str(error))
+                self._job.superseded(str(error))
                 return
             except SynclineError as error:
-                self._c.log_line(f"{type(error).__name__}: {error}")
-            except Exception as error:  # a bug of ours must end in a verdict, not in silence
-                self._c.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
+                self._job.log_line(f"{type(error).__name__}: {error}")
+            except Exception as error:  # our own bug: the job must fail visibly, not hang
+                self._job.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
                 raise
 
     def look(self, now: float) -> None:
-        with self._c.lock:
-            if self._c.journal is not None and now - self._checked_at >= TERM_SECONDS:
+        """Runs all checks once."""
+        with self._job.lock:
+            if self._job.journal is not None and now - self._checked_at >= TERM_SECONDS:
                 self._checked_at = now
-                self._c.journal.check()  # while a coordinator slept, the next one may have begun
-            if not self._c.membership.formed:
-                self._look_at_start(now)
+                self._job.journal.check()  # while this process was asleep, a newer coordinator may have started
+            if not self._job.membership.formed:
+                self._check_start(now)
             else:
-                for name, reason in self._c.liveness.dead(now):
-                    self._c.evict(name, reason)
-                self._look_for_stuck(now)
-                self._c.pacing.tell()
-                self._c.stopping.tell()
-                self._c.validating.tell()
-                self._c.stopping.look(now)
-                self._look_for_deaf()
-                self._look_for_quarantine()
-                self._c.meeting.release()  # what a full disk may have held up
-                self._look_for_emptiness(now)
-                self._c.handing.look(now)
-                self._c.sizing.look(now)
-        self._c.ending.conclude()
+                for name, reason in self._job.liveness.dead(now):
+                    self._members.evict(name, reason)
+                self._evict_stuck(now)
+                for announcer in self._announcers:
+                    announcer.announce()
+                self._stop_rules.tick(now)
+                self._evict_unreachable()
+                self._fail_if_all_quarantined()
+                self._barriers.release()  # a full disk may have delayed it
+                self._fail_if_empty(now)
+                self._leases.tick(now)
+                self._sizing.tick(now)
+        self._job.conclude()
 
-    def _look_at_start(self, now: float) -> None:
-        membership = self._c.membership
+    def _check_start(self, now: float) -> None:
+        """Starts the job with fewer workers than asked for, or fails it, when the time is over."""
+        membership, start_seconds = self._job.membership, self._job.config.start_seconds
         if membership.may_form(True):
             self._enough_since = self._enough_since or now
             if now - self._enough_since >= GATHER_SECONDS:
-                self._c.joining.form_if_ready(True)
+                self._joins.form_if_ready(True)
         else:
             self._enough_since = None
-        if now - self._c.began > self._c.config.start_seconds:
-            membership.never_came(self._c.config.start_seconds)
+        if now - self._job.began > start_seconds:
+            membership.never_came(start_seconds)
 
-    def _look_for_stuck(self, now: float) -> None:
-        """A worker that lives and does not advance while others wait: it may be evaluating, but not for ever."""
-        limit = self._c.config.stuck_seconds
-        for wait in self._c.reporting.waits():
+    def _evict_stuck(self, now: float) -> None:
+        """Evicts a worker that is alive but has not advanced for long while others wait for it."""
+        limit = self._job.config.stuck_seconds
+        for wait in self._status.waits():
             for name in wait.for_whom if wait.seconds >= limit and wait.what != "server" else ():
-                still = now - self._c.advanced.get(name, now)
-                if still >= limit + self._c.pacing.patience(name):
-                    self._c.evict(name, f"has not advanced for {still:.0f} s while others waited for it")
+                still = now - self._job.advanced.get(name, now)
+                if still >= limit + self._pace.patience(name):
+                    self._members.evict(name, f"has not advanced for {still:.0f} s while others waited for it")
 
-    def _look_for_deaf(self) -> None:
-        """A server that beats, and that another one cannot reach: the one that is waited for is out."""
-        limit = self._c.config.longest_deadline_seconds
-        for name in self._c.membership.servers():
-            beat = self._c.beats.get(name)
-            for wait in beat[0].waits if beat is not None else ():
+    def _evict_unreachable(self) -> None:
+        """Evicts a server that sends heartbeats but cannot be reached by another server."""
+        limit = self._job.config.longest_deadline_seconds
+        for name in self._job.membership.servers():
+            heartbeat = self._job.heartbeats.get(name)
+            for wait in heartbeat[0].waits if heartbeat is not None else ():
                 if wait.what == "server" and wait.seconds >= limit:
                     for other in wait.for_whom:
-                        self._c.evict(other, f"could not be reached by {name} for {wait.seconds:.0f} s")
+                        self._members.evict(other, f"could not be reached by {name} for {wait.seconds:.0f} s")
 
-    def _look_for_quarantine(self) -> None:
-        """When nobody's pushes count any more, the job would run on for nothing."""
-        entered = self._c.membership.state.entered
-        beats = [self._c.beats[name][0] for name in entered if name in self._c.beats]
-        if beats and len(beats) == len(entered) and all(beat.is_quarantined for beat in beats):
+    def _fail_if_all_quarantined(self) -> None:
+        """Without a worker whose pushes count, the job would train nothing."""
+        entered = self._job.membership.state.entered
+        heartbeats = [self._job.heartbeats[name][0] for name in entered if name in self._job.heartbeats]
+        if (
+            heartbeats
+            and len(heartbeats) == len(entered)
+            and all(heartbeat.is_quarantined for heartbeat in heartbeats)
+        ):
             first = min(entered)
             reason = (
                 "all workers are quarantined: their pushes are not finite; look at the data and the learning rate"
             )
-            self._c.membership.fail(first, reason)
+            self._job.membership.fail(first, reason)
 
-    def _look_for_emptiness(self, now: float) -> None:
-        """All workers are gone, and nobody says that they come back."""
-        membership = self._c.membership
+    def _fail_if_empty(self, now: float) -> None:
+        """All workers are gone, and the launcher has not announced that one comes back."""
+        membership, start_seconds = self._job.membership, self._job.config.start_seconds
         if membership.workers() or "worker" in membership.awaited.values():
             self._empty_since = None
             return
         self._empty_since = self._empty_since or now
-        if now - self._empty_since > self._c.config.start_seconds:
-            last = next(reversed(self._c.evicted), "worker-0")
-            reason = self._c.evicted.get(last, "is gone")
-            membership.fail(
-                last, f"{last} {reason}; nobody came in its place within {self._c.config.start_seconds:g} s"
-            )
+        if now - self._empty_since > start_seconds:
+            last = next(reversed(self._job.evicted), "worker-0")
+            reason = self._job.evicted.get(last, "is gone")
+            membership.fail(last, f"{last} {reason}; nobody came in its place within {start_seconds:g} s")

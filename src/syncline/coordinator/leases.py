@@ -6,12 +6,13 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from syncline import faults
+from syncline.coordinator.job import JobContext
 from syncline.core.leasing.leases import SHARD_POSITIONS, Leasing
 from syncline.core.leasing.ledger import Epoch
 from syncline.core.leasing.queue import LeaseQueue
+from syncline.core.members import Member
 from syncline.core.slice_state import Identity
 from syncline.core.wire.control import Heartbeat
 from syncline.core.wire.leases import (
@@ -31,50 +32,48 @@ from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineErr
 from syncline.net.rpc import Call, Request
 from syncline.stats import Wait
 
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
-
 #: Between two saves of what was used; until one is made, servers keep it.
 KEEP_SECONDS = 1.0
 #: What was dealt to a worker that does not come to the epoch is given to whoever has waited for so long.
 RECLAIM_SECONDS = 5.0
 
 
-class Handing:
+class LeaseService:
     """All loaders of a job. Everything here is under the coordinator's lock; what is decided is the core's."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
-        self._desk: LeaseQueue[Request] = LeaseQueue(coordinator.membership)
+    def __init__(self, job: JobContext) -> None:
+        self._job = job
+        self._queue: LeaseQueue[Request] = LeaseQueue(job.membership)
         self._later: list[tuple[Request, Message]] = []  # answers that are given when the state is kept
         self._asked_workers: set[Identity] = set()  # what they have used; the answer is not here yet
         self._kept_at = 0.0
         self._measured: dict[str, tuple[int, float]] = {}  # samples and seconds of work, as last said
+        self.num_epochs = 0  # finished, of the loader that is furthest
         self.num_samples = 0  # that workers were handed, all together
 
     @property
     def leasing(self) -> Leasing:
-        return self._desk.leasing
+        return self._queue.leasing
 
     # -- what workers say ---------------------------------------------------------------------------------
 
     def _is_heard(self, request: Request) -> bool:
         """Under the lock. What a worker has said over a connection that was replaced it says again over the next
         one, or does not mean any more."""
-        return self._c.endpoints.get(request.peer.name) is request.endpoint
+        return self._job.endpoints.get(request.peer.name) is request.endpoint
 
-    def open(self, request: Request, message: OpenEpoch) -> None:
-        with self._c.lock:
+    def open_epoch(self, request: Request, message: OpenEpoch) -> None:
+        with self._job.lock:
             if not self._is_heard(request):
                 return
-            if self._desk.is_over(message.loader):
+            if self._queue.is_over(message.loader):
                 request.reply(Opened(False))
                 return
-            seed = None if message.seed is None else self._desk.seed(request.peer.name, message)
+            seed = None if message.seed is None else self._queue.seed(request.peer.name, message)
             if seed is None and message.seed is not None:
                 request.reply(Opened(False, is_early=True))
                 return
-            owner, workers = _owner(request), max(1, len(self._desk.taking_part()))
+            owner, workers = _owner(request), max(1, len(self._queue.taking_part()))
             try:
                 is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             except ConfigError as error:
@@ -83,7 +82,7 @@ class Handing:
             is_shared = self.leasing.is_shared(message.loader)
             # A coordinator that comes next must not take one that it has never heard of for a finished one.
             self._later.append((request, Opened(is_left, is_shared, seed)))
-        self.answer()
+        self.answer_requests()
 
     def _refuse_loader(self, request: Request, error: ConfigError) -> None:
         """Its data are not the others': a new life of it would find the same, and without it the job is another.
@@ -91,14 +90,14 @@ class Handing:
         Of one that came later only it is the mistake. Inside one process the script has the error, and may mend it.
         """
         request.refuse(error)  # before it hears that the job is over
-        member = self._c.membership.state.members.get(request.peer.name)
-        if self._c.watching is not None and member is not None and member.since <= 1:
-            self._c.membership.fail(request.peer.name, str(error))
-            self._c.ending.conclude()
+        member = self._job.membership.state.members.get(request.peer.name)
+        if self._job.watches and member is not None and member.since <= 1:
+            self._job.membership.fail(request.peer.name, str(error))
+            self._job.conclude()
 
-    def ask(self, request: Request, message: AskLease) -> None:
+    def ask_lease(self, request: Request, message: AskLease) -> None:
         """Answered now; or, from one that has nothing to do, when there is something."""
-        with self._c.lock:
+        with self._job.lock:
             begins_common = not message.newest and self.leasing.is_common(message.loader, message.epoch)
         if begins_common:  # where it begins follows from what was used by now
             self._ask_uses(lambda: self._ask(request, message))
@@ -106,25 +105,25 @@ class Handing:
             self._ask(request, message)
 
     def _ask(self, request: Request, message: AskLease) -> None:
-        with self._c.lock:
+        with self._job.lock:
             if not self._is_heard(request):
                 return
-            self._desk.ask(_owner(request), message, request, time.monotonic())
-        self.answer()
-        if self._c.watching is None:
-            self.look(time.monotonic())  # inside one process nobody else does
+            self._queue.ask(_owner(request), message, request, time.monotonic())
+        self.answer_requests()
+        if not self._job.watches:
+            self.tick(time.monotonic())  # inside one process nobody else does
         elif message.waits:
             self._ask_uses()
 
     def _ask_uses(self, then: Callable[[], None] | None = None) -> None:
         """Somebody waits for the end of an epoch: what was used meanwhile is asked for, not waited for. `then` is
         called behind it, also where there is no answer."""
-        with self._c.lock:
+        with self._job.lock:
             replica_set, is_wanted = (
-                self._c.membership.state.replica_sets.get(0),
-                then is not None or self._desk.asking,
+                self._job.membership.state.replica_sets.get(0),
+                then is not None or self._queue.asking,
             )
-            endpoint = self._c.endpoints.get(replica_set.primary) if replica_set is not None and is_wanted else None
+            endpoint = self._job.endpoints.get(replica_set.primary) if replica_set is not None and is_wanted else None
         try:
             if endpoint is None:
                 raise ConnectionLost("slice 0 has no server now")
@@ -139,49 +138,52 @@ class Handing:
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
             if isinstance(answer, Uses) and (answer.uses or answer.late):
-                with self._c.lock:
-                    self._desk.use(answer.uses, answer.late)
-                self.answer()
+                with self._job.lock:
+                    self._queue.use(answer.uses, answer.late)
+                self.answer_requests()
         if then is not None:
             then()
 
-    def leave(self, request: Request, message: LeaveEpoch) -> None:
-        with self._c.lock:
+    def leave_epoch(self, request: Request, message: LeaveEpoch) -> None:
+        with self._job.lock:
             if not self._is_heard(request):
                 return
-            self._desk.leave(_owner(request), message)
+            self._queue.leave(_owner(request), message)
             self._later.append((request, Done()))
-        self.answer()
+        self.answer_requests()
 
     def end_shard(self, request: Request, message: EndShard) -> None:
-        with self._c.lock:
+        with self._job.lock:
             epoch = self.leasing.epoch(message.loader, message.epoch)
             if epoch is not None:
                 epoch.shorten(message.position, (message.position // SHARD_POSITIONS + 1) * SHARD_POSITIONS)
             self._later.append((request, Done()))
-        self.answer()
+        self.answer_requests()
 
     def _gave_back(self, owner: Identity, recall: Recall, call: Call) -> None:
         """In the thread that brings the answer. When that got lost it is asked again; or its eviction brings it."""
         answer: Message | None = None
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
-        with self._c.lock:
+        with self._job.lock:
             if isinstance(answer, GaveBack):
                 self.leasing.gave_back(owner, recall.loader, recall.epoch, answer.leases, answer.newest)
             else:
                 self.leasing.not_recalled(owner, recall.loader, recall.epoch)
         if answer is not None:
-            self.answer()
+            self.answer_requests()
 
     # -- what servers say ---------------------------------------------------------------------------------
 
-    def beat(self, name: str, beat: Heartbeat) -> None:
+    def note_heartbeat(self, name: str, beat: Heartbeat) -> None:
         """Under the lock: the server of slice 0 says what was used, a worker how fast it is."""
-        replica_set, member = self._c.membership.state.replica_sets.get(0), self._c.membership.state.members.get(name)
+        replica_set, member = (
+            self._job.membership.state.replica_sets.get(0),
+            self._job.membership.state.members.get(name),
+        )
         if (beat.uses or beat.late) and replica_set is not None and replica_set.primary == name:
-            self._desk.use(beat.uses, beat.late)
-        if beat.is_quarantined and member is not None and self._desk.is_open:
+            self._queue.use(beat.uses, beat.late)
+        if beat.is_quarantined and member is not None and self._queue.is_open:
             owner = (name, member.incarnation)
             for loader, epoch in self.leasing.quarantine(owner):
                 self._recall(owner, Recall(loader, epoch))
@@ -191,46 +193,46 @@ class Handing:
             self.num_samples += max(0, beat.samples - samples)
             self.leasing.measured(name, beat.samples - samples, beat.work_seconds - seconds)
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Now and then: keeps what was used and confirms it, cuts parts again, sees to those who wait in vain."""
         self._ask_workers()
-        if not self._desk.is_open:
+        if not self._queue.is_open:
             return
-        with self._c.lock:
-            for message, count in self._desk.reclaim(now, RECLAIM_SECONDS):
+        with self._job.lock:
+            for message, count in self._queue.reclaim(now, RECLAIM_SECONDS):
                 where = f"epoch {message.epoch + 1} of {message.loader!r}"
-                self._c.event(
+                self._job.event(
                     f"{count} samples of {where} go to others: the workers they were meant for do not read it"
                 )
-            for owner, recall in self._desk.recut():
+            for owner, recall in self._queue.recut():
                 self._recall(owner, recall)
-            somebody_waits, has_news = self._desk.somebody_waits, self._desk.has_news
-        self.answer()
+            somebody_waits, has_news = self._queue.somebody_waits, self._queue.has_news
+        self.answer_requests()
         if somebody_waits:
             self._ask_uses()
         if has_news and now - self._kept_at > KEEP_SECONDS:
             self._confirm(now)
 
     def _confirm(self, now: float) -> None:
-        with self._c.lock:
+        with self._job.lock:
             self._kept_at = now
-            used, late, finished = self._desk.take_news()
+            used, late, finished = self._queue.take_news()
             self._tell_finished(finished)
             try:
-                self._c.keep()
+                self._job.keep()
             except StoreError as error:
-                self._desk.put_back_news(used, late)
-                self._c.say_trouble(error)
+                self._queue.put_back_news(used, late)
+                self._job.report_disk_error(error)
                 return
-            replica_set = self._c.membership.state.replica_sets.get(0)
+            replica_set = self._job.membership.state.replica_sets.get(0)
             names = replica_set.names if replica_set is not None else ()
-            endpoints = [self._c.endpoints[name] for name in names if name in self._c.endpoints]
+            endpoints = [self._job.endpoints[name] for name in names if name in self._job.endpoints]
         for endpoint in endpoints:
             endpoint.mention(Confirm(sorted(set(used)), sorted(set(late))))
 
     def _tell_finished(self, finished: Iterable[tuple[str, int, Epoch]]) -> None:
         for name, number, epoch in finished:
-            self._c.stopping.num_epochs = max(self._c.stopping.num_epochs, number + 1)
+            self.num_epochs = max(self.num_epochs, number + 1)
             self._tell(f"epoch {number + 1} of {name!r}", epoch)
 
     def _tell(self, which: str, epoch: Epoch) -> None:
@@ -238,13 +240,13 @@ class Handing:
             where = f"positions {suspect_batch.span.start} to {suspect_batch.span.stop - 1}"
             workers = ", ".join(suspect_batch.workers)
             told = "syncline.data.samples_at says which they are"
-            self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
+            self._job.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
         if epoch.num_passed_over:
-            self._c.event(f"{which}: {epoch.num_passed_over} samples were read and used in no step")
+            self._job.event(f"{which}: {epoch.num_passed_over} samples were read and used in no step")
 
-    def end(self) -> None:
+    def report_at_end(self) -> None:
         """Under the lock: the job is over. What was set aside and passed over in its last epochs, finished or not."""
-        if self._desk.is_open:
+        if self._queue.is_open:
             self._tell_finished(self.leasing.forget_finished())
             for name, epochs in self.leasing.state.epochs.items():
                 for number, epoch in epochs.items():
@@ -252,34 +254,34 @@ class Handing:
 
     # -- answering ----------------------------------------------------------------------------------------
 
-    def answer(self) -> None:
+    def answer_requests(self) -> None:
         """Whoever asks is answered as far as there is something to say; leases are kept before they are told."""
-        with self._c.lock:
-            answers, recalls = self._desk.answers()
+        with self._job.lock:
+            answers, recalls = self._queue.answers()
             later, self._later = self._later, []
             if (later or any(given.lease for _, given in answers)) and not self._keep_leases():
-                self._desk.not_kept(answers)
+                self._queue.not_kept(answers)
                 answers, later, self._later = [], [], later
         for asked, given in answers:
             asked.request.reply(given)
         for request, answer in later:
             request.reply(answer)
-        with self._c.lock:
+        with self._job.lock:
             for owner, recall in recalls:  # after the answers: what is on its way is not given back
                 self._recall(owner, recall)
 
     def _keep_leases(self) -> bool:
         try:
-            self._c.keep()
+            self._job.keep()
             faults.reach("lease.kept")
         except StoreError as error:
-            self._c.say_trouble(error)
+            self._job.report_disk_error(error)
             return False
         return True
 
     def _recall(self, owner: Identity, recall: Recall) -> None:
         """Under the lock."""
-        endpoint = self._c.endpoints.get(owner[0])
+        endpoint = self._job.endpoints.get(owner[0])
         try:
             if endpoint is None:
                 raise ConnectionLost(f"{owner[0]} is not there")
@@ -291,32 +293,32 @@ class Handing:
 
     # -- the dead -----------------------------------------------------------------------------------------
 
-    def uses_are_lost(self) -> None:
+    def acks_are_lost(self) -> None:
         """Under the lock, to be kept: slice 0 came back from a worker's copy, and what was used and not told yet went
         with its server.
 
         The workers that live say what they have used; their updates may be revoked, and the samples count as read. Of
         those who died nobody knows: what they had not told is read again.
         """
-        if self._c.membership.state.leases.epochs:
-            spans = self._desk.uses_are_lost()
+        if self._job.membership.state.leases.epochs:
+            spans = self._queue.uses_are_lost()
             if not spans:
                 return  # nothing was being read
-            self._c.event(
+            self._job.event(
                 f"what was used just before was lost with slice 0: {spans}. Of workers that live it counts as read, "
                 "of workers that died it is read again"
             )
 
     @property
-    def is_in_doubt(self) -> bool:
+    def awaits_acks(self) -> bool:
         """Under the lock: whether workers that live are still to say so."""
-        return bool(self._desk.unheard())
+        return bool(self._queue.unheard())
 
     def _ask_workers(self) -> None:
         """Those who have not said yet what they have used; again, when the answer got lost."""
-        with self._c.lock:
-            fresh = [owner for owner in self._desk.unheard() if owner not in self._asked_workers]
-            endpoints = {owner: self._c.endpoints[owner[0]] for owner in fresh if owner[0] in self._c.endpoints}
+        with self._job.lock:
+            fresh = [owner for owner in self._queue.unheard() if owner not in self._asked_workers]
+            endpoints = {owner: self._job.endpoints[owner[0]] for owner in fresh if owner[0] in self._job.endpoints}
             self._asked_workers.update(endpoints)
         for owner, endpoint in endpoints.items():
             try:
@@ -330,41 +332,41 @@ class Handing:
         answer: Message | None = None
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
-        with self._c.lock:
+        with self._job.lock:
             self._asked_workers.discard(owner)
             if isinstance(answer, Uses):
-                self._desk.heard(owner, answer.uses, answer.late, is_all=not answer.open)
-        self.answer()
+                self._queue.heard(owner, answer.uses, answer.late, is_all=not answer.open)
+        self.answer_requests()
 
-    def gone(self) -> dict[Identity, bool]:
+    def departed_owners(self) -> dict[Identity, bool]:
         """Under the lock: who has leases and is a member no more, and fenced everywhere; whether it died."""
-        return self._desk.gone()
+        return self._queue.gone()
 
-    def forget(self, name: str) -> None:
+    def member_is_out(self, member: Member) -> None:
         """Under the lock: what comes under this name next has another count."""
-        self._measured.pop(name, None)
-        self._desk.asking.pop(name, None)
+        self._measured.pop(member.name, None)
+        self._queue.asking.pop(member.name, None)
 
-    def out(self, gone: dict[Identity, bool], answers: Iterable[Message]) -> bool:
+    def reassign_departed(self, gone: dict[Identity, bool], answers: Iterable[Message]) -> bool:
         """What of the dead counts is known, by the word of slice 0's server: the rest is to do again.
 
         Whether that is so of all of them; who has a commit that waits for its round is asked for again.
         """
         waiting: set[Identity] = set()
-        with self._c.lock:
+        with self._job.lock:
             for answer in answers:
                 if isinstance(answer, Uses):
-                    self._desk.use(answer.uses, answer.late)
+                    self._queue.use(answer.uses, answer.late)
                     waiting.update(answer.open)
-            self._desk.out(gone, waiting)
-            self._c.keep()
-        self.answer()
+            self._queue.out(gone, waiting)
+            self._job.keep()
+        self.answer_requests()
         return waiting.isdisjoint(gone)
 
     def waits(self, now: float) -> list[Wait]:
         """Under the lock: who waits for whom to finish an epoch."""
         found = []
-        for name, (_, message, since, _) in self._desk.asking.items():
+        for name, (_, message, since, _) in self._queue.asking.items():
             epoch = self.leasing.epoch(message.loader, message.epoch)
             owners = (
                 sorted({lease.worker for lease in epoch.leases.values()} - {name, ""}) if epoch is not None else []

@@ -1,63 +1,238 @@
-"""Joining at the coordinator: who becomes a member, when the job begins, and what everyone is told of the others."""
+"""Who is in the job: joining, the start of the job, coming back, leaving and eviction."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from syncline import config as configuration
+from syncline.coordinator.job import JobContext
+from syncline.coordinator.metrics import StopRules
+from syncline.coordinator.reconfigure import Reconfigurer
+from syncline.coordinator.registration import RegistrationService
+from syncline.coordinator.rendezvous import BarrierService, RosterService
+from syncline.coordinator.restore import ResumeService
+from syncline.coordinator.scaling import PaceService, remind_to_retire
 from syncline.core.checkpoint.schedule import check_words
+from syncline.core.members import Member
+from syncline.core.ring import partner_of
 from syncline.core.settings import check_settings
-from syncline.core.wire.control import (
-    AskLife,
-    AskRoster,
-    AskServerStats,
-    GivenLife,
-    GivenServerStats,
-    Join,
-    Joined,
-    Rejoin,
-    Roster,
-)
-from syncline.core.wire.message import Done
+from syncline.core.wire.control import Died, Join, Joined, Leave, Rejoin, Report
+from syncline.core.wire.message import Done, Message
 from syncline.errors import ConfigError, JobFailed, ProtocolError
-from syncline.net.rpc import Call, Request
+from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Peer
 
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
+
+class Announcer(Protocol):
+    """A part that tells workers something which each life of a worker must know."""
+
+    def announce(self) -> None:
+        """Tells the workers that have not heard it over their current connection."""
 
 
-class Joining:
-    """Comings, and the roster."""
+class DepartureListener(Protocol):
+    """A part that has something to do when a member is gone."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
-        self._defaults: dict[str, dict[str, Any]] = {}
-        self._waiting: dict[str, Request] = {}  # until the job is whole
-        self._asking: list[tuple[Request, int]] = []  # for the roster of a generation
-        self._asking_life: dict[str, Request] = {}  # workers, where they stand
+    def member_is_out(self, member: Member) -> None:
+        """Under the lock: this member was evicted, or has left."""
+
+
+class PendingJoins:
+    """Members that have joined before the job is complete, and wait for its start."""
+
+    def __init__(self) -> None:
+        self.defaults: dict[str, dict[str, Any]] = {}  # the settings in each member's script
+        self.requests: dict[str, Request] = {}
 
     def forget(self, name: str) -> None:
-        self._defaults.pop(name, None)
-        self._waiting.pop(name, None)
-        self._asking_life.pop(name, None)
+        self.defaults.pop(name, None)
+        self.requests.pop(name, None)
 
-    def take_waiting(self) -> list[Request]:
-        """Those who still wait to be members, and will not be."""
-        waiting, self._waiting = list(self._waiting.values()), {}
-        return waiting
+    def take_requests(self) -> list[Request]:
+        """Removes and returns the requests that wait."""
+        requests, self.requests = list(self.requests.values()), {}
+        return requests
+
+
+class MemberService:
+    """Members that leave or die. All that is known of a member is removed here, in one place."""
+
+    def __init__(
+        self,
+        job: JobContext,
+        pending: PendingJoins,
+        registration: RegistrationService,
+        roster: RosterService,
+        barriers: BarrierService,
+        reconfigurer: Reconfigurer,
+        pace: PaceService,
+        listeners: Sequence[DepartureListener],
+    ) -> None:
+        self._job, self._pending, self._registration, self._roster = job, pending, registration, roster
+        self._barriers, self._reconfigurer, self._pace = barriers, reconfigurer, pace
+        self._listeners = listeners
+
+    # -- who speaks ---------------------------------------------------------------------------------------
+
+    def check_sender(self, peer: Peer, message: Message) -> None:
+        """Refuses a message of a process that is out of the job. Its last report and its leave are accepted."""
+        if peer.role not in ("worker", "server") or isinstance(message, Join | Rejoin | Leave | Report):
+            return
+        member = self._job.membership.state.members.get(peer.name)
+        if member is None or member.incarnation != peer.incarnation:
+            self._job.refuse_fenced(peer.name, peer.incarnation)
+
+    # -- leaving ------------------------------------------------------------------------------------------
+
+    def leave(self, request: Request, message: Leave) -> None:
+        name = request.peer.name
+        with self._job.lock:
+            member = self._job.membership.state.members.get(name)
+            if member is not None and member.incarnation == request.peer.incarnation:
+                self._job.membership.leave(name, message.retired)
+                self._reconfigurer.member_has_left(name)
+                self._pace.member_left(name)
+                self._job.liveness.forget(name)
+                self._job.retiring.discard(name)
+                self._job.endpoints.pop(name, None)
+                self._job.heartbeats.pop(name, None)
+                self._job.advanced.pop(name, None)
+                for listener in self._listeners:
+                    listener.member_is_out(member)
+                self._job.try_keep()
+        request.reply(Done())
+        self._job.wake_reconfigurer()
+        self._barriers.release()
+        self._registration.retry_waiting()
+        self._roster.announce()
+        self._job.conclude()
+
+    # -- dying --------------------------------------------------------------------------------------------
+
+    def connection_lost(self, endpoint: Endpoint, reason: str) -> None:
+        """Suspects the member: it may come back, or the launcher will say how it died.
+
+        Before the job has started, and inside one process, the member is evicted at once.
+        """
+        with self._job.lock:
+            self._job.launchers.discard(endpoint)
+            name = next((name for name, known in self._job.endpoints.items() if known is endpoint), None)
+            if name is None or self._job.membership.outcome is not None:
+                return
+            del self._job.endpoints[name]
+            self._pending.forget(name)
+            self._roster.forget(name)
+            if name not in self._job.membership.state.members:
+                return
+            if not self._job.membership.formed or not self._job.watches:
+                self.evict(name, f"is gone: {reason}")
+            else:
+                self._job.liveness.suspect(name, time.monotonic(), reason)
+
+    def died(self, request: Request, message: Died) -> None:
+        """The launcher knows that a process has ended, and whether it starts the process again."""
+        membership = self._job.membership
+        with self._job.lock:
+            ended = [message.name, *([partner_of(message.name)] if self._job.config.is_ring else [])]
+            for name in ended:
+                if message.comes_back:
+                    membership.await_return(name)
+                self.evict(name, message.reason)
+            if not message.comes_back and message.ends_job and message.name not in membership.state.left:
+                membership.give_up_on(message.name, message.reason)
+            elif not message.comes_back:
+                for name in ended:
+                    membership.awaited.pop(name, None)
+                membership.end_if_done()
+        self._job.conclude()
+        request.reply(Done())
+
+    def evict(self, name: str, reason: str) -> None:
+        """Removes a member that is dead, or counts as dead; in a ring also its partner in the same process."""
+        membership = self._job.membership
+        with self._job.lock:
+            member = membership.state.members.get(name)
+            if member is None or membership.outcome is not None:
+                return
+            self._job.evicted[name], beside = reason, membership.beside(name)
+            self._registration.slices_are_lost(membership.evict(name, reason))
+            self._job.liveness.forget(name)
+            self._pending.forget(name)
+            self._roster.forget(name)
+            self._job.heartbeats.pop(name, None)
+            self._job.advanced.pop(name, None)
+            self._job.reports.pop(name, None)
+            self._job.retiring.discard(name)
+            endpoint = self._job.endpoints.pop(name, None)
+            self._job.registry.servers = membership.servers()
+            if membership.formed:
+                self._job.event(f"{name} (incarnation {member.incarnation}) is out: {reason}")
+                self._job.try_keep()  # a member may hear of the new generation: its number is never used again
+            self._reconfigurer.member_is_out(member)
+            for listener in self._listeners:
+                listener.member_is_out(member)
+            self._fail_without_workers(name, reason)
+            if beside and membership.formed:
+                self.evict(beside, f"it is in one process with {name}")
+        if endpoint is not None:
+            endpoint.close("evicted")
+        self._job.conclude()
+
+    def _fail_without_workers(self, name: str, reason: str) -> None:
+        """Inside one process no worker comes back."""
+        membership = self._job.membership
+        if not self._job.watches and membership.formed and not membership.workers():
+            membership.fail(name, f"{name} {reason}")
+
+
+class JoinService:
+    """Members that join or come back, and the start of the job."""
+
+    def __init__(
+        self,
+        job: JobContext,
+        pending: PendingJoins,
+        members: MemberService,
+        resume: ResumeService,
+        registration: RegistrationService,
+        roster: RosterService,
+        reconfigurer: Reconfigurer,
+        stop_rules: StopRules,
+        announcers: Sequence[Announcer],
+    ) -> None:
+        self._job, self._pending, self._members, self._resume = job, pending, members, resume
+        self._registration, self._roster, self._reconfigurer = registration, roster, reconfigurer
+        self._stop_rules, self._announcers = stop_rules, announcers
+
+    def begin(self) -> None:
+        """Continues the job of an earlier coordinator, or looks for a checkpoint before the first member joins."""
+        if self._job.membership.formed:
+            self._continue_job()
+        else:
+            self._is_checkpoint_chosen()
+
+    def _continue_job(self) -> None:
+        """Each member has one full deadline to send a heartbeat."""
+        now = time.monotonic()
+        for name in self._job.membership.state.members:
+            self._job.liveness.watch(name, now, full=True)
+        self._job.event(f"the coordinator is back, in generation {self._job.membership.generation}")
+        self._stop_rules.start()
+        self._reconfigurer.start(resume=True)
+
+    # -- joining ------------------------------------------------------------------------------------------
 
     def join(self, request: Request, message: Join) -> None:
+        """Replies when the job has started; at once when it is already running."""
         if message.role != request.peer.role:
             raise ProtocolError(f"{request.peer} joins as a {message.role}, and proved to be another")
-        with self._c.lock:
-            if self._c.membership.outcome is not None:
-                raise JobFailed(self._c.membership.outcome.reason)
-            self._make_way(message)
-            member = self._c.membership.join(
+        with self._job.lock:
+            if self._job.membership.outcome is not None:
+                raise JobFailed(self._job.membership.outcome.reason)
+            self._evict_predecessor(message)
+            member = self._job.membership.join(
                 message.role,
                 message.name,
                 message.host,
@@ -68,185 +243,122 @@ class Joining:
                 message.pid,
                 message.num_cores,
             )
-            self._c.endpoints[member.name] = request.endpoint
+            self._job.endpoints[member.name] = request.endpoint
             request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
-            self._defaults[member.name] = message.defaults
-            if not self._c.membership.formed:
-                self._waiting[member.name] = request
+            self._pending.defaults[member.name] = message.defaults
+            if not self._job.membership.formed:
+                self._pending.requests[member.name] = request
                 self.form_if_ready(False)
                 return
-            self._c.liveness.watch(member.name, time.monotonic())
-            self._c.registry.servers = self._c.membership.servers()
-            self._c.keep()
-            late = member.name not in self._c.membership.state.entered
-            answer = self._joined(member.incarnation, member.since, late)
-            self._c.event(f"{member.name} (incarnation {member.incarnation}) has joined")
-            self._c.changing.member_is_in(member)
-            request.reply(answer)  # before a change has anything to say to it
-        self.tell()
-        self._c.pacing.tell()
-        self._c.stopping.tell()
-        self._c.validating.tell()
+            self._job.liveness.watch(member.name, time.monotonic())
+            self._job.registry.servers = self._job.membership.servers()
+            self._job.keep()
+            is_late = member.name not in self._job.membership.state.entered
+            answer = self._joined(member.incarnation, member.since, is_late)
+            self._job.event(f"{member.name} (incarnation {member.incarnation}) has joined")
+            self._reconfigurer.member_is_in(member)
+            request.reply(answer)  # before a reconfiguration has anything to tell it
+        self._roster.announce()
+        self._announce_all()
 
-    def _joined(self, incarnation: int, generation: int, late: bool = False) -> Joined:
+    def _evict_predecessor(self, message: Join) -> None:
+        """A new process joins under the name of a member without a connection: that member is dead."""
+        known = message.name in self._job.membership.state.members
+        same = self._job.membership.state.processes.get(message.name) == message.process
+        if known and not same and message.name not in self._job.endpoints and self._job.membership.formed:
+            self._members.evict(message.name, "was replaced by a new process of its name")
+
+    def _joined(self, incarnation: int, generation: int, is_late: bool = False) -> Joined:
         """Under the lock."""
-        state, taken_up = self._c.membership.state, self._c.membership.state.saves.taken_up
+        state, resumed = self._job.membership.state, self._job.membership.state.saves.taken_up
         return Joined(
             incarnation,
             generation,
-            self._c.membership.ordered(),
+            self._job.membership.ordered(),
             state.config,
-            late,
+            is_late,
             finished=list(state.finished.values()),
             is_chief_done=bool(state.chief_done),
-            step=taken_up.step if taken_up is not None else 0,
-            seconds=self._c.stopping.seconds(),
+            step=resumed.step if resumed is not None else 0,
+            seconds=self._job.clock.seconds(),
         )
 
-    # -- earlier lives ------------------------------------------------------------------------------------
+    def rejoin(self, request: Request, message: Rejoin) -> None:
+        """A member has a new connection, to this coordinator or to one that came after a crash."""
+        with self._job.lock:
+            member = self._job.membership.state.members.get(message.name)
+            if member is None or member.incarnation != message.incarnation:
+                self._job.refuse_fenced(message.name, message.incarnation)
+            before = self._job.endpoints.get(member.name)
+            self._job.endpoints[member.name] = request.endpoint
+            request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
+            self._job.liveness.heard(member.name, time.monotonic())
+            is_server = member.role == "server"
+            # While primaries are about to change, the roster follows when that is settled.
+            answer = Done() if self._job.is_moving else self._job.roster()
+        if before is not None and before is not request.endpoint:
+            before.close("it has come back by another connection")  # ends the calls that wait on it
+        request.reply(answer)
+        if is_server:
+            self._registration.retry_waiting()
+        remind_to_retire(self._job, message.name)
+        self._announce_all()
 
-    def ask_life(self, request: Request, message: AskLife) -> None:
-        """Answered when all servers have settled what counts of this name's earlier lives."""
-        with self._c.lock:
-            self._asking_life[request.peer.name] = request
-        self.answer_lives()
+    def _announce_all(self) -> None:
+        for announcer in self._announcers:
+            announcer.announce()
 
-    def answer_lives(self) -> None:
-        """Those whose earlier lives are settled by now; the servers say how far the job is."""
-        with self._c.lock:
-            state = self._c.membership.state
-            ready = [request for name, request in self._asking_life.items() if name not in state.fencing]
-            self._asking_life = {n: request for n, request in self._asking_life.items() if n in state.fencing}
-        if ready:
-            self._c.reporting.ask_servers(AskServerStats(), functools.partial(self._give_lives, ready))
-
-    def _give_lives(self, requests: Sequence[Request], calls: Sequence[Call]) -> None:
-        servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
-        with self._c.lock:
-            state = self._c.membership.state
-            step = max([self._c.reporting.step(), *(server.most_updates for server in servers)])
-            lives = [
-                GivenLife(
-                    state.lives.get(name, 1), step, state.settled.get(name, (0, 0))[1], self._rates_known_to(name)
-                )
-                for name in (request.peer.name for request in requests)
-            ]
-        for request, given in zip(requests, lives, strict=True):
-            request.reply(given)
-
-    def _rates_known_to(self, name: str) -> dict[str, list[float]]:
-        """Under the lock: the last learning rates of this name, and those of the workers that live."""
-        found: dict[str, list[float]] = {}
-        others = [other for other in self._c.membership.workers() if other != name]
-        for key, rate in self._c.rates.get(name, {}).items():
-            found[key] = [rate, *(self._c.rates[one][key] for one in others if key in self._c.rates.get(one, {}))]
-        return found
-
-    def _make_way(self, message: Join) -> None:
-        """Whoever starts a process under the name of one whose connection is gone knows that it is dead."""
-        known = message.name in self._c.membership.state.members
-        same = self._c.membership.state.processes.get(message.name) == message.process
-        if known and not same and message.name not in self._c.endpoints and self._c.membership.formed:
-            self._c.evict(message.name, "was replaced by a new process of its name")
+    # -- the start of the job -----------------------------------------------------------------------------
 
     def form_if_ready(self, has_gathered: bool) -> None:
-        """Under the lock: begins the job when those are there whom it begins with."""
-        if not self._c.membership.may_form(has_gathered):
+        """Under the lock: starts the job if enough members are there and the checkpoint to resume is chosen.
+
+        `has_gathered`: the time to wait for more members than the least number is over.
+        """
+        membership, state = self._job.membership, self._job.membership.state
+        if not membership.may_form(has_gathered):
             return
-        state = self._c.membership.state
         try:
-            self._take_defaults(self._defaults.get(self._c.membership.chief, {}))
+            self._use_defaults(self._pending.defaults.get(membership.chief, {}))
         except ConfigError as error:
             self._refuse_defaults(error)
             return
-        if not self._c.resuming.is_ready(state.config):
-            return  # comes by here again when it is known what to take up
-        self._c.resuming.form()
-        self._c.membership.form()
-        self._c.formed_at = time.monotonic()
-        self._c.registry.servers = self._c.membership.servers()
-        self._c.registry.use_slices_of(state.config.slice_bytes)
+        if not self._is_checkpoint_chosen():
+            return
+        self._resume.apply_choice()
+        membership.form()
+        self._job.formed_at = time.monotonic()
+        self._job.registry.servers = membership.servers()
+        self._job.registry.use_slices_of(state.config.slice_bytes)
         now = time.monotonic()
         for name in state.members:
-            self._c.liveness.watch(name, now)
-        self._c.keep()
-        joining = self._waiting
-        self._waiting, self._defaults = {}, {}
-        self._c.changing.start(resume=False)
+            self._job.liveness.watch(name, now)
+        self._job.keep()
+        requests = self._pending.requests
+        self._pending.requests, self._pending.defaults = {}, {}
+        self._reconfigurer.start(resume=False)
         # Servers first: a worker must find them ready.
-        for name in sorted(joining, key=lambda n: state.members[n].role != "server"):
-            joining[name].reply(self._joined(state.members[name].incarnation, state.generation))
-        self._c.stopping.begin()
+        for name in sorted(requests, key=lambda name: state.members[name].role != "server"):
+            requests[name].reply(self._joined(state.members[name].incarnation, state.generation))
+        self._stop_rules.start()
 
-    def _refuse_defaults(self, error: ConfigError) -> None:
-        """What the chief's script says cannot be: it hears so itself, and the job is over."""
-        chief = self._c.membership.chief
-        request = self._waiting.pop(chief, None)
-        self._c.membership.fail(chief, f"{chief}: {error}")
-        if request is not None:
-            request.refuse(error)
-        self._c.ending.conclude()
+    def _is_checkpoint_chosen(self) -> bool:
+        """Under the lock: if not, the search is under way, and calls `form_if_ready` at its end."""
+        return self._resume.is_chosen(self._job.config, lambda: self.form_if_ready(False))
 
-    def _take_defaults(self, defaults: dict[str, Any]) -> None:
-        """What the chief's script said counts where neither the launch nor syncline.toml said anything."""
+    def _use_defaults(self, defaults: dict[str, Any]) -> None:
+        """The chief's script sets what neither the launch nor syncline.toml has set."""
         known = configuration.check_known(defaults, "init()")
-        config = configuration.resolve(self._c.given, known)
+        config = configuration.resolve(self._job.given, known)
         check_settings(config)
         check_words(config)
-        self._c.membership.state.config = config
+        self._job.membership.state.config = config
 
-    def rejoin(self, request: Request, message: Rejoin) -> None:
-        with self._c.lock:
-            member = self._c.membership.state.members.get(message.name)
-            if member is None or member.incarnation != message.incarnation:
-                self._c.refuse_fenced(message.name, message.incarnation)
-                return
-            before = self._c.endpoints.get(member.name)
-            self._c.endpoints[member.name] = request.endpoint
-            request.endpoint.peer = Peer(member.role, member.name, member.incarnation)
-            self._c.liveness.heard(member.name, time.monotonic())
-            is_server = member.role == "server"
-            # While primaries are about to change, the roster comes when that is settled.
-            answer = Done() if self._c.changing.moves else self.roster()
-        if before is not None and before is not request.endpoint:
-            before.close("it has come back by another connection")  # who waits for an answer on this one hears so
-        request.reply(answer)
-        if is_server:
-            self._c.registering.try_again()
-        self._c.scaling.remind_to_retire(message.name)
-        self._c.pacing.tell()
-        self._c.stopping.tell()
-        self._c.validating.tell()
-
-    def roster(self) -> Roster:
-        with self._c.lock:
-            state = self._c.membership.state
-            finished = list(state.finished.values())
-            return Roster(
-                state.generation,
-                self._c.membership.ordered(),
-                list(state.replica_sets.values()),
-                finished,
-                is_chief_done=bool(state.chief_done),
-            )
-
-    def ask_roster(self, request: Request, message: AskRoster) -> None:
-        with self._c.lock:
-            if self._c.changing.moves or self._c.membership.generation < message.generation:
-                self._asking.append((request, message.generation))
-                return
-        request.reply(self.roster())
-
-    def tell(self) -> None:
-        """Everybody hears of the generation; not while primaries are about to change."""
-        with self._c.lock:
-            if self._c.changing.moves or not self._c.membership.formed:
-                return
-            roster = self.roster()
-            endpoints = list(self._c.endpoints.values())
-            asking = [r for r, generation in self._asking if generation <= roster.generation]
-            self._asking = [a for a in self._asking if a[1] > roster.generation]
-        for request in asking:
-            request.reply(roster)
-        for endpoint in endpoints:
-            endpoint.mention(roster)
+    def _refuse_defaults(self, error: ConfigError) -> None:
+        """The settings in the chief's script are invalid: the chief gets the error, and the job ends."""
+        chief = self._job.membership.chief
+        request = self._pending.requests.pop(chief, None)
+        self._job.membership.fail(chief, f"{chief}: {error}")
+        if request is not None:
+            request.refuse(error)
+        self._job.conclude()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from syncline import faults
+from syncline.coordinator.job import JobContext, when_all
+from syncline.coordinator.restore import ResumeService
 from syncline.core.layout import Segment
 from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.control import Host, Register, Registered, Uploaded
@@ -14,15 +15,13 @@ from syncline.core.wire.message import Done
 from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
 
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
 
-
-class Registering:
+class RegistrationService:
     """All registrations under way."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
+    def __init__(self, job: JobContext, resume: ResumeService) -> None:
+        self._job, self._resume = job, resume
+        self._is_held = False  # a snapshot is being taken
         self._waiting: list[tuple[Request, float]] = []
         self._asked: set[int] = set()  # segments whose values the chief was asked for since they were last hosted
         self._uploaded: dict[int, list[Request]] = {}  # segments with values whose backups are not there yet
@@ -33,26 +32,36 @@ class Registering:
         """Who waits for a registration, since when; under the lock."""
         return [(request.peer.name, since) for request, since in self._waiting]
 
+    def hold(self) -> None:
+        """Under the lock: registrations wait, since a snapshot is being taken."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """The snapshot is over: the registrations that have waited are looked at again."""
+        with self._job.lock:
+            self._is_held = False
+        self.retry_waiting()
+
     def register(self, request: Request, message: Register) -> None:
         who = request.peer.name
-        with self._c.lock:
-            if not self._c.membership.formed:
+        with self._job.lock:
+            if not self._job.membership.formed:
                 raise ProtocolError("the job is not whole yet")
-            if self._c.changing.moves or self._c.saving.is_cutting or not self._c.registry.servers:
+            if self._job.is_moving or self._is_held or not self._job.registry.servers:
                 self._wait(request)  # where slices are is about to change, or what there is of them is being saved
                 return
-            registry = self._c.registry
-            registry.servers = self._c.membership.hosts()
-            is_chief = who == self._c.membership.chief
+            registry = self._job.registry
+            registry.servers = self._job.membership.hosts()
+            is_chief = who == self._job.membership.chief
             if is_chief and not registry.layout.knows_all(message.parameters):
-                self._c.resuming.check(who, message)
+                self._resume.check_registration(who, message)
             decision = registry.register(
                 who, is_chief, message.ordinal, message.parameters, message.rules, message.reduce
             )
             segment = decision.segment
             if segment is not None:
-                self._c.keep_segment(segment)
-                self._c.keep()
+                self._job.keep_segment(segment)
+                self._job.keep()
                 faults.reach("register.kept")
             elif decision.kind == "wait":
                 segment = self._not_ready(message) if is_chief else None
@@ -60,7 +69,7 @@ class Registering:
                     self._wait(request)
                     return
         if segment is None:
-            with self._c.lock:
+            with self._job.lock:
                 answer = self._answer(registry.segments_with(message.parameters))
             request.reply(answer)
         else:
@@ -73,23 +82,23 @@ class Registering:
 
     def _not_ready(self, message: Register) -> Segment | None:
         """The chief asks again, or is another now: the segment that it is to bring the values of."""
-        where = self._c.registry.layout.where
+        where = self._job.registry.layout.where
         if not message.parameters or any(parameter.name not in where for parameter in message.parameters):
             return None
         segment = where[message.parameters[0].name][0]
-        known = self._c.registry.ready | self._uploaded.keys() | self._taking_up
+        known = self._job.registry.ready | self._uploaded.keys() | self._taking_up
         is_done = segment.index in known
-        return None if is_done else self._c.registry.layout.segments[segment.index]
+        return None if is_done else self._job.registry.layout.segments[segment.index]
 
     def _answer(self, segments: list[Segment], upload: int | None = None) -> Registered:
-        state = self._c.membership.state
+        state = self._job.membership.state
         return Registered(segments, list(state.replica_sets.values()), state.generation, upload)
 
     def _host(self, request: Request, segment: Segment) -> None:
         """Every server makes room for its slices; then the chief is asked for its values."""
-        with self._c.lock:
-            endpoints = {name: self._c.endpoints.get(name) for name in self._c.membership.servers()}
-            replica_sets = self._c.membership.state.replica_sets
+        with self._job.lock:
+            endpoints = {name: self._job.endpoints.get(name) for name in self._job.membership.servers()}
+            replica_sets = self._job.membership.state.replica_sets
             mine = {name: [p.id for p in segment.slices if replica_sets[p.id].primary == name] for name in endpoints}
             if None in endpoints.values():
                 self._wait(request)  # for a server that has not found us yet, or is about to be evicted
@@ -100,7 +109,7 @@ class Registering:
                 for call in calls:
                     call.wait(0)
             except ConnectionLost:
-                with self._c.lock:
+                with self._job.lock:
                     self._wait(request)  # taken up again when it is settled who is there
                 return
             except SynclineError as error:
@@ -108,7 +117,7 @@ class Registering:
                 request.refuse(error)
                 return
             try:
-                is_saved = self._c.resuming.has(segment)
+                is_saved = self._resume.has_values_of(segment)
             except SynclineError as error:
                 self._take_back(segment)
                 request.refuse(error)
@@ -121,39 +130,39 @@ class Registering:
         try:
             calls = [e.call(Host(segment, mine[name])) for name, e in endpoints.items() if e is not None]
         except ConnectionLost:
-            with self._c.lock:
+            with self._job.lock:
                 self._wait(request)
             return
-        self._c.reporting.when_all(calls, hosted)
+        when_all(calls, hosted)
 
     def _ask_for_values(self, request: Request, index: int) -> None:
         """What the chief uploads from now on counts, until a server that has it is lost."""
-        with self._c.lock:
-            if self._c.changing.moves:  # it would go to a server that is out; comes by here again
+        with self._job.lock:
+            if self._job.is_moving:  # it would go to a server that is out; comes by here again
                 if isinstance(request.message, Uploaded):
                     self._too_late.append(request)
                 else:
                     self._wait(request)
                 return
             self._asked.add(index)
-            roster = self._c.joining.roster()
-            answer = self._answer(list(self._c.registry.layout.segments[: index + 1]), index)
+            roster = self._job.roster()
+            answer = self._answer(list(self._job.registry.layout.segments[: index + 1]), index)
         request.endpoint.mention(roster)  # it may not know yet where that is
         request.reply(answer)
 
     def _take_up(self, request: Request, segment: Segment) -> None:
         """In the place of the chief's values: every server reads what is its own from the checkpoint."""
-        with self._c.lock:
-            known, replica_sets = self._c.membership.state.saves.taken_up, self._c.membership.state.replica_sets
+        with self._job.lock:
+            known, replica_sets = self._job.membership.state.saves.taken_up, self._job.membership.state.replica_sets
             mine: dict[str, list[int]] = {}
             for part in segment.slices:
                 mine.setdefault(replica_sets[part.id].primary, []).append(part.id)
-            endpoints = {name: self._c.endpoints.get(name) for name in mine}
-            if self._c.changing.moves or None in endpoints.values() or segment.index in self._taking_up:
+            endpoints = {name: self._job.endpoints.get(name) for name in mine}
+            if self._job.is_moving or None in endpoints.values() or segment.index in self._taking_up:
                 self._wait(request)
                 return
             assert known is not None
-            fresh = self._c.resuming.fresh(segment)
+            fresh = self._resume.changed_rules(segment)
             self._asked.add(segment.index)
             self._taking_up.add(segment.index)
         calls, lost = [], False
@@ -163,7 +172,7 @@ class Registering:
                 calls.append(endpoint.call(Resume(known.folder, known.digest, mine[name], fresh=fresh)))
             except ConnectionLost:
                 lost = True
-        self._c.reporting.when_all(calls, lambda calls: self._has_taken_up(request, segment, calls, lost))
+        when_all(calls, lambda calls: self._has_taken_up(request, segment, calls, lost))
 
     def _has_taken_up(self, request: Request, segment: Segment, calls: list[Call], lost: bool) -> None:
         try:
@@ -176,7 +185,7 @@ class Registering:
             self._take_back(segment)
             request.refuse(error)
             return
-        with self._c.lock:
+        with self._job.lock:
             self._taking_up.discard(segment.index)
             if not any(waiting.peer.name == request.peer.name for waiting, _ in self._waiting):
                 self._wait(request)  # else it has asked again meanwhile
@@ -186,35 +195,35 @@ class Registering:
         if counts:
             self._has_values()
         elif not lost:
-            self.try_again()  # a server that had some of it is lost
+            self.retry_waiting()  # a server that had some of it is lost
 
     def _has_values(self) -> None:
-        with self._c.lock:
-            config = self._c.config
-            has_backups = (config.replicas > 1 or config.is_ring) and len(self._c.membership.servers()) > 1
+        with self._job.lock:
+            config = self._job.config
+            has_backups = (config.replicas > 1 or config.is_ring) and len(self._job.membership.servers()) > 1
         if has_backups:
-            self._c.changing.wake()  # who then finds that the replica sets are right
+            self._job.wake_reconfigurer()  # who then finds that the replica sets are right
         else:
-            self.replica_sets_are_right()
+            self.finish_uploads()
 
     def _take_back(self, segment: Segment) -> None:
         """It could not be hosted: nobody hears of it, nor does a coordinator that takes the job up later."""
-        with self._c.lock:
-            registry, state = self._c.registry, self._c.membership.state
+        with self._job.lock:
+            registry, state = self._job.registry, self._job.membership.state
             registry.take_back(segment)
             if segment.index < len(registry.layout.segments):
                 return  # it was taken back before, and its number is another's
             state.lost = [number for number in state.lost if number in state.replica_sets]
-            self._c.drop_segment(segment)
-            self._c.try_keep()  # or with whatever is kept next
+            self._job.drop_segment(segment)
+            self._job.try_keep()  # or with whatever is kept next
 
     def uploaded(self, request: Request, message: Uploaded) -> None:
-        with self._c.lock:
-            if request.peer.name != self._c.membership.chief:
+        with self._job.lock:
+            if request.peer.name != self._job.membership.chief:
                 raise ProtocolError(f"{request.peer} is not the chief, whose values count")
-            if not 0 <= message.segment < len(self._c.registry.layout.segments):
+            if not 0 <= message.segment < len(self._job.registry.layout.segments):
                 raise ProtocolError(f"there is no segment {message.segment}")
-            if message.segment in self._c.registry.ready:
+            if message.segment in self._job.registry.ready:
                 request.reply(Done())
                 return
             counts = message.segment in self._asked
@@ -227,41 +236,41 @@ class Registering:
 
     def slices_are_lost(self, slices: Collection[int]) -> None:
         """Under the lock. Of segments that are not ready yet they are hosted again, full of zeros."""
-        for segment in self._c.registry.layout.segments:
-            if segment.index not in self._c.registry.ready and any(part.id in slices for part in segment.slices):
+        for segment in self._job.registry.layout.segments:
+            if segment.index not in self._job.registry.ready and any(part.id in slices for part in segment.slices):
                 self._asked.discard(segment.index)
                 self._too_late += self._uploaded.pop(segment.index, [])
 
     @property
-    def has_uploaded(self) -> bool:
+    def has_uploads(self) -> bool:
         return bool(self._uploaded)
 
     def slices_with_values(self) -> set[int]:
         """Under the lock."""
-        known = self._c.registry.ready | set(self._uploaded)
-        return {part.id for s in self._c.registry.layout.segments if s.index in known for part in s.slices}
+        known = self._job.registry.ready | set(self._uploaded)
+        return {part.id for s in self._job.registry.layout.segments if s.index in known for part in s.slices}
 
-    def replica_sets_are_right(self) -> None:
+    def finish_uploads(self) -> None:
         """What has its values, and its backups, is ready to be used by all."""
-        with self._c.lock:
+        with self._job.lock:
             uploaded, self._uploaded = self._uploaded, {}
             if not uploaded:
                 return
-            self._c.registry.ready.update(uploaded)
+            self._job.registry.ready.update(uploaded)
             try:
-                self._c.keep()
+                self._job.keep()
             except StoreError:
-                self._c.registry.ready.difference_update(uploaded)
+                self._job.registry.ready.difference_update(uploaded)
                 self._uploaded = {**uploaded, **self._uploaded}  # answered when it could be kept
                 raise
         for requests in uploaded.values():
             for request in requests:
                 request.reply(Done())
-        self.try_again()
+        self.retry_waiting()
 
-    def try_again(self) -> None:
+    def retry_waiting(self) -> None:
         """Something has changed: registrations that waited are looked at again."""
-        with self._c.lock:
+        with self._job.lock:
             waiting, self._waiting = self._waiting, []
             too_late, self._too_late = self._too_late, []
         for request in too_late:

@@ -1,75 +1,153 @@
-"""Barriers at the coordinator: everyone who takes part comes, then all go on."""
+"""What members must agree on before they go on: the roster of a generation, their earlier lives, and barriers."""
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from syncline.coordinator.job import JobContext
+from syncline.coordinator.validation import ValidationService
 from syncline.core.membership import Barriers
-from syncline.core.wire.control import Barrier, Passed
+from syncline.core.wire.control import (
+    AskLife,
+    AskRoster,
+    AskServerStats,
+    Barrier,
+    GivenLife,
+    GivenServerStats,
+    Passed,
+)
 from syncline.errors import StoreError
-from syncline.net.rpc import Request
+from syncline.net.rpc import Call, Request
 from syncline.stats import Wait
 
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
+
+class RosterService:
+    """Tells members which generation they are in, and tells a restarted worker what counts of its earlier lives."""
+
+    def __init__(self, job: JobContext) -> None:
+        self._job = job
+        self._asking: list[tuple[Request, int]] = []  # for the roster of this generation or a later one
+        self._asking_life: dict[str, Request] = {}  # by worker
+
+    def ask_roster(self, request: Request, message: AskRoster) -> None:
+        """Replies when the job has reached the generation, and primaries are not about to change."""
+        with self._job.lock:
+            if self._job.is_moving or self._job.membership.generation < message.generation:
+                self._asking.append((request, message.generation))
+                return
+        request.reply(self._job.roster())
+
+    def announce(self) -> None:
+        """Sends the roster to all members, unless primaries are about to change."""
+        with self._job.lock:
+            if self._job.is_moving or not self._job.membership.formed:
+                return
+            roster = self._job.roster()
+            endpoints = list(self._job.endpoints.values())
+            asking = [request for request, generation in self._asking if generation <= roster.generation]
+            self._asking = [asked for asked in self._asking if asked[1] > roster.generation]
+        for request in asking:
+            request.reply(roster)
+        for endpoint in endpoints:
+            endpoint.mention(roster)
+
+    # -- earlier lives ------------------------------------------------------------------------------------
+
+    def ask_life(self, request: Request, message: AskLife) -> None:
+        """Replies when all servers have settled which commits of this name's earlier lives count."""
+        with self._job.lock:
+            self._asking_life[request.peer.name] = request
+        self.answer_lives()
+
+    def answer_lives(self) -> None:
+        """Replies to the workers whose earlier lives are settled by now. The servers know the step of the job."""
+        with self._job.lock:
+            fencing = self._job.membership.state.fencing
+            ready = [request for name, request in self._asking_life.items() if name not in fencing]
+            self._asking_life = {name: request for name, request in self._asking_life.items() if name in fencing}
+        if ready:
+            self._job.ask_all_servers(AskServerStats(), functools.partial(self._give_lives, ready))
+
+    def _give_lives(self, requests: Sequence[Request], calls: Sequence[Call]) -> None:
+        servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
+        with self._job.lock:
+            state = self._job.membership.state
+            step = max([self._job.step(), *(server.most_updates for server in servers)])
+            lives = [
+                GivenLife(
+                    state.lives.get(name, 1), step, state.settled.get(name, (0, 0))[1], self._rates_known_to(name)
+                )
+                for name in (request.peer.name for request in requests)
+            ]
+        for request, given in zip(requests, lives, strict=True):
+            request.reply(given)
+
+    def _rates_known_to(self, name: str) -> dict[str, list[float]]:
+        """Under the lock: the last learning rates of this name, each with those of the other workers."""
+        rates = self._job.rates
+        others = [other for other in self._job.membership.workers() if other != name]
+        return {
+            key: [rate, *(rates[other][key] for other in others if key in rates.get(other, {}))]
+            for key, rate in rates.get(name, {}).items()
+        }
+
+    def forget(self, name: str) -> None:
+        """This member is gone, or its connection is."""
+        self._asking_life.pop(name, None)
 
 
-class Meeting:
-    """Workers that wait for each other."""
+class BarrierService:
+    """Barriers: all workers arrive, then all go on."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
-        state = coordinator.membership.state
+    def __init__(self, job: JobContext, validation: ValidationService) -> None:
+        self._job, self._validation = job, validation
+        state = job.membership.state
         self._barriers = Barriers(state.phase, state.passed)
-        self._there: dict[tuple[str, int], list[tuple[Request, float]]] = {}
+        self._arrived: dict[tuple[str, int], list[tuple[Request, float]]] = {}  # by barrier and turn, and since when
 
     def arrive(self, request: Request, message: Barrier) -> None:
-        with self._c.lock:
+        """Replies when all workers have arrived; at once when this turn of the barrier is already over."""
+        with self._job.lock:
             if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.phase):
-                begun, turn = self._c.membership.state.phase, self._barriers.passed[message.name]
-                request.reply(self._barriers.behind_passed(message.phase, begun, turn))
+                phase, turn = self._job.membership.state.phase, self._barriers.passed[message.name]
+                request.reply(self._barriers.behind_passed(message.phase, phase, turn))
                 return
-            waiting = self._there.setdefault((message.name, message.turn), [])
-            waiting[:] = [w for w in waiting if w[0].peer.name != request.peer.name]
-            waiting.append((request, time.monotonic()))
+            arrived = self._arrived.setdefault((message.name, message.turn), [])
+            arrived[:] = [known for known in arrived if known[0].peer.name != request.peer.name]
+            arrived.append((request, time.monotonic()))
         self.release()
 
-    def workers(self) -> list[str]:
-        """For whom barriers wait: those who take part, and those who are out and not settled yet."""
-        state, finishing = self._c.membership.state, self._c.membership.finishing
-        names = [name for name in (*state.entered, *state.fencing) if name not in finishing]
-        return names or [name for name in self._c.membership.workers() if name not in finishing]
-
     def release(self) -> None:
-        """Whoever is at a barrier that is whole goes on, once that is kept."""
-        state = self._c.membership.state
-        self._c.validating.gather()
-        with self._c.lock:
-            whole = self._barriers.ready(self.workers())
-            if not whole:
+        """Starts a validation and opens barriers, if all workers have arrived there. It is kept before they go on."""
+        state = self._job.membership.state
+        self._validation.start_if_complete()
+        with self._job.lock:
+            complete = self._barriers.ready(self._job.barrier_workers())
+            if not complete:
                 return
             before = (state.phase, dict(state.passed))
-            answers = self._barriers.pass_all(whole)
-            state.phase = answers[-1]
+            phases = self._barriers.pass_all(complete)
+            state.phase = phases[-1]
             try:
-                self._c.keep()
+                self._job.keep()
             except StoreError as error:
                 state.phase = before[0]
                 self._barriers.take_back(before[1])
-                self._c.say_trouble(error)
+                self._job.report_disk_error(error)
                 return
-            passed = [(self._there.pop(key, []), Passed(phase)) for key, phase in zip(whole, answers, strict=True)]
-            self._barriers.forget(whole)
-        for waiting, answer in passed:
-            for request, _ in waiting:
-                request.reply(answer)
+            passed = [(self._arrived.pop(key, []), phase) for key, phase in zip(complete, phases, strict=True)]
+            self._barriers.forget(complete)
+        for arrived, phase in passed:
+            for request, _ in arrived:
+                request.reply(Passed(phase))
 
     def waits(self, now: float) -> list[Wait]:
-        """Under the lock."""
+        """Under the lock: for which workers the barriers wait."""
         found = []
-        for (name, turn), waiting in self._there.items():
-            missing = self._barriers.missing(name, turn, self.workers())
-            since = min(at for _, at in waiting)
+        for (name, turn), arrived in self._arrived.items():
+            missing = self._barriers.missing(name, turn, self._job.barrier_workers())
+            since = min(at for _, at in arrived)
             found.append(Wait("", turn, missing, now - since, f"the barrier {name!r}"))
         return found

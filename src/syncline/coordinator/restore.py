@@ -7,11 +7,12 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from syncline.config import JobConfig
-from syncline.coordinator.checkpoint_writer import checkpoint_of
+from syncline.coordinator.job import JobContext, ServerCalls
+from syncline.coordinator.leases import LeaseService
 from syncline.core.checkpoint.manifest import Manifest, SavedSlice
 from syncline.core.checkpoint.restoring import is_no_older
 from syncline.core.checkpoint.schedule import Checkpoint
@@ -21,6 +22,7 @@ from syncline.core.layout import Segment
 from syncline.core.leasing.leases import LeaseState
 from syncline.core.policy import parse_policy, policy_of
 from syncline.core.slice_state import Copy, Identity, freshest, num_revoked
+from syncline.core.stopping import from_checkpoint
 from syncline.core.units import counted
 from syncline.core.wire.checkpoints import AskResume, GivenResume, NoteScript, Resume
 from syncline.core.wire.control import AskCopies, GiveCopies, GivenCopies, Host, Register
@@ -29,21 +31,17 @@ from syncline.errors import ConnectionLost, DamagedError, LayoutError, StoreErro
 from syncline.net.rpc import Request
 from syncline.store import checkpoints
 from syncline.store.checkpoints import read_manifest
-from syncline.store.folders import open_folder
+from syncline.store.folders import Folder, open_folder
 from syncline.store.trouble import MissingError
-
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
-
 
 _REMEDY = "start over beside it with --fresh, or say another --checkpoint"
 
 
-class Resuming:
+class ResumeService:
     """The checkpoint that a job goes on from, if any."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
+    def __init__(self, job: JobContext) -> None:
+        self._job = job
         self._looked_for: tuple[str, str, bool] | None = None  # for what the choice was made, or is being made
         self._is_looking = False
         self._chosen: checkpoints.Chosen | None = None
@@ -54,7 +52,7 @@ class Resuming:
 
     # -- before the job forms -----------------------------------------------------------------------------
 
-    def is_ready(self, config: JobConfig) -> bool:
+    def is_chosen(self, config: JobConfig, then: Callable[[], None]) -> bool:
         """Under the lock: whether it is known what to take up by these settings; else that is looked for."""
         wanted = (config.checkpoint, config.resume, config.fresh)
         if self._is_looking:
@@ -62,14 +60,14 @@ class Resuming:
         if self._looked_for == wanted or not (config.resume or (config.checkpoint and not config.fresh)):
             return True
         self._looked_for, self._is_looking, self._chosen = wanted, True, None
-        threading.Thread(target=self._look, args=(config,), name="resume", daemon=True).start()
+        threading.Thread(target=self._look, args=(config, then), name="resume", daemon=True).start()
         return False
 
-    def _look(self, config: JobConfig) -> None:
+    def _look(self, config: JobConfig, then: Callable[[], None]) -> None:
         """All of a checkpoint is read before it is believed: that may take a while."""
         found, leases, failure = None, LeaseState(), ""
         try:
-            found = checkpoints.choose(open_folder(config.resume or config.checkpoint), self._c.event)
+            found = checkpoints.choose(open_folder(config.resume or config.checkpoint), self._job.event)
             if found is None and config.resume:
                 failure = f"--resume {config.resume}: there is no checkpoint to take up"
             leases = taken_up(found.manifest.leases) if found is not None else leases
@@ -77,26 +75,26 @@ class Resuming:
             failure = str(error)
         except Exception as error:  # a bug of ours must end in a verdict, not in silence
             failure = f"it has a bug: {type(error).__name__}: {error}"
-        with self._c.lock:
+        with self._job.lock:
             self._chosen, self._leases, self._is_looking = found, leases, False
             if failure:
-                self._c.membership.fail("coordinator", failure)
+                self._job.membership.fail("coordinator", failure)
             else:
-                self._form()
-        self._c.ending.conclude()
+                self._form(then)
+        self._job.conclude()
 
-    def _form(self) -> None:
+    def _form(self, then: Callable[[], None]) -> None:
         """Under the lock: the job begins, or ends with the reason; this thread is in nobody else's hands."""
         try:
-            self._c.joining.form_if_ready(False)
+            then()
         except SynclineError as error:
-            self._c.membership.fail("coordinator", str(error))
+            self._job.membership.fail("coordinator", str(error))
         except Exception as error:
-            self._c.membership.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
+            self._job.membership.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
 
-    def form(self) -> None:
+    def apply_choice(self) -> None:
         """Under the lock, when the job forms: it goes on from what was chosen, or begins."""
-        state, config = self._c.membership.state, self._c.config
+        state, config = self._job.membership.state, self._job.config
         state.saves.lineage, state.saves.token = secrets.token_hex(8), secrets.token_hex(8)
         found = self._chosen
         if found is None:
@@ -106,27 +104,27 @@ class Resuming:
         state.saves.lineage, state.saves.seconds = manifest.lineage, manifest.seconds
         state.leases = self._leases
         state.validations.floor = manifest.step
-        self._c.stopping.take_up(manifest.steering, manifest.seconds)
-        self._c.event(f"takes up {found.folder.url}: {describe(manifest, time.time())}")
+        state.steering = from_checkpoint(manifest.steering, manifest.seconds)
+        self._job.event(f"takes up {found.folder.url}: {describe(manifest, time.time())}")
         if config.policy != manifest.config.get("policy", config.policy):
-            self._c.event(f"its policy was {manifest.config['policy']}, and is {config.policy} now")
+            self._job.event(f"its policy was {manifest.config['policy']}, and is {config.policy} now")
 
     # -- when parameters are registered -------------------------------------------------------------------
 
     def manifest(self) -> Manifest | None:
         """Of what was taken up; read again by a coordinator that came later. None also when it is no more needed."""
-        known = self._c.membership.state.saves.taken_up
+        known = self._job.membership.state.saves.taken_up
         if known is not None and self._manifest is None and not self._is_gone:
             try:
                 self._manifest, _ = checkpoints.read_manifest(open_folder(known.folder), known.digest)
             except (MissingError, DamagedError) as error:
-                if not self._c.registry.layout.segments:
+                if not self._job.registry.layout.segments:
                     raise
                 self._is_gone = True  # retention has removed it, which it does when all of it is registered
-                self._c.event(f"what is registered from now on starts with its own values: {error}")
+                self._job.event(f"what is registered from now on starts with its own values: {error}")
         return self._manifest
 
-    def check(self, who: str, message: Register) -> None:
+    def check_registration(self, who: str, message: Register) -> None:
         """What the chief registers must be what was saved; a LayoutError says what is not.
 
         Later in a job, when something of the checkpoint is there, it may also be all new.
@@ -138,7 +136,7 @@ class Resuming:
             parameter.name: (segment, parameter) for segment in manifest.segments for parameter in segment.parameters
         }
         given = {parameter.name for parameter in message.parameters}
-        if given.isdisjoint(saved) and not saved.keys().isdisjoint(self._c.registry.layout.where):
+        if given.isdisjoint(saved) and not saved.keys().isdisjoint(self._job.registry.layout.where):
             return
         for parameter in message.parameters:
             if parameter.name not in saved:
@@ -160,7 +158,7 @@ class Resuming:
                 f"it is of another model; {_REMEDY}"
             )
 
-    def has(self, segment: Segment) -> bool:
+    def has_values_of(self, segment: Segment) -> bool:
         """Whether its values are in what was taken up. Those of one that came later are the chief's; that is said."""
         manifest = self.manifest()
         if manifest is None:
@@ -168,20 +166,20 @@ class Resuming:
         names = [parameter.name for parameter in segment.parameters]
         if any(p.name in names for saved in manifest.segments for p in saved.parameters):
             return True
-        self._c.event(
+        self._job.event(
             f"{names[0]!r} was registered later than {manifest.name} was saved: it starts with its own values"
         )
         return False
 
-    def lacking(self) -> list[str]:
+    def unregistered(self) -> list[str]:
         """Under the lock: parameters of what was taken up that nobody has registered yet. No other save has them."""
-        known = self._c.membership.state.saves.taken_up
+        known = self._job.membership.state.saves.taken_up
         if known is None or (manifest := self.manifest()) is None:
             return []
-        where = self._c.registry.layout.where
+        where = self._job.registry.layout.where
         return [p.name for segment in manifest.segments for p in segment.parameters if p.name not in where]
 
-    def fresh(self, segment: Segment) -> list[tuple[int, int]]:
+    def changed_rules(self, segment: Segment) -> list[tuple[int, int]]:
         """Groups whose rule is another than was saved: their state starts afresh, which is said."""
         manifest = self.manifest()
         saved = {p.name: s.rule_of(p).name for s in (manifest.segments if manifest else ()) for p in s.parameters}
@@ -191,15 +189,15 @@ class Resuming:
             if rule != before:
                 found[parameter.group] = f"the rule was {before} in the checkpoint and is {rule} now"
         for text in sorted(set(found.values())):
-            self._c.event(f"{text}: parameters are taken up, the state of the rule starts afresh")
+            self._job.event(f"{text}: parameters are taken up, the state of the rule starts afresh")
         return [(segment.index, group) for group in sorted(found)]
 
     # -- scripts ------------------------------------------------------------------------------------------
 
-    def asked(self, request: Request, message: AskResume) -> None:
+    def ask_resume(self, request: Request, message: AskResume) -> None:
         """Who came later has the state of the newest save: the others have gone on since the job was taken up."""
-        with self._c.lock:
-            state = self._c.membership.state
+        with self._job.lock:
+            state = self._job.membership.state
             member = state.members.get(request.peer.name)
             is_late = member is not None and member.since > 1
             noted_by = self._whose_note(request.peer.name, message.others_first) if is_late else ""
@@ -208,18 +206,35 @@ class Resuming:
         folder, digest = (known.folder, known.digest) if known is not None else ("", "")
         request.reply(GivenResume(folder, digest, note, noted_by))
 
-    def note(self, request: Request, message: NoteScript) -> None:
+    def note_script(self, request: Request, message: NoteScript) -> None:
         """A worker's script is there now. Kept in memory only: a coordinator that comes back hears of it again."""
-        with self._c.lock:
+        with self._job.lock:
             self._notes[request.peer.name] = message
 
     def _whose_note(self, name: str, others_first: bool) -> str:
         """Where workers step together, that of one that lives, the chief first: it has gone on meanwhile. Otherwise
         its own, of an earlier life, where there is one."""
-        others = [other for other in self._c.membership.workers() if other != name and other in self._notes]
+        others = [other for other in self._job.membership.workers() if other != name and other in self._notes]
         own = [name] if name in self._notes else []
-        others_first = others_first or policy_of(self._c.config).in_rounds
+        others_first = others_first or policy_of(self._job.config).in_rounds
         return next(iter([*others, *own] if others_first else [*own, *others]), "")
+
+
+def checkpoint_of(folder: Folder, manifest: Manifest, digest: str) -> Checkpoint:
+    """What a job remembers of one."""
+    versions = [part.version for part in manifest.slices]
+    num_bytes = sum(file.num_bytes for file in checkpoints.files_of(manifest))
+    return Checkpoint(
+        folder.parent().url,
+        folder.url,
+        manifest.name,
+        digest,
+        manifest.step,
+        max(versions, default=0),
+        manifest.seconds,
+        sum(versions),
+        num_bytes,
+    )
 
 
 def describe(manifest: Manifest, now: float) -> str:
@@ -238,13 +253,6 @@ def describe(manifest: Manifest, now: float) -> str:
 
 #: For a worker to say which copies it has.
 _ASK_SECONDS = 5.0
-
-
-class Asking(Protocol):
-    """Who asks servers and waits for their answers."""
-
-    def ask_servers(self, messages: Mapping[str, Message]) -> dict[str, Message]:
-        """The answers of all."""
 
 
 #: Whose copy of a slice, and what is said of it.
@@ -275,98 +283,158 @@ class Back:
         return "; ".join(words)
 
 
-def restore(coordinator: Coordinator, asking: Asking) -> None:
-    """Hosts the lost slices where the replica sets say, and has workers bring what they have of them."""
-    with coordinator.lock:
-        lost = list(coordinator.membership.state.lost)
-        if not lost:
-            return
-        replica_sets = {number: coordinator.membership.state.replica_sets[number].primary for number in lost}
-        segments = [
-            s for s in coordinator.registry.layout.segments if any(part.id in replica_sets for part in s.slices)
-        ]
-        ready = set(coordinator.registry.ready)
-    for segment in segments:
-        here = [part.id for part in segment.slices if part.id in replica_sets]
-        by_server: dict[str, Message] = {}
-        for server in {replica_sets[number] for number in here}:
-            by_server[server] = Host(segment, [number for number in here if replica_sets[number] == server])
-        asking.ask_servers(by_server)
-    with_values = [part.id for s in segments if s.index in ready for part in s.slices if part.id in replica_sets]
-    back = _bring(coordinator, asking, with_values, replica_sets, segments) if with_values else Back()
-    if with_values:
-        # Said before it is kept: a coordinator that dies in between says it again, never not at all.
-        least = "at least " if _a_worker_is_gone(coordinator) or not back.is_known else ""
-        is_spare = bool(parse_policy(coordinator.config.policy).spare)
-        coordinator.event(
-            f"{back.told()}; {least}{counted(back.num_revoked, 'acknowledged update')} "
-            f"{'was' if back.num_revoked == 1 else 'were'} revoked"
-            + ("; steps that were under way may be on some slices only" if is_spare else "")
+class LostSlices:
+    """Brings back slices that no server has."""
+
+    def __init__(self, job: JobContext, calls: ServerCalls, leases: LeaseService) -> None:
+        self._job, self._calls, self._leases = job, calls, leases
+
+    def restore(self) -> None:
+        """Hosts the lost slices where the replica sets say, and has workers bring what they have of them."""
+        with self._job.lock:
+            lost = list(self._job.membership.state.lost)
+            if not lost:
+                return
+            replica_sets = {number: self._job.membership.state.replica_sets[number].primary for number in lost}
+            segments = [
+                s for s in self._job.registry.layout.segments if any(part.id in replica_sets for part in s.slices)
+            ]
+            ready = set(self._job.registry.ready)
+        for segment in segments:
+            here = [part.id for part in segment.slices if part.id in replica_sets]
+            by_server: dict[str, Message] = {}
+            for server in {replica_sets[number] for number in here}:
+                by_server[server] = Host(segment, [number for number in here if replica_sets[number] == server])
+            self._calls.ask(by_server)
+        with_values = [part.id for s in segments if s.index in ready for part in s.slices if part.id in replica_sets]
+        back = self._bring(with_values, replica_sets, segments) if with_values else Back()
+        if with_values:
+            # Said before it is kept: a coordinator that dies in between says it again, never not at all.
+            least = "at least " if self._a_worker_is_gone() or not back.is_known else ""
+            is_spare = bool(parse_policy(self._job.config.policy).spare)
+            self._job.event(
+                f"{back.told()}; {least}{counted(back.num_revoked, 'acknowledged update')} "
+                f"{'was' if back.num_revoked == 1 else 'were'} revoked"
+                + ("; steps that were under way may be on some slices only" if is_spare else "")
+            )
+        with self._job.lock:
+            state = self._job.membership.state
+            state.lost = [number for number in state.lost if number not in replica_sets]
+            state.num_revoked += back.num_revoked
+            if 0 in with_values:
+                self._leases.acks_are_lost()
+            self._job.keep()
+
+    def _a_worker_is_gone(self) -> bool:
+        """Then what was acknowledged to it is not known any more."""
+        gone = [*self._job.membership.state.left, *self._job.evicted]
+        return any(name.startswith("worker-") for name in gone)
+
+    def _bring(
+        self,
+        lost: Sequence[int],
+        replica_sets: Mapping[int, str],
+        segments: Sequence[Segment],
+    ) -> Back:
+        """Each from where it loses less; a checkpoint that cannot be read is none."""
+        copies = self._copies(lost)
+        found = {number: freshest(copies, number) for number in lost}
+        checkpoint, saved = self._saved()
+        back = Back(checkpoint.name if checkpoint is not None else "", is_known=None not in found.values())
+        if self._job.config.pull_codec not in NONE:
+            back.pull_codec = self._job.config.pull_codec
+        for number, one in found.items():
+            if number in saved and is_no_older(saved[number], one[1] if one else None):
+                back.from_disk[number] = saved[number]
+        if checkpoint is not None and back.from_disk:
+            try:
+                self._calls.ask(_to_take_up(checkpoint, back.from_disk, found, replica_sets))
+            except StoreError as error:
+                self._job.event(f"{checkpoint.folder} cannot bring back what was lost: {error}")
+                back.from_disk = {}
+        for number, one in found.items():
+            if number not in back.from_disk:
+                if one is None:
+                    self._give_up(number, segments)
+                back.from_workers[number] = one
+        self._have_them_brought(back.from_workers, replica_sets)
+        known = {number: one[1].known if one else 0 for number, one in found.items()}
+        back.num_revoked = max(
+            num_revoked(copy for _, copy in back.from_workers.values()),
+            max((known[number] - part.version for number, part in back.from_disk.items()), default=0),
         )
-    with coordinator.lock:
-        state = coordinator.membership.state
-        state.lost = [number for number in state.lost if number not in replica_sets]
-        state.num_revoked += back.num_revoked
-        if 0 in with_values:
-            coordinator.handing.uses_are_lost()
-        coordinator.keep()
+        return back
 
-
-def _a_worker_is_gone(coordinator: Coordinator) -> bool:
-    """Then what was acknowledged to it is not known any more."""
-    gone = [*coordinator.membership.state.left, *coordinator.evicted]
-    return any(name.startswith("worker-") for name in gone)
-
-
-def _bring(
-    coordinator: Coordinator,
-    asking: Asking,
-    lost: Sequence[int],
-    replica_sets: Mapping[int, str],
-    segments: Sequence[Segment],
-) -> Back:
-    """Each from where it loses less; a checkpoint that cannot be read is none."""
-    copies = _copies(coordinator, lost)
-    found = {number: freshest(copies, number) for number in lost}
-    checkpoint, saved = _saved(coordinator)
-    back = Back(checkpoint.name if checkpoint is not None else "", is_known=None not in found.values())
-    if coordinator.config.pull_codec not in NONE:
-        back.pull_codec = coordinator.config.pull_codec
-    for number, one in found.items():
-        if number in saved and is_no_older(saved[number], one[1] if one else None):
-            back.from_disk[number] = saved[number]
-    if checkpoint is not None and back.from_disk:
+    def _saved(self) -> tuple[Checkpoint | None, dict[int, SavedSlice]]:
+        """The newest checkpoint of this very job, and the slices in it."""
+        with self._job.lock:
+            last = self._job.membership.state.saves.last
+        if last is None:
+            return None, {}
         try:
-            asking.ask_servers(_to_take_up(checkpoint, back.from_disk, found, replica_sets))
+            manifest, _ = read_manifest(open_folder(last.folder), last.digest)
         except StoreError as error:
-            coordinator.event(f"{checkpoint.folder} cannot bring back what was lost: {error}")
-            back.from_disk = {}
-    for number, one in found.items():
-        if number not in back.from_disk:
-            if one is None:
-                _give_up(coordinator, number, segments)
-            back.from_workers[number] = one
-    _have_them_brought(coordinator, back.from_workers, replica_sets)
-    known = {number: one[1].known if one else 0 for number, one in found.items()}
-    back.num_revoked = max(
-        num_revoked(copy for _, copy in back.from_workers.values()),
-        max((known[number] - part.version for number, part in back.from_disk.items()), default=0),
-    )
-    return back
+            self._job.event(f"{last.folder} cannot bring back what was lost: {error}")
+            return None, {}
+        return last, {part.id: part for part in manifest.slices}
 
+    def _copies(self, lost: Sequence[int]) -> dict[Identity, list[Copy]]:
+        with self._job.lock:
+            members = self._job.membership.state.members
+            lives = {name: (name, members[name].incarnation) for name in self._job.membership.workers()}
+            workers = {name: self._job.endpoints.get(name) for name in lives}
+        found: dict[Identity, list[Copy]] = {}
+        calls = []
+        for name, endpoint in workers.items():
+            if endpoint is None:  # it comes back, or is evicted: either is known soon
+                raise ConnectionLost(f"{name} is not there, and may have the freshest copy")
+            calls.append((name, endpoint.call(AskCopies(list(lost)))))
+        until = time.monotonic() + _ASK_SECONDS
+        for name, call in calls:
+            try:
+                answer = call.wait(max(0.0, until - time.monotonic()))
+            except (ConnectionLost, WaitTimeout):
+                raise
+            except SynclineError:
+                continue  # it says that it has none
+            if isinstance(answer, GivenCopies):
+                found[lives[name]] = answer.copies
+        return found
 
-def _saved(coordinator: Coordinator) -> tuple[Checkpoint | None, dict[int, SavedSlice]]:
-    """The newest checkpoint of this very job, and the slices in it."""
-    with coordinator.lock:
-        last = coordinator.membership.state.saves.last
-    if last is None:
-        return None, {}
-    try:
-        manifest, _ = read_manifest(open_folder(last.folder), last.digest)
-    except StoreError as error:
-        coordinator.event(f"{last.folder} cannot bring back what was lost: {error}")
-        return None, {}
-    return last, {part.id: part for part in manifest.slices}
+    def _have_them_brought(self, chosen: Mapping[int, Brought], replica_sets: Mapping[int, str]) -> None:
+        pairs: dict[tuple[str, str], list[Copy]] = {}
+        for number, (name, copy) in chosen.items():
+            pairs.setdefault((name, replica_sets[number]), []).append(copy)
+        calls = []
+        for (name, server), copies in pairs.items():
+            with self._job.lock:
+                endpoint = self._job.endpoints.get(name)
+                target = self._job.membership.state.members.get(server)
+            if endpoint is None or target is None:
+                raise ConnectionLost(f"{name} or {server} is not there")
+            calls.append(endpoint.call(GiveCopies(copies, target)))
+        for call in calls:
+            call.wait(self._job.config.wait_seconds)
+
+    def _give_up(self, number: int, segments: Iterable[Segment]) -> NoReturn:
+        names = [
+            segment.parameters[piece.parameter].name
+            for segment in segments
+            for part in segment.slices
+            if part.id == number
+            for piece in segment.pieces(part)
+        ]
+        shown = ", ".join(repr(name) for name in names[:3])
+        reason = f"no server and no worker has a copy of {shown}; with --replicas 2 a server's death costs nothing"
+        if self._job.config.is_ring:
+            reason = (
+                f"every process that had {shown} has ended: why is said above; with --checkpoint DIR the same "
+                "command goes on from the last save"
+            )
+        with self._job.lock:
+            self._job.membership.fail("server", reason)
+        self._job.conclude()
+        raise ConnectionLost(reason)
 
 
 def _to_take_up(
@@ -383,66 +451,3 @@ def _to_take_up(
         name: Resume(checkpoint.folder, checkpoint.digest, numbers, True, known=[known[n] for n in numbers])
         for name, numbers in mine.items()
     }
-
-
-def _copies(coordinator: Coordinator, lost: Sequence[int]) -> dict[Identity, list[Copy]]:
-    with coordinator.lock:
-        members = coordinator.membership.state.members
-        lives = {name: (name, members[name].incarnation) for name in coordinator.membership.workers()}
-        workers = {name: coordinator.endpoints.get(name) for name in lives}
-    found: dict[Identity, list[Copy]] = {}
-    calls = []
-    for name, endpoint in workers.items():
-        if endpoint is None:  # it comes back, or is evicted: either is known soon
-            raise ConnectionLost(f"{name} is not there, and may have the freshest copy")
-        calls.append((name, endpoint.call(AskCopies(list(lost)))))
-    until = time.monotonic() + _ASK_SECONDS
-    for name, call in calls:
-        try:
-            answer = call.wait(max(0.0, until - time.monotonic()))
-        except (ConnectionLost, WaitTimeout):
-            raise
-        except SynclineError:
-            continue  # it says that it has none
-        if isinstance(answer, GivenCopies):
-            found[lives[name]] = answer.copies
-    return found
-
-
-def _have_them_brought(
-    coordinator: Coordinator, chosen: Mapping[int, Brought], replica_sets: Mapping[int, str]
-) -> None:
-    pairs: dict[tuple[str, str], list[Copy]] = {}
-    for number, (name, copy) in chosen.items():
-        pairs.setdefault((name, replica_sets[number]), []).append(copy)
-    calls = []
-    for (name, server), copies in pairs.items():
-        with coordinator.lock:
-            endpoint = coordinator.endpoints.get(name)
-            target = coordinator.membership.state.members.get(server)
-        if endpoint is None or target is None:
-            raise ConnectionLost(f"{name} or {server} is not there")
-        calls.append(endpoint.call(GiveCopies(copies, target)))
-    for call in calls:
-        call.wait(coordinator.config.wait_seconds)
-
-
-def _give_up(coordinator: Coordinator, number: int, segments: Iterable[Segment]) -> NoReturn:
-    names = [
-        segment.parameters[piece.parameter].name
-        for segment in segments
-        for part in segment.slices
-        if part.id == number
-        for piece in segment.pieces(part)
-    ]
-    shown = ", ".join(repr(name) for name in names[:3])
-    reason = f"no server and no worker has a copy of {shown}; with --replicas 2 a server's death costs nothing"
-    if coordinator.config.is_ring:
-        reason = (
-            f"every process that had {shown} has ended: why is said above; with --checkpoint DIR the same command "
-            "goes on from the last save"
-        )
-    with coordinator.lock:
-        coordinator.membership.fail("server", reason)
-    coordinator.ending.conclude()
-    raise ConnectionLost(reason)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from syncline.coordinator.job import JobContext
+from syncline.coordinator.leases import LeaseService
 from syncline.core.sizing import Sizing
 from syncline.core.units import counted
 from syncline.core.wire.control import Retire, Scale
@@ -15,117 +16,117 @@ from syncline.core.wire.pace import MOST_DELAY_SECONDS, Pace, Paced, told_paused
 from syncline.errors import ConfigError, StoreError
 from syncline.net.rpc import Endpoint, Request
 
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
 
-
-class Scaling:
+class ScaleService:
     """The launcher starts who is missing; who is too many is asked to leave, and reminded of it."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
+    def __init__(self, job: JobContext) -> None:
+        self._job = job
 
-    def handle(self, request: Request, message: Scale) -> None:
+    def handle_scale(self, request: Request, message: Scale) -> None:
         asked = {"worker": message.workers, "server": message.servers}
         self.scale({role: count for role, count in asked.items() if count is not None})
         request.reply(Done())
 
     def scale(self, wanted: Mapping[str, int]) -> None:
         """So many there are to be of each of these roles from now on."""
-        with self._c.lock:
-            if self._c.config.is_ring and "server" in wanted:
+        with self._job.lock:
+            if self._job.config.is_ring and "server" in wanted:
                 raise ConfigError(
                     "this job is a ring: every worker's process has a server in it; say how many workers, with -w"
                 )
             for role, count in wanted.items():
                 self._set_wanted(role, count)
-            self._c.membership.state.num_scalings += 1
-            self._c.keep()
+            self._job.membership.state.num_scalings += 1
+            self._job.keep()
 
     def _set_wanted(self, role: str, count: int) -> None:
-        config = self._c.config
+        config = self._job.config
         if count < 1:
             raise ConfigError(f"{count} {role}s: there must be at least one")
         if role == "server" and count < max(1, config.replicas):
             raise ConfigError(f"{counted(count, 'server')} cannot have {config.replicas} replicas of each slice")
         if role == "worker" and config.most_workers and count > config.most_workers:
             raise ConfigError(f"{counted(count, 'worker')}: the job was started with -w …:{config.most_workers}")
-        self._c.membership.state.wanted[role] = count
+        self._job.membership.state.wanted[role] = count
         if config.is_ring:
-            self._c.membership.state.wanted["server"] = count  # each leaves with its worker, by itself
-        live = [name for name in self._c.membership.named(role) if name not in self._c.retiring]
+            self._job.membership.state.wanted["server"] = count  # each leaves with its worker, by itself
+        live = [name for name in self._job.membership.named(role) if name not in self._job.retiring]
         surplus = live[count:]
         going = f"; {', '.join(surplus)} {'retires' if len(surplus) == 1 else 'retire'}" if surplus else ""
-        self._c.event(f"from now on there {'is' if count == 1 else 'are'} to be {counted(count, role)}{going}")
+        self._job.event(f"from now on there {'is' if count == 1 else 'are'} to be {counted(count, role)}{going}")
         for name in surplus:
-            self._c.retiring.add(name)
-            endpoint = self._c.endpoints.get(name)
+            self._job.retiring.add(name)
+            endpoint = self._job.endpoints.get(name)
             if endpoint is not None:
                 endpoint.mention(Retire())
-
-    def remind_to_retire(self, name: str) -> None:
-        """There are more of its role than are wanted; whoever was asked to leave may not have heard it."""
-        with self._c.lock:
-            member = self._c.membership.state.members.get(name)
-            if member is None or (self._c.config.is_ring and member.role == "server"):
-                return
-            surplus = self._c.membership.named(member.role)[self._c.membership.state.wanted[member.role] :]
-            if name in self._c.retiring or (name in surplus and self._c.membership.formed):
-                self._c.retiring.add(name)
-                endpoint = self._c.endpoints.get(name)
-                if endpoint is not None:
-                    endpoint.mention(Retire())
 
 
 class WorkerSizing:
     """Looks at the workers' own numbers; everything here is under the coordinator's lock."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
+    def __init__(self, job: JobContext, leases: LeaseService, scaling: ScaleService) -> None:
+        self._job, self._leases, self._scaling = job, leases, scaling
         self._sizing: Sizing | None = None
 
-    def look(self, now: float) -> None:
-        config, state = self._c.config, self._c.membership.state
+    def tick(self, now: float) -> None:
+        config, state = self._job.config, self._job.membership.state
         if not config.auto_workers:
             return
         if self._sizing is None:
             self._sizing = Sizing(max(1, config.least_workers), config.most_workers)
-        at_work = [name for name in state.entered if name in self._c.beats and self._c.beats[name][0].step]
+        at_work = [
+            name for name in state.entered if name in self._job.heartbeats and self._job.heartbeats[name][0].step
+        ]
         found = self._sizing.look(
-            now, state.wanted["worker"], len(at_work), self._c.handing.num_samples, self._waiting(at_work)
+            now, state.wanted["worker"], len(at_work), self._leases.num_samples, self._waiting(at_work)
         )
         if found is not None:
-            self._c.event(found.reason)
-            self._c.scaling.scale({"worker": found.count})
+            self._job.event(found.reason)
+            self._scaling.scale({"worker": found.count})
 
     def _waiting(self, names: list[str]) -> float:
         """The part of their steps in which these workers waited for servers, or for each other."""
-        times = [self._c.reports[name].times for name in names if name in self._c.reports]
+        times = [self._job.reports[name].times for name in names if name in self._job.reports]
         waited = sum(one.wait for one in times)
         total = sum(one.compute + one.stage + one.wait + one.pull for one in times)
         return waited / total if total else 0.0
 
 
-class Pacing:
+def remind_to_retire(job: JobContext, name: str) -> None:
+    """There are more of its role than are wanted; whoever was asked to leave may not have heard it."""
+    with job.lock:
+        member = job.membership.state.members.get(name)
+        if member is None or (job.config.is_ring and member.role == "server"):
+            return
+        surplus = job.membership.named(member.role)[job.membership.state.wanted[member.role] :]
+        if name in job.retiring or (name in surplus and job.membership.formed):
+            job.retiring.add(name)
+            endpoint = job.endpoints.get(name)
+            if endpoint is not None:
+                endpoint.mention(Retire())
+
+
+class PaceService:
     """All paces of a job. Everything here is under the coordinator's lock."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
+    def __init__(self, job: JobContext) -> None:
+        self._job = job
         self._told: dict[str, tuple[Endpoint, Pace]] = {}  # over which connection a worker has heard which pace
 
     @property
     def paces(self) -> dict[str, Paced]:
-        return self._c.membership.state.paces
+        return self._job.membership.state.paces
 
     # -- what is said -------------------------------------------------------------------------------------
 
-    def handle(self, request: Request, message: Pace) -> None:
-        self.set(message)
+    def handle_pace(self, request: Request, message: Pace) -> None:
+        self.set_pace(message)
         request.reply(Done())
 
-    def set(self, pace: Pace) -> None:
+    def set_pace(self, pace: Pace) -> None:
         """From now on this worker goes so fast; kept before anybody is told."""
-        with self._c.lock:
+        with self._job.lock:
             name, before = pace.worker, self.paces.get(pace.worker)
             self._check(pace)
             if pace.is_paused or pace.delay_seconds:
@@ -134,19 +135,19 @@ class Pacing:
             else:
                 self.paces.pop(name, None)
             try:
-                self._c.keep()
+                self._job.keep()
             except StoreError:
                 self.paces.pop(name, None)
                 if before is not None:
                     self.paces[name] = before
                 raise
             if before is not None and before.is_paused and not pace.is_paused:
-                self._c.advanced[name] = time.monotonic()  # it could not advance until now
-            self._c.event(f"{name} {_event(pace)}")
-            self.tell()
+                self._job.advanced[name] = time.monotonic()  # it could not advance until now
+            self._job.event(f"{name} {_event(pace)}")
+            self.announce()
 
     def _check(self, pace: Pace) -> None:
-        state, name = self._c.membership.state, pace.worker
+        state, name = self._job.membership.state, pace.worker
         seconds = pace.delay_seconds
         if not (math.isfinite(seconds) and 0 <= seconds <= MOST_DELAY_SECONDS):
             most = told_seconds(MOST_DELAY_SECONDS)
@@ -156,16 +157,16 @@ class Pacing:
         member = state.members.get(name)
         if member is None or member.role != "worker":
             what = f"{name} is no worker" if member is not None else f"there is no {name!r} in this job"
-            workers = ", ".join(self._c.membership.workers()) or "none"
+            workers = ", ".join(self._job.membership.workers()) or "none"
             raise ConfigError(f"{what}; its workers are: {workers}")
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """Whoever does not know its pace hears it: a new life of a name, or one over a new connection."""
-        with self._c.lock:
-            state = self._c.membership.state
+        with self._job.lock:
+            state = self._job.membership.state
             names = set(self.paces) | set(self._told) if state.formed else set()
             for name in names:
-                endpoint, known = self._c.endpoints.get(name), self._told.get(name)
+                endpoint, known = self._job.endpoints.get(name), self._told.get(name)
                 if endpoint is None:
                     self._told.pop(name, None)
                     continue
@@ -177,7 +178,7 @@ class Pacing:
                 if paced is None:
                     del self._told[name]
 
-    def left(self, name: str) -> None:
+    def member_left(self, name: str) -> None:
         """It has finished, or was asked to leave: the next one of its name is another."""
         self.paces.pop(name, None)
         self._told.pop(name, None)
@@ -193,7 +194,7 @@ class Pacing:
         pace = self.paces.get(name)
         return pace.state if pace is not None else ""
 
-    def told(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         pace = self.paces.get(name)
         return f"it {pace.told(time.time())}" if pace is not None else ""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from syncline.config import JobConfig
+from syncline.coordinator.job import JobContext
+from syncline.coordinator.leases import LeaseService
+from syncline.coordinator.metrics import MetricService
+from syncline.coordinator.registration import RegistrationService
+from syncline.coordinator.saves import SaveService
+from syncline.coordinator.scaling import PaceService
 from syncline.core.leasing.progress import progress, shares
 from syncline.core.liveness import FRESH_SECONDS, Known, causes, why
 from syncline.core.members import by_name
@@ -23,150 +27,135 @@ from syncline.core.wire.control import (
     GivenStats,
     GivenStatus,
     GivenWhy,
+    Heartbeat,
     Report,
     Standings,
     Watch,
 )
-from syncline.core.wire.message import Done, Message
-from syncline.errors import ConnectionLost
+from syncline.core.wire.message import Done
 from syncline.net.rpc import Call, Request
 from syncline.stats import JobStatus, MemberStatus, PushBytes, SaveCounts, ServerStats, StepTimes, Wait, apply_seconds
 
-if TYPE_CHECKING:
-    from syncline.coordinator.service import Coordinator
+
+class WaitSource(Protocol):
+    """A part in which members wait for each other."""
+
+    def waits(self, now: float) -> list[Wait]:
+        """Under the lock: who waits for whom."""
 
 
-class Reporting:
+class StatusService:
     """Reads what the coordinator knows."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._c = coordinator
-
-    # -- asking the servers -------------------------------------------------------------------------------
-
-    def ask_servers(self, message: Message, then: Callable[[list[Call]], None]) -> None:
-        """Asks every server; `then` runs when all have answered, in the thread of the last answer."""
-        with self._c.lock:
-            endpoints = [self._c.endpoints.get(name) for name in self._c.membership.servers()]
-        calls = []
-        for endpoint in endpoints:
-            if endpoint is not None:
-                with contextlib.suppress(ConnectionLost):
-                    calls.append(endpoint.call(message))
-        self.when_all(calls, then)
-
-    @staticmethod
-    def when_all(calls: list[Call], then: Callable[[list[Call]], None]) -> None:
-        if not calls:
-            then(calls)
-            return
-        lock, left = threading.Lock(), [len(calls)]
-
-        def one_done() -> None:
-            with lock:
-                left[0] -= 1
-                last = left[0] == 0
-            if last:
-                then(calls)
-
-        for call in calls:
-            call.when_done(one_done)
+    def __init__(
+        self,
+        job: JobContext,
+        metrics: MetricService,
+        leases: LeaseService,
+        saves: SaveService,
+        registration: RegistrationService,
+        pace: PaceService,
+        wait_sources: Sequence[WaitSource],
+    ) -> None:
+        self._job, self._metrics, self._leases, self._saves = job, metrics, leases, saves
+        self._registration, self._pace, self._wait_sources = registration, pace, wait_sources
 
     # -- numbers ------------------------------------------------------------------------------------------
 
+    def heartbeat(self, request: Request, message: Heartbeat) -> None:
+        """A member is alive, and says how far it is."""
+        now = time.monotonic()
+        with self._job.lock:
+            name = request.peer.name
+            self._job.liveness.heard(name, now)
+            before = self._job.heartbeats.get(name)
+            if before is None or before[0].step != message.step:
+                self._job.advanced[name] = now
+            self._job.heartbeats[name] = (message, now)
+            self._leases.note_heartbeat(name, message)
+            self._saves.note_progress()
+        request.reply(Done())
+
     def report(self, request: Request, message: Report) -> None:
-        with self._c.lock:
-            self._c.reports[request.peer.name] = message
+        with self._job.lock:
+            self._job.reports[request.peer.name] = message
             if message.rates:
-                self._c.rates[request.peer.name] = message.rates
-            self._c.saving.beat()
+                self._job.rates[request.peer.name] = message.rates
+            self._saves.note_progress()
         if request.number:
             request.reply(Done())
 
-    def stats(self, request: Request, message: AskStats) -> None:
+    def ask_stats(self, request: Request, message: AskStats) -> None:
         def gathered(calls: list[Call]) -> None:
             servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
-            with self._c.lock:
-                samples = sum(report.samples for report in self._c.reports.values())
-                busy = max((report.seconds for report in self._c.reports.values()), default=0.0)
-                revoked = self._c.membership.state.num_revoked
-                by_worker, epochs = self._shares(), progress(self._c.membership.state.leases)
+            with self._job.lock:
+                samples = sum(report.samples for report in self._job.reports.values())
+                busy = max((report.seconds for report in self._job.reports.values()), default=0.0)
+                revoked = self._job.membership.state.num_revoked
+                by_worker, epochs = self._shares(), progress(self._job.membership.state.leases)
                 pushed = self.pushed()
-            request.reply(GivenStats(self.seconds(), samples, busy, servers, revoked, by_worker, epochs, pushed))
+            request.reply(GivenStats(self._job.seconds(), samples, busy, servers, revoked, by_worker, epochs, pushed))
 
-        self.ask_servers(AskServerStats(), gathered)
+        self._job.ask_all_servers(AskServerStats(), gathered)
 
     def _shares(self) -> dict[str, float]:
         """Of those who are there, or have finished; not of those who were asked to leave."""
-        state = self._c.membership.state
+        state = self._job.membership.state
         there = state.members.keys() | state.finished.keys()
-        return shares({name: report.samples for name, report in self._c.reports.items() if name in there})
-
-    def seconds(self) -> float:
-        if self._c.formed_at is None:
-            return 0.0
-        return (self._c.ending.ended_at or time.monotonic()) - self._c.formed_at
+        return shares({name: report.samples for name, report in self._job.reports.items() if name in there})
 
     def watch(self, request: Request, message: Watch) -> None:
-        with self._c.lock:
-            self._c.launchers.add(request.endpoint)
-            membership, outcome = self._c.membership, self._c.membership.outcome
+        with self._job.lock:
+            self._job.launchers.add(request.endpoint)
+            membership, outcome = self._job.membership, self._job.membership.outcome
             state = membership.state
             seated = {name for replica_set in state.replica_sets.values() for name in replica_set.names}
-            stepped = {name for name, (beat, _) in self._c.beats.items() if beat.step}
+            stepped = {name for name, (beat, _) in self._job.heartbeats.items() if beat.step}
             standings = Standings(
                 formed=membership.formed,
                 missing=membership.missing(),
-                seconds=self.seconds(),
-                reports=dict(self._c.reports),
+                seconds=self._job.seconds(),
+                reports=dict(self._job.reports),
                 left=sorted(state.left, key=by_name),
                 verdict=outcome.reason if outcome else "",
                 culprit=outcome.culprit if outcome else "",
                 incarnations={name: member.incarnation for name, member in state.members.items()},
                 pushed=sorted((stepped | seated) & set(state.members), key=by_name),
-                wanted={r: n for r, n in state.wanted.items() if r == "worker" or not self._c.config.is_ring},
+                wanted={r: n for r, n in state.wanted.items() if r == "worker" or not self._job.config.is_ring},
                 num_scalings=state.num_scalings,
-                retiring=sorted(self._c.retiring, key=by_name),
+                retiring=sorted(self._job.retiring, key=by_name),
                 epochs=progress(state.leases),
-                step=self.step(),
-                readings=self._c.readings.values(),
+                step=self._job.step(),
+                readings=self._metrics.values(),
                 stop=state.steering.steer.stop,
-                saves=self.saves(),
+                saves=self.save_counts(),
                 settled={name: commits for name, (_, commits) in state.settled.items()},
                 unsettled=sorted(state.fencing),
                 is_chief_done=bool(state.chief_done),
-                policy=self._c.config.policy,
+                policy=self._job.config.policy,
                 num_revoked=state.num_revoked,
                 best=state.validations.best.told if state.validations.best is not None else "",
-                pushed_told=self.pushed_told(),
+                pushed_told=self.pushed_text(),
             )
         request.reply(standings)
 
     def pushed(self) -> PushBytes:
         """Under the lock: by all workers, as they have said."""
-        return sum((report.pushed for report in self._c.reports.values()), PushBytes())
+        return sum((report.pushed for report in self._job.reports.values()), PushBytes())
 
-    def pushed_told(self) -> str:
+    def pushed_text(self) -> str:
         """Under the lock: per step, where they are few or travel. At the end the last beats may be older than last
         reports."""
-        pushed, config = self.pushed(), self._c.config
+        pushed, config = self.pushed(), self._job.config
         if not (pushed.socket or config.sync_every > 1 or config.codec):
             return ""
-        return pushed_told(pushed, max([self.step(), *(r.job_step for r in self._c.reports.values())]))
+        return pushed_told(pushed, max([self._job.step(), *(r.job_step for r in self._job.reports.values())]))
 
-    def step(self) -> int:
-        """The job's step, as its scripts know it: what has come to the servers, or what was stepped locally."""
-        updates = max((beat.num_updates for beat, _ in self._c.beats.values()), default=0)
-        if updates and self._c.config.sync_every == 1:
-            return updates
-        # In one process nobody beats: what workers know of it.
-        return max((report.job_step or report.step for report in self._c.reports.values()), default=0)
-
-    def saves(self) -> SaveCounts:
+    def save_counts(self) -> SaveCounts:
         """Under the lock."""
-        saves = self._c.membership.state.saves
+        saves = self._job.membership.state.saves
         return SaveCounts(
-            folder=self._c.config.checkpoint,
+            folder=self._job.config.checkpoint,
             taken_up=saves.taken_up.name if saves.taken_up is not None else "",
             last=saves.last.name if saves.last is not None else "",
             step=saves.last.step if saves.last is not None else 0,
@@ -182,15 +171,13 @@ class Reporting:
         now = time.monotonic()
         told = {
             name: [Wait(w.who, w.step, w.for_whom, w.seconds + (now - at), w.what) for w in beat.waits]
-            for name, (beat, at) in self._c.beats.items()
+            for name, (beat, at) in self._job.heartbeats.items()
         }
         found = causes(told)
-        found += self._c.meeting.waits(now)
-        found += self._c.validating.waits(now)
-        found += self._c.handing.waits(now)
-        found += self._c.saving.waits(now)
-        for who, since in self._c.registering.waiting():
-            chief = self._c.membership.chief
+        for source in self._wait_sources:
+            found += source.waits(now)
+        for who, since in self._registration.waiting():
+            chief = self._job.membership.chief
             found.append(Wait(who, 0, [chief], now - since, f"the registration of {who}"))
         return found
 
@@ -198,29 +185,29 @@ class Reporting:
         """Under the lock: what there is to say of those who are waited for."""
         now = time.monotonic()
         found = {}
-        state = self._c.membership.state
+        state = self._job.membership.state
         for name, member in state.members.items():
-            heard = self._c.liveness.last_heard(name)
-            step = self._c.beats[name][0].step if name in self._c.beats else 0
+            heard = self._job.liveness.last_heard(name)
+            step = self._job.heartbeats[name][0].step if name in self._job.heartbeats else 0
             found[name] = Known(
                 host=member.host,
                 heard_seconds=now - heard if heard is not None else 0.0,
-                left_seconds=self._c.liveness.deadline(name) - now if heard is not None else 0.0,
+                left_seconds=self._job.liveness.deadline(name) - now if heard is not None else 0.0,
                 step=step,
-                state=self._c.pacing.told(name) if now - (heard or now) < FRESH_SECONDS else "",
+                state=self._pace.describe(name) if now - (heard or now) < FRESH_SECONDS else "",
             )
         for name, (_, reason) in state.fencing.items():
             found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; is being fenced")
-        for name in self._c.membership.awaited:
-            reason = self._c.evicted.get(name, "is gone")
+        for name in self._job.membership.awaited:
+            reason = self._job.evicted.get(name, "is gone")
             found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; starts again")
         return found
 
-    def why(self, request: Request, message: AskWhy) -> None:
-        with self._c.lock:
+    def ask_why(self, request: Request, message: AskWhy) -> None:
+        with self._job.lock:
             waits = self.waits()
             known = self.known()
-            gone = [name for name in message.servers if name not in self._c.membership.state.members]
+            gone = [name for name in message.servers if name not in self._job.membership.state.members]
             if gone:
                 waits = [Wait(request.peer.name, message.step, gone, 0.0, "server")]
             text = why(
@@ -228,59 +215,59 @@ class Reporting:
                 known,
                 who=request.peer.name if request.peer.role == "worker" else "",
                 step=message.step,
-                stuck_seconds=self._c.config.stuck_seconds,
+                stuck_seconds=self._job.config.stuck_seconds,
             )
-            text = self._c.pacing.add_to(text)
+            text = self._pace.add_to(text)
         request.reply(GivenWhy(text))
 
     # -- how the job stands -------------------------------------------------------------------------------
 
-    def status(self, request: Request, message: AskStatus) -> None:
-        with self._c.lock:
+    def ask_status(self, request: Request, message: AskStatus) -> None:
+        with self._job.lock:
             request.reply(GivenStatus(self._status()))
 
     def _status(self) -> JobStatus:
-        membership, config = self._c.membership, self._c.config
+        membership, config = self._job.membership, self._job.config
         waits = self.waits()
         outcome = membership.outcome
         return JobStatus(
-            job=self._c.job,
+            job=self._job.job_id,
             name=config.name,
-            term=self._c.term,
+            term=self._job.term,
             generation=membership.generation,
             policy=config.policy,
             exchange=config.exchange,
             replicas=max(1, config.replicas),
             ack=config.ack or ("replicated" if config.replicas > 1 else "memory"),
             protection=self._protection(),
-            seconds=self.seconds(),
+            seconds=self._job.seconds(),
             members=[self._member_status(name) for name in [*membership.servers(), *membership.workers()]],
             waits=waits,
-            why=self._c.pacing.add_to(why(waits, self.known(), stuck_seconds=config.stuck_seconds)),
-            events=list(self._c.events),
+            why=self._pace.add_to(why(waits, self.known(), stuck_seconds=config.stuck_seconds)),
+            events=list(self._job.events),
             num_revoked=membership.state.num_revoked,
             epochs=progress(membership.state.leases),
-            saves=self.saves(),
+            saves=self.save_counts(),
             verdict=outcome.reason if outcome else "",
-            readings=self._c.readings.values(),
+            readings=self._metrics.values(),
             stop=membership.state.steering.steer.stop,
             lr_factor=membership.state.steering.factor,
-            step=self.step(),
+            step=self._job.step(),
         )
 
     def _protection(self) -> str:
         """What a server's death would cost now."""
-        state = self._c.membership.state
-        hosts = [state.members[name].host for name in self._c.membership.servers()]
-        return protection_of(self._c.config, hosts, state.replica_sets.values())
+        state = self._job.membership.state
+        hosts = [state.members[name].host for name in self._job.membership.servers()]
+        return protection_of(self._job.config, hosts, state.replica_sets.values())
 
     def _member_status(self, name: str) -> MemberStatus:
-        state, now = self._c.membership.state, time.monotonic()
-        member, beat = state.members[name], self._c.beats.get(name)
-        heard = self._c.liveness.last_heard(name)
-        steps = [known.step for other, (known, _) in self._c.beats.items() if other in state.entered]
+        state, now = self._job.membership.state, time.monotonic()
+        member, beat = state.members[name], self._job.heartbeats.get(name)
+        heard = self._job.liveness.last_heard(name)
+        steps = [known.step for other, (known, _) in self._job.heartbeats.items() if other in state.entered]
         step = beat[0].step if beat else 0
-        report = self._c.reports.get(name)
+        report = self._job.reports.get(name)
         return MemberStatus(
             name=name,
             role=member.role,
@@ -288,7 +275,7 @@ class Reporting:
             host=member.host,
             since=member.since,
             heard_seconds=now - heard if heard is not None else 0.0,
-            deadline_seconds=self._c.liveness.deadline(name) - heard if heard is not None else 0.0,
+            deadline_seconds=self._job.liveness.deadline(name) - heard if heard is not None else 0.0,
             rtt_seconds=beat[0].rtt_seconds if beat else 0.0,
             state=self._state_of(name),
             step=step,
@@ -302,16 +289,16 @@ class Reporting:
         )
 
     def _state_of(self, name: str) -> str:
-        state, beat = self._c.membership.state, self._c.beats.get(name)
-        if name in self._c.retiring:
+        state, beat = self._job.membership.state, self._job.heartbeats.get(name)
+        if name in self._job.retiring:
             return "retiring"
-        if name not in self._c.endpoints:
+        if name not in self._job.endpoints:
             return "suspected"
         if beat is not None and beat[0].is_quarantined:
             return "quarantined"
         if state.members[name].role == "worker" and name not in state.entered:
             return "joining"
-        return self._c.pacing.state_of(name) or "working"
+        return self._pace.state_of(name) or "working"
 
 
 #: A phase of less than this share of the step is nothing to act upon.

@@ -32,13 +32,14 @@ def run_coordinator(
     log = say("coordinator")
     faults.arm("coordinator", file.folder)
     journal = open_journal(file, takes_up=takes_up)
-    coordinator = Coordinator(file.given, log=log, ended=outcomes.append, journal=journal, job=file.job)
-    coordinator.term = journal.term
+    coordinator = Coordinator(
+        file.given, log=log, ended=outcomes.append, journal=journal, job=file.job, term=journal.term
+    )
     if sock is None:
         sock = socket.socket(fileno=listen_fd) if listen_fd is not None else tcp.bind(file.host, file.port)
 
     def superseded(term: int) -> None:
-        coordinator.ending.superseded(f"a coordinator of term {term} has the job")
+        coordinator.superseded(f"a coordinator of term {term} has the job")
 
     stamp = Stamp(file.job, superseded=superseded)
     stamp.term, stamp.is_coordinators = journal.term, True
@@ -50,7 +51,7 @@ def run_coordinator(
     listener = tcp.Listener(identity, accept, sock=sock, log=log)
     _wait_for_the_save(file)
     coordinator.start_deadline()
-    coordinator.over.wait()
+    coordinator.wait()
     threading.Event().wait(LINGER_SECONDS)
     listener.close()
     coordinator.close()

@@ -71,7 +71,7 @@ class LocalJob:
 
     def fail(self, name: str, reason: str) -> None:
         """The job takes this worker for dead."""
-        self._process.coordinator.fail(name, reason)
+        self._process.coordinator.job.fail(name, reason)
 
     def kill(self, name: str) -> None:
         """This member is gone from one moment to the next, as by SIGKILL; the job goes on as far as it can. In a ring
