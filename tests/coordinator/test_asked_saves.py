@@ -33,7 +33,7 @@ def test_a_save_that_is_being_cut_is_nobodys_who_asks_now(jobs: Any, folder: pat
 
 def ask_later(job: Any, name: str) -> Any:
     call = job[name].endpoint.call(Save())
-    until(lambda: job.coordinator.saves._wanted is not None, "it is heard")
+    until(lambda: job.coordinator.saves._next is not None, "it is heard")
     return call
 
 
@@ -54,12 +54,12 @@ def test_who_hurries_hurries_also_when_a_save_is_made_again(jobs: Any, folder: p
     until(lambda: bool(job["server-1"].held), "it is being written")
     saves = job.coordinator.saves
     with job.coordinator.job.lock:
-        saves._want("SIGTERM", hurries=True, is_final=True)
+        saves.request_save("SIGTERM", hurries=True, is_final=True)
     job["server-1"].holds.clear()
     job["worker-0"].holds.add(Expect)
     job["server-1"].held[0].refuse(ConnectionLost("server-1 is gone"))
     until(lambda: bool(job["worker-0"].held), "it is made again")
-    assert saves._under_way.wanted.hurries and saves._under_way.wanted.is_final
+    assert saves._current.request.hurries and saves._current.request.is_final
     job["worker-0"].held[0].reply(Done())
     assert isinstance(first.wait(SECONDS), Saved)
 
@@ -118,7 +118,7 @@ def test_nothing_spins_while_a_slice_is_nowhere(jobs: Any, folder: pathlib.Path)
     with job.coordinator.job.lock:
         known, replica_sets[0] = replica_sets[0], type(replica_sets[0])(0, "server-9")
         job["worker-0"].held[0].reply(Done())
-        assert not saves.has_work(saves._under_way.began + 1e6)
+        assert not saves.has_work(saves._current.began + 1e6)
         replica_sets[0] = known
 
 
@@ -136,5 +136,5 @@ def test_the_log_says_how_large_a_save_is_and_how_long_the_gate_was_closed(jobs:
     job = begun(jobs, folder)
     ask(job, Save("SIGTERM"))
     (line,) = [line for line in job.log if "saved 000001-step-7" in line]
-    words = r"saved 000001-step-7: 16 KiB in [\d.]+ s; the gate was closed for [\d.]+ ms \(SIGTERM\)"
+    words = r"saved 000001-step-7: 16 KiB in [\d.]+ s; commits were held for [\d.]+ ms \(SIGTERM\)"
     assert re.search(words, line)

@@ -56,7 +56,7 @@ def test_a_job_goes_on_from_the_newest_that_its_folder_holds(jobs: Any, folder: 
     assert sorted(number for message in told for number in message.slices) == sorted(job.replica_sets())
     assert {message.folder for message in told} == {str(folder / "000001-step-7")}
     assert not any(message.clocks or message.fresh for message in told)
-    assert any("takes up" in line and "step 7, epoch 1, saved" in line for line in job.log), job.log
+    assert any("resumes from" in line and "step 7, epoch 1, saved" in line for line in job.log), job.log
     state = job.disk.last
     assert state.leases.epochs["train"][0].num_done == 4 and not state.leases.epochs["train"][0].leases
     assert state.saves.lineage == manifest(folder).lineage

@@ -176,12 +176,12 @@ def test_a_death_in_the_middle_of_a_cut_comes_first(jobs: Any, folder: pathlib.P
 
 def test_saves_come_by_steps(jobs: Any, folder: pathlib.Path) -> None:
     job = begun(jobs, folder, save_every="5steps")
-    until(lambda: job.coordinator.saves._due_step == 5, "it has begun to count")
+    until(lambda: job.coordinator.saves.due_step == 5, "it has begun to count")
     job["server-0"].ask(Heartbeat(num_updates=4))
     assert not job["worker-0"].all(Expect)
     job["server-0"].ask(Heartbeat(num_updates=5))
     until(lambda: bool(job.disk.last.saves.last), "it is time")
-    assert job.coordinator.saves._due_step == 12, "from what was saved on"
+    assert job.coordinator.saves.due_step == 12, "from what was saved on"
 
 
 def test_saves_come_by_time(jobs: Any, folder: pathlib.Path) -> None:

@@ -48,7 +48,7 @@ def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
     names = saved(saves)
     again = commands.run("run", "--checkpoint", "saves", "-s", "1", "-w", "2", script, "0.01")
     assert again.code == 0, again.output
-    told = rf"takes up \S+/{names[-1]}: step \d+, epoch \d, saved \d+ s ago by \d servers? and 2 workers"
+    told = rf"resumes from \S+/{names[-1]}: step \d+, epoch \d, saved \d+ s ago by \d servers? and 2 workers"
     assert re.search(told, again.output), again.output
     assert saved(saves)[-1].endswith(f"step-{NUM_SAMPLES // 8 * EPOCHS}"), "the end of the job is saved too"
     assert "passed over" not in again.output, "what was not finished is no checkpoint, and is not taken for one"

@@ -55,7 +55,9 @@ def test_slices_move_to_a_server_that_comes_and_back(hurt: Callable[..., Any], f
     for servers in ("2", "1"):
         words = [sys.executable, "-m", "syncline", "scale", "hurt", "-s", servers]
         subprocess.run(words, cwd=job.folder, check=True, timeout=PATIENCE, capture_output=True)
-        job.until(r"seats: \d+ slices? go(es)? from server-0" if servers == "2" else "has handed over its slices")
+        job.until(
+            r"replica sets: \d+ slices? go(es)? from server-0" if servers == "2" else "has handed over its slices"
+        )
         if fault and servers == "2":
             job.until("worker-1 was killed by SIGKILL")
             job.until_back("worker-1")

@@ -31,7 +31,7 @@ def test_a_journal_that_cannot_be_written_stops_changes_only(
             for _ in range(1000):
                 file.write(b"\0" * 4096)
         job.hit("worker-1")
-        job.until("cannot be kept|the change waits|make space")
+        job.until("cannot be kept|the reconfiguration waits|make space")
         filler.unlink()
         job.until_back("worker-1")
         job.ends_well()

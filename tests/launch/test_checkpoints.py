@@ -25,7 +25,7 @@ def test_a_job_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(commands: 
     again = commands.run(*WORDS, "-w", "2", "-s", "2", script, "0.02")
     assert again.code == 0, again.output
     assert re.search(
-        rf"takes up \S+/{name}: step \d+, epoch \d, saved \d+ s ago by 2 servers and 2 workers", again.output
+        rf"resumes from \S+/{name}: step \d+, epoch \d, saved \d+ s ago by 2 servers and 2 workers", again.output
     )
     assert once_each(result(again.output)[1])
     assert result(again.output) == expected()
@@ -51,7 +51,7 @@ def test_other_numbers_and_another_policy_lose_and_repeat_no_sample(commands: An
     break_off(commands, process, saves, count=2)
     again = commands.run(*WORDS, *after, script, "0.01")
     assert again.code == 0, again.output
-    assert "takes up" in again.output
+    assert "resumes from" in again.output
     assert once_each(result(again.output)[1]), again.output
 
 
@@ -126,10 +126,10 @@ def test_fresh_starts_over_beside_it_and_resume_from_it(commands: Any) -> None:
     break_off(commands, process, saves, count=1)
     first = saved(saves)[0]
     other = commands.run("run", "--checkpoint", "others", "--resume", f"saves/{first}", "-s", "1", script, "0")
-    assert other.code == 0 and f"takes up {saves}/{first}" in other.output, other.output
+    assert other.code == 0 and f"resumes from {saves}/{first}" in other.output, other.output
     assert once_each(result(other.output)[1])
     fresh = commands.run(*WORDS, "--fresh", "-w", "1", "-s", "1", script, "0")
-    assert fresh.code == 0 and "takes up" not in fresh.output, fresh.output
+    assert fresh.code == 0 and "resumes from" not in fresh.output, fresh.output
     assert first in saved(saves), "another lineage's is left alone"
     assert result(fresh.output)[2] == NUM_SAMPLES // 4 * EPOCHS
 
@@ -147,7 +147,7 @@ def test_embedded_jobs_save_and_go_on_too(commands: Any) -> None:
     process = commands.start("0.3", program=(script,))
     break_off(commands, process, saves, count=1, after="syncline.toml")
     again = commands.finish(commands.start("0", program=(script,)))
-    assert again.code == 0 and "takes up" in again.output, again.output
+    assert again.code == 0 and "resumes from" in again.output, again.output
     assert result(again.output) == result(whole.output)
 
 

@@ -56,6 +56,6 @@ def test_a_job_that_is_taken_up_goes_on_with_its_epoch(commands: Any) -> None:
     commands.wait_for("EPOCH 0", "worker-0")
     break_off(commands, process, saves, count=1)
     again = commands.run(*words, script, "0")
-    assert again.code == 0 and "takes up" in again.output, again.output
+    assert again.code == 0 and "resumes from" in again.output, again.output
     assert "ALL 256.0" in again.output
     assert not re.search(r"^EPOCH 0", again.output, re.MULTILINE) and "EPOCH 3" in again.output, again.output

@@ -63,7 +63,7 @@ def test_a_resume_on_another_number_of_workers_keeps_the_global_batch(commands: 
     before = rounds(break_off(commands, process, saves, count=2))
     assert {found[:2] for found in before} == {(2, 12)}
     again = commands.run(*words, "-w", "3", script, "0", "2")
-    assert again.code == 0 and "takes up" in again.output, again.output
+    assert again.code == 0 and "resumes from" in again.output, again.output
     assert "ALL 1440.0" in again.output
     found = rounds(again.output)
     assert {part for _, _, part in found[:-1]} == {4}, found

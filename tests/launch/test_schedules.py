@@ -97,7 +97,7 @@ def test_a_job_that_is_taken_up_by_more_workers_goes_on_where_the_run_was(comman
     commands.wait_for("EPOCH 0", "worker-0")
     break_off(commands, process, saves, count=1)
     again = commands.run(*words, "-w", "2", script, "0", "2")
-    assert again.code == 0 and "takes up" in again.output, again.output
+    assert again.code == 0 and "resumes from" in again.output, again.output
     check(again.output, ("worker-0", "worker-1"), 2)
     assert places(again.output, "worker-0")[0][0] >= 0.25
 

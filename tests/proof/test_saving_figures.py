@@ -112,7 +112,7 @@ def test_a_save_of_512_mib_beside_training(tmp_path: pathlib.Path) -> None:
     found = json.loads(said.partition("FIGURES ")[2])
     rates = {name: one["steps"] / one["seconds"] for name, one in found.items()}
     ratio = rates["saving"] / ((rates["plain"] + rates["plain again"]) / 2)
-    gates = [float(ms) for ms in re.findall(r"the gate was closed for ([0-9.]+) ms", text)]
+    gates = [float(ms) for ms in re.findall(r"commits were held for ([0-9.]+) ms", text)]
     usual = sorted(size for _, size in gauge.seen)[len(gauge.seen) // 4]
     beyond = max(size for _, size in gauge.seen) - usual
     print(f"steps/s {rates}, ratio {ratio:.3f} (reach 0.9)")

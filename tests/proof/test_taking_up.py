@@ -34,7 +34,7 @@ def broken_off(commands: Any, text: str) -> str:
 
 def taken_up(commands: Any, script: str, *words: str) -> tuple[list[float], list[list[float]], int]:
     again = commands.run(*WORDS, *words, script, "0.01")
-    assert again.code == 0 and "takes up" in again.output, again.output
+    assert again.code == 0 and "resumes from" in again.output, again.output
     found = result(again.output)
     assert once_each(found[1]), again.output
     return found

@@ -51,7 +51,7 @@ def test_who_was_asked_to_leave_has_no_share_any_more(jobs: Any, retired: bool, 
     job["worker-1"].ask(Leave(retired))
     status = {member.name: member.share for member in ask(job, AskStatus()).status.members}
     assert status == {"server-0": 0.0, "server-1": 0.0, "worker-0": shares["worker-0"]}
-    assert job.coordinator.status._shares() == shares
+    assert job.coordinator.status.worker_shares() == shares
 
 
 def test_status_has_the_number_of_each_process(jobs: Any) -> None:

@@ -127,7 +127,7 @@ def test_a_job_inside_one_process_forgets_what_is_done(
 
 def test_the_end_of_an_epoch_waits_for_no_beat(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was used is asked for when somebody waits: here no beat of a server ever says it."""
-    monkeypatch.setattr(leases.LeaseService, "beat", lambda *_: None)
+    monkeypatch.setattr(leases.LeaseService, "note_heartbeat", lambda *_: None)
     with local_job(workers=2, folder=str(tmp_path)) as jobs:
         jobs.run(lambda job: count_samples(job, 9, 10))
         assert jobs[0].kv.pull(["counts"])["counts"].tolist() == [10.0] * 9

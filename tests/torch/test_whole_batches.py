@@ -38,16 +38,16 @@ class Between:
         self._workers = threading.Barrier(num_workers, action=self._decide)
         self._all_there = threading.Barrier(num_workers + 1)
         monkeypatch.setattr(saves, "CUT_SECONDS", SECONDS)  # after that any level place would do
-        find_level = saves.find_level
+        take_snapshot = saves.take_snapshot
 
         def late(*args: Any) -> Any:
             self._begins.set()
             if not self.is_over.is_set():
                 self._all_there.wait(SECONDS)
                 self.is_over.set()
-            return find_level(*args)
+            return take_snapshot(*args)
 
-        monkeypatch.setattr(saves, "find_level", late)
+        monkeypatch.setattr(saves, "take_snapshot", late)
 
     def _decide(self) -> None:
         self._stands = self._begins.is_set()

@@ -1,1 +1,19 @@
-"""The coordinator: who is in the job, where slices are, how the job goes on and ends."""
+"""The coordinator of a job: its members, where slices are, how the job goes on and ends."""
+
+# Layout, in reading order. A file knows only files above it, except service.py, which builds and connects all parts.
+#
+# job.py                shared state: lock, journal, connections, heartbeats, events; calls to several servers
+# leases.py             hands out samples, counts what was used, reassigns what dead workers left
+# metrics.py            merges reported metrics into readings; stop rules
+# validation.py         validations of all workers together; the checkpoint with the best reading
+# restore.py            the checkpoint that a job resumes from; slices that no server has any more
+# registration.py       parameters become the layout, are hosted, get values and backups
+# checkpoint_writer.py  what happens after a snapshot: files, manifest, old checkpoints, mirror
+# saves.py              when a save is due; its snapshot, retries and answers
+# rendezvous.py         the roster of a generation, earlier lives of a worker, barriers
+# reconfigure.py        the thread that takes the job from one generation to the next, and moves slices
+# scaling.py            how many members there are, and workers that are slowed or paused by hand
+# members.py            joining, the start of the job, coming back, leaving, eviction
+# status.py             heartbeats, reports, job stats, status, who waits for whom, the profile
+# ending.py             the watch over silent and stuck members; the outcome that all are told
+# service.py            Coordinator: builds the parts, passes messages to them, closes them

@@ -1,4 +1,5 @@
-"""A save after its cut: everybody writes what is theirs, the manifest comes last, then the old ones go."""
+"""Writes a checkpoint after its snapshot: each member writes its part, the manifest comes last. Then mirrors it and
+removes old ones."""
 
 from __future__ import annotations
 
@@ -30,25 +31,25 @@ from syncline.store.folders import Folder, open_folder
 from syncline.store.mirror import copy_checkpoint
 from syncline.store.trouble import MissingError
 
-#: For scripts' states of workers other than the chief, after all slices are written.
+#: How long a save waits for the scripts of workers other than the chief, after all slices are written.
 SCRIPT_SECONDS = 60.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass
-class Taken:
-    """What is known of a job at a cut, apart from what is in its slices."""
+class SnapshotPoint:
+    """What the coordinator knows of a job at a snapshot. The values are in the servers' slices."""
 
     number: int
     servers: list[str]
     clocks: dict[Identity, int]
-    workers: dict[str, int]  # with their incarnations
+    workers: dict[str, int]  # their incarnations
     segments: tuple[Segment, ...]
     leases: LeaseState
     num_updates: int
     versions: int
     seconds: float
-    gate_seconds: float = 0.0  # from the first gate that was told to close to the last that has opened
+    barrier_seconds: float = 0.0  # how long commits were held
 
 
 class CheckpointWriter:
@@ -57,32 +58,34 @@ class CheckpointWriter:
     def __init__(self, job: JobContext, stop_rules: StopRules, best: BestCheckpoint, resume: ResumeService) -> None:
         self._job, self._stop_rules, self._best, self._resume = job, stop_rules, best, resume
         self._mirror = CheckpointMirror(job)
-        self._newest: Manifest | None = None  # of the checkpoint that was made last
-        self._has_said = False  # what the saves of now lack
+        self._newest: Manifest | None = None  # of the last checkpoint
+        self._has_warned = False  # that saves lack parameters of the resumed checkpoint
 
     @property
     def root(self) -> str:
+        """The folder of all checkpoints."""
         return open_folder(self._job.config.checkpoint).url
 
-    def write(self, taken: Taken, workers: Collection[str], chief: str, turn: int = 0) -> Checkpoint:
-        """The checkpoint, when it exists. `workers`: those that have noted their scripts' states. `turn`: of the
-        validation that goes with it, whose readings are in it.
+    def write(self, point: SnapshotPoint, workers: Collection[str], chief: str, turn: int = 0) -> Checkpoint:
+        """Returns the checkpoint when all of it is written. After an error nothing is left behind; ConnectionLost: a
+        member was lost, so a retry may succeed.
 
-        ConnectionLost: a member has gone meanwhile; whatever the reason, nothing is left behind.
+        `workers`: those that have noted the states of their scripts. `turn`: the validation whose readings go into
+        the manifest.
         """
         config = self._job.config
         root = open_folder(config.checkpoint)
         root.make()
-        step = taken.num_updates * config.sync_every
+        step = point.num_updates * config.sync_every
         saves = self._job.membership.state.saves
         folder = checkpoints.begin(root, checkpoints.next_number(root), step, saves.lineage, saves.token)
         try:
             with self._job.lock:
                 saves.open_folder = folder.url
                 self._job.keep()
-            manifest = self._gather(taken, folder, workers, chief, step)
+            manifest = self._gather(point, folder, workers, chief, step)
             faults.reach("save.answered")
-            _check_is_here(folder, manifest)
+            _check_is_visible(folder, manifest)
             manifest = self._best.with_readings(manifest, turn)
             digest = checkpoints.write_manifest(folder, manifest)
             self._newest = manifest
@@ -91,11 +94,14 @@ class CheckpointWriter:
             raise
         return checkpoint_of(folder, manifest, digest)
 
-    def _gather(self, taken: Taken, folder: Folder, workers: Collection[str], chief: str, step: int) -> Manifest:
-        marked = self._ask_servers(taken, folder)
-        lives = {name: (name, taken.workers.get(name, 0)) for name in workers}
-        clocks = {name: taken.clocks[life] for name, life in lives.items() if life in taken.clocks}
-        scripts = self._ask_workers(taken, folder, clocks)
+    def _gather(
+        self, point: SnapshotPoint, folder: Folder, workers: Collection[str], chief: str, step: int
+    ) -> Manifest:
+        """Lets all members write their parts, and returns the manifest."""
+        marked = self._ask_servers(point, folder)
+        lives = {name: (name, point.workers.get(name, 0)) for name in workers}
+        clocks = {name: point.clocks[life] for name, life in lives.items() if life in point.clocks}
+        scripts = self._ask_workers(point, folder, clocks)
         files: list[SavedFile] = []
         slices: list[SavedSlice] = []
         for answer in self._written(marked):
@@ -105,10 +111,10 @@ class CheckpointWriter:
                 self._job.event(
                     f"{answer.num_waited} updates waited for memory during a save; --save-memory allows it more"
                 )
-        scripts |= self._ask_workers(taken, folder, _clocks_in(slices, taken, lives.keys() - clocks.keys()))
+        scripts |= self._ask_workers(point, folder, _clocks_in(slices, point, lives.keys() - clocks.keys()))
         found = self._scripts(scripts, chief)
-        wanted = [part.id for segment in taken.segments for part in segment.slices]
-        if sorted(part.id for part in slices) != sorted(wanted):
+        expected = [part.id for segment in point.segments for part in segment.slices]
+        if sorted(part.id for part in slices) != sorted(expected):
             raise ProtocolError("servers have written other slices than the job has")
         state, config = self._job.membership.state, self._job.config
         return Manifest(
@@ -117,34 +123,35 @@ class CheckpointWriter:
             lineage=state.saves.lineage,
             job=self._job.job_id,
             step=step,
-            seconds=taken.seconds,
+            seconds=point.seconds,
             saved_at=time.time(),
             syncline=_version_of("syncline"),
             torch=_version_of("torch"),
-            segments=taken.segments,
+            segments=point.segments,
             files=tuple(files),
             slices=tuple(sorted(slices, key=lambda part: part.id)),
             scripts=tuple(found),
-            leases=taken.leases,
+            leases=point.leases,
             config=msgspec.to_builtins(config),
         )
 
-    # -- asking -------------------------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------------------
 
-    def _ask_servers(self, taken: Taken, folder: Folder) -> dict[str, Call]:
+    def _ask_servers(self, point: SnapshotPoint, folder: Folder) -> dict[str, Call]:
         return {
-            name: self._call(name, WriteMarked(taken.number, folder.url, f"{name}.safetensors"))
-            for name in taken.servers
+            name: self._call(name, WriteMarked(point.number, folder.url, f"{name}.safetensors"))
+            for name in point.servers
         }
 
-    def _ask_workers(self, taken: Taken, folder: Folder, clocks: Mapping[str, int]) -> dict[str, Call]:
+    def _ask_workers(self, point: SnapshotPoint, folder: Folder, clocks: Mapping[str, int]) -> dict[str, Call]:
+        """Asks workers to write the state that their scripts had at these clocks."""
         calls: dict[str, Call] = {}
         for name, clock in clocks.items():
-            message = WriteScript(taken.number, clock, folder.url, f"{name}.script.safetensors")
+            message = WriteScript(point.number, clock, folder.url, f"{name}.script.safetensors")
             try:
                 calls[name] = self._call(name, message)
             except ConnectionLost as error:
-                self._lacks(name, error)
+                self._report_missing(name, error)
         return calls
 
     def _call(self, name: str, message: Message) -> Call:
@@ -155,10 +162,11 @@ class CheckpointWriter:
         return endpoint.call(message)
 
     def _written(self, calls: Mapping[str, Call]) -> Iterator[WrittenMarked]:
+        """Yields the answers of the servers."""
         until = time.monotonic() + self._job.config.wait_seconds
         for name, call in calls.items():
-            while not call.arrives(_LOOK_SECONDS):
-                self._check_goes_on()
+            while not call.arrives(_POLL_SECONDS):
+                self._check_not_over()
                 with self._job.lock:
                     if any(other not in self._job.membership.state.members for other in calls):
                         raise ConnectionLost("a server was lost in the middle of it")
@@ -170,13 +178,13 @@ class CheckpointWriter:
             yield answer
 
     def _scripts(self, calls: Mapping[str, Call], chief: str) -> list[SavedScript]:
-        """Of all workers that have them; a save without one is still a save."""
+        """Returns the states of the scripts. A save may lack one."""
         found = []
         began = time.monotonic()
         for name, call in calls.items():
             patience = self._job.config.wait_seconds if name == chief else SCRIPT_SECONDS
             try:
-                while not call.arrives(_LOOK_SECONDS):
+                while not call.arrives(_POLL_SECONDS):
                     if self._job.over.is_set():
                         raise ConnectionLost("the job has ended")
                     if time.monotonic() - began > patience:
@@ -184,29 +192,33 @@ class CheckpointWriter:
                 answer = call.wait(0)
                 if isinstance(answer, WrittenScript):
                     found.append(answer.script)
-                    self._tell_between(answer)
+                    self._report_mid_batch(answer)
             except SynclineError as error:
-                self._lacks(name, error)
+                self._report_missing(name, error)
         return sorted(found, key=lambda script: script.worker)
 
-    def _lacks(self, name: str, error: SynclineError) -> None:
+    def _report_missing(self, name: str, error: SynclineError) -> None:
         self._job.event(f"the state of {name}'s script is not in this save: {error}")
 
-    def _tell_between(self, answer: WrittenScript) -> None:
+    def _report_mid_batch(self, answer: WrittenScript) -> None:
         if answer.clock > answer.script.clock:
             self._job.event(
                 f"this save lies in the middle of a batch of {answer.script.worker}'s: of {answer.clock} commits it "
-                f"has {answer.script.clock}; whoever takes it up goes on with the next batch"
+                f"has {answer.script.clock}; a job that resumes from it goes on with the next batch"
             )
 
-    def _check_goes_on(self) -> None:
+    def _check_not_over(self) -> None:
         if self._job.over.is_set():
             raise StoreError("the job has ended")
 
-    # -- afterwards ---------------------------------------------------------------------------------------
+    # -- after a save -------------------------------------------------------------------------------------
 
     def tidy(self, made: Checkpoint, *, waits: bool = False) -> None:
-        """It exists: the pointer to it, a second copy, and older ones go. No trouble here makes it a failure."""
+        """After a save: moves the pointer `last`, considers it as the best, removes old checkpoints, starts the
+        mirror.
+
+        An error here does not fail the save. `waits`: returns when the mirror has a copy.
+        """
         saves = self._job.membership.state.saves
         try:
             root = open_folder(made.root)
@@ -218,20 +230,20 @@ class CheckpointWriter:
             checkpoints.prune(root, keep, saves.lineage, self._needed(made), token=saves.token)
         except StoreError as error:
             self._job.event(f"{made.name} is saved, but: {error}")
-        except Exception as error:  # a bug of ours, or of a driver, costs the order of the folder, not the job
+        except Exception as error:  # our own bug, or a driver's: it costs the order of the folder, not the job
             self._job.event(f"{made.name} is saved, but: {type(error).__name__}: {error}")
         self._mirror.request(made)
         if waits:
             self._mirror.wait(self._job.config.wait_seconds)
 
     def _needed(self, made: Checkpoint) -> set[str]:
-        """What the job was taken up from stays as long as anything is in it that is in no other."""
+        """The checkpoint that the job was resumed from stays while it has parameters that no later one has."""
         with self._job.lock:
             known, lacking = self._job.membership.state.saves.taken_up, self._resume.unregistered()
         if known is None or not lacking:
             return set()
-        if not self._has_said:
-            self._has_said = True
+        if not self._has_warned:
+            self._has_warned = True
             self._job.event(
                 f"{made.name} is without {lacking[0]!r}, which {known.name} has and the script has not registered "
                 f"yet: {known.name} is kept until then"
@@ -242,28 +254,28 @@ class CheckpointWriter:
         self._mirror.close()
 
 
-def _check_is_here(folder: Folder, manifest: Manifest) -> None:
-    """What others have written is seen from here too: every file is there, with its size and its header."""
+def _check_is_visible(folder: Folder, manifest: Manifest) -> None:
+    """Checks that the files of other hosts can be read here, with their sizes and headers."""
     try:
         checkpoints.check_files(folder, manifest)
     except StoreError as error:
         raise StoreError(f"{error}; --checkpoint must be a folder that all hosts share, or a store") from error
 
 
-def _clocks_in(slices: Iterable[SavedSlice], taken: Taken, workers: Collection[str]) -> dict[str, int]:
-    """Of workers that take part no more, and of which servers tell nothing at a cut: what is in the slices."""
+def _clocks_in(slices: Iterable[SavedSlice], point: SnapshotPoint, workers: Collection[str]) -> dict[str, int]:
+    """The clocks of workers that are in no round now, by the slices: the servers leave them out at a snapshot."""
     found = dict.fromkeys(sorted(workers), 0)
     for part in slices:
         for name, incarnation, clock in part.clocks:
-            if name in found and taken.workers.get(name) == incarnation:
+            if name in found and point.workers.get(name) == incarnation:
                 found[name] = max(clock, found[name])
     return found
 
 
 def adopt(url: str, token: str, say: Callable[[str], None]) -> Checkpoint | None:
-    """What a coordinator that died had under way: a checkpoint, if its manifest was there; else it is removed.
+    """Returns the checkpoint that a dead coordinator was writing, if its manifest is there; otherwise removes it.
 
-    Where that cannot be told, since its store gives trouble, it stays as it is, and that is said.
+    If the store gives an error, the folder stays as it is, and `say` reports it.
     """
     if not url:
         return None
@@ -283,7 +295,7 @@ def _remove(folder: Folder, token: str) -> None:
     try:
         checkpoints.abandon(folder, token)
     except StoreError:
-        return  # the next save removes what has no manifest
+        return  # the next save removes folders without a manifest
 
 
 def _version_of(package: str) -> str:
@@ -294,38 +306,41 @@ def _version_of(package: str) -> str:
 
 
 class CheckpointMirror:
-    """One copy at a time, in a thread of its own; of those that wait only the newest is made."""
+    """Copies checkpoints to a second place, in a thread of its own. Only the newest of those that wait is copied.
+
+    Errors are reported and stop nothing.
+    """
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
-        self._change = threading.Condition()
+        self._changed = threading.Condition()
         self._next: Checkpoint | None = None
         self._is_busy = self._closed = False
 
     def request(self, made: Checkpoint) -> None:
-        """This checkpoint is to be copied, if there is a mirror."""
+        """Copies this checkpoint, if the job has a mirror."""
         if not self._job.config.checkpoint_mirror:
             return
-        with self._change:
+        with self._changed:
             self._next = made
             if not self._is_busy:
                 self._is_busy = True
                 threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
     def wait(self, seconds: float) -> None:
-        """Until everything is copied, for so long at most."""
+        """Waits until everything is copied, up to this long."""
         until = time.monotonic() + seconds
-        with self._change:
+        with self._changed:
             while self._is_busy and not self._closed and time.monotonic() < until:
-                self._change.wait(0.1)
+                self._changed.wait(0.1)
 
     def _run(self) -> None:
         while True:
-            with self._change:
+            with self._changed:
                 made, self._next = self._next, None
                 if made is None or self._closed:
                     self._is_busy = False
-                    self._change.notify_all()
+                    self._changed.notify_all()
                     return
             self._copy(made)
 
@@ -344,10 +359,10 @@ class CheckpointMirror:
             checkpoints.prune(target, config.keep, saves.lineage, kept, token=saves.token)
         except StoreError as error:
             self._job.event(f"{made.name} has no second copy: {error}; the job goes on")
-        except Exception as error:  # a bug of ours costs the copy, not the job
+        except Exception as error:  # our own bug: it costs the copy, not the job
             self._job.event(f"{made.name} has no second copy: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        with self._change:
+        with self._changed:
             self._closed = True
-            self._change.notify_all()
+            self._changed.notify_all()

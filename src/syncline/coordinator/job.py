@@ -20,11 +20,12 @@ from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.reconfigure import Planner
 from syncline.core.registry import Registry
+from syncline.core.slice_state import Identity
 from syncline.core.stopping import Steering
 from syncline.core.wire.control import Heartbeat, Report, Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, StoreError
-from syncline.net.rpc import Call, Endpoint
+from syncline.net.rpc import Call, Endpoint, Request
 
 #: How many of the latest events `status` shows.
 MOST_EVENTS = 50
@@ -323,6 +324,10 @@ class ServerCalls:
                     if gone:
                         raise ConnectionLost(f"{', '.join(gone)} is out")
         return {name: call.wait(0) for name, call in calls.items()}
+
+
+def identity_of(request: Request) -> Identity:
+    return (request.peer.name, request.peer.incarnation)
 
 
 def when_all(calls: list[Call], then: Callable[[list[Call]], None]) -> None:

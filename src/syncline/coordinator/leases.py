@@ -1,4 +1,4 @@
-"""Samples handed out by a coordinator: who asks is answered, given back, done, and back again from the dead."""
+"""The lease service: hands out samples to workers, counts what they have used, and reassigns what the dead left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from syncline import faults
-from syncline.coordinator.job import JobContext
+from syncline.coordinator.job import JobContext, identity_of
 from syncline.core.leasing.leases import SHARD_POSITIONS, Leasing
 from syncline.core.leasing.ledger import Epoch
 from syncline.core.leasing.queue import LeaseQueue
@@ -32,39 +32,41 @@ from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineErr
 from syncline.net.rpc import Call, Request
 from syncline.stats import Wait
 
-#: Between two saves of what was used; until one is made, servers keep it.
+#: How often used leases are kept and confirmed. Until then the servers remember them.
 KEEP_SECONDS = 1.0
-#: What was dealt to a worker that does not come to the epoch is given to whoever has waited for so long.
+#: A worker that has waited this long gets what was dealt to workers that do not read the epoch.
 RECLAIM_SECONDS = 5.0
 
 
 class LeaseService:
-    """All loaders of a job. Everything here is under the coordinator's lock; what is decided is the core's."""
+    """The leases of all loaders of a job, under the job's lock. `core/leasing` decides; this class keeps the decision
+    and sends it."""
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
         self._queue: LeaseQueue[Request] = LeaseQueue(job.membership)
-        self._later: list[tuple[Request, Message]] = []  # answers that are given when the state is kept
-        self._asked_workers: set[Identity] = set()  # what they have used; the answer is not here yet
+        self._later: list[tuple[Request, Message]] = []  # sent once the state is kept
+        self._asked_workers: set[Identity] = set()  # they were asked what they have used, and have not answered yet
         self._kept_at = 0.0
-        self._measured: dict[str, tuple[int, float]] = {}  # samples and seconds of work, as last said
+        self._measured: dict[str, tuple[int, float]] = {}  # samples and seconds of work, by the last heartbeat
         self.num_epochs = 0  # finished, of the loader that is furthest
-        self.num_samples = 0  # that workers were handed, all together
+        self.num_samples = 0  # handed out, to all workers
 
     @property
     def leasing(self) -> Leasing:
         return self._queue.leasing
 
-    # -- what workers say ---------------------------------------------------------------------------------
+    # -- requests of workers ------------------------------------------------------------------------------
 
-    def _is_heard(self, request: Request) -> bool:
-        """Under the lock. What a worker has said over a connection that was replaced it says again over the next
-        one, or does not mean any more."""
+    def _is_current(self, request: Request) -> bool:
+        """Under the lock: whether the request came over the worker's current connection. A worker repeats over a new
+        connection what it still wants."""
         return self._job.endpoints.get(request.peer.name) is request.endpoint
 
     def open_epoch(self, request: Request, message: OpenEpoch) -> None:
+        """A worker starts to read an epoch. Replies whether anything of it is left."""
         with self._job.lock:
-            if not self._is_heard(request):
+            if not self._is_current(request):
                 return
             if self._queue.is_over(message.loader):
                 request.reply(Opened(False))
@@ -73,51 +75,52 @@ class LeaseService:
             if seed is None and message.seed is not None:
                 request.reply(Opened(False, is_early=True))
                 return
-            owner, workers = _owner(request), max(1, len(self._queue.taking_part()))
+            owner, workers = identity_of(request), max(1, len(self._queue.taking_part()))
             try:
                 is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             except ConfigError as error:
                 self._refuse_loader(request, error)
                 return
             is_shared = self.leasing.is_shared(message.loader)
-            # A coordinator that comes next must not take one that it has never heard of for a finished one.
+            # Kept first: the next coordinator would take an epoch that it does not know for a finished one.
             self._later.append((request, Opened(is_left, is_shared, seed)))
         self.answer_requests()
 
     def _refuse_loader(self, request: Request, error: ConfigError) -> None:
-        """Its data are not the others': a new life of it would find the same, and without it the job is another.
+        """Refuses a loader whose data differ from those of the other workers.
 
-        Of one that came later only it is the mistake. Inside one process the script has the error, and may mend it.
+        The job fails, since a restarted worker would have the same data. A worker that came later is refused alone.
+        Inside one process the script gets the error and may correct it.
         """
-        request.refuse(error)  # before it hears that the job is over
+        request.refuse(error)  # before it is told that the job is over
         member = self._job.membership.state.members.get(request.peer.name)
         if self._job.watches and member is not None and member.since <= 1:
             self._job.membership.fail(request.peer.name, str(error))
             self._job.conclude()
 
     def ask_lease(self, request: Request, message: AskLease) -> None:
-        """Answered now; or, from one that has nothing to do, when there is something."""
+        """Replies with a lease; a worker with nothing left to do waits until there is one."""
         with self._job.lock:
             begins_common = not message.newest and self.leasing.is_common(message.loader, message.epoch)
-        if begins_common:  # where it begins follows from what was used by now
-            self._ask_uses(lambda: self._ask(request, message))
+        if begins_common:  # its start depends on what was used so far
+            self._fetch_acks(lambda: self._queue_request(request, message))
         else:
-            self._ask(request, message)
+            self._queue_request(request, message)
 
-    def _ask(self, request: Request, message: AskLease) -> None:
+    def _queue_request(self, request: Request, message: AskLease) -> None:
         with self._job.lock:
-            if not self._is_heard(request):
+            if not self._is_current(request):
                 return
-            self._queue.ask(_owner(request), message, request, time.monotonic())
+            self._queue.ask(identity_of(request), message, request, time.monotonic())
         self.answer_requests()
         if not self._job.watches:
-            self.tick(time.monotonic())  # inside one process nobody else does
+            self.tick(time.monotonic())  # inside one process there is no watch thread
         elif message.waits:
-            self._ask_uses()
+            self._fetch_acks()
 
-    def _ask_uses(self, then: Callable[[], None] | None = None) -> None:
-        """Somebody waits for the end of an epoch: what was used meanwhile is asked for, not waited for. `then` is
-        called behind it, also where there is no answer."""
+    def _fetch_acks(self, then: Callable[[], None] | None = None) -> None:
+        """Asks the server of slice 0 which leases were used, without waiting. `then` is called after the answer, and
+        also when there is none."""
         with self._job.lock:
             replica_set, is_wanted = (
                 self._job.membership.state.replica_sets.get(0),
@@ -132,9 +135,10 @@ class LeaseService:
             if then is not None:
                 then()
             return
-        call.when_done(functools.partial(self._were_used, call, then))
+        call.when_done(functools.partial(self._add_acks, call, then))
 
-    def _were_used(self, call: Call, then: Callable[[], None] | None) -> None:
+    def _add_acks(self, call: Call, then: Callable[[], None] | None) -> None:
+        """In the thread of the answer."""
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
             if isinstance(answer, Uses) and (answer.uses or answer.late):
@@ -145,14 +149,16 @@ class LeaseService:
             then()
 
     def leave_epoch(self, request: Request, message: LeaveEpoch) -> None:
+        """A worker reads no more of this epoch."""
         with self._job.lock:
-            if not self._is_heard(request):
+            if not self._is_current(request):
                 return
-            self._queue.leave(_owner(request), message)
+            self._queue.leave(identity_of(request), message)
             self._later.append((request, Done()))
         self.answer_requests()
 
     def end_shard(self, request: Request, message: EndShard) -> None:
+        """A worker has found the end of a shard whose length was not known."""
         with self._job.lock:
             epoch = self.leasing.epoch(message.loader, message.epoch)
             if epoch is not None:
@@ -160,8 +166,8 @@ class LeaseService:
             self._later.append((request, Done()))
         self.answer_requests()
 
-    def _gave_back(self, owner: Identity, recall: Recall, call: Call) -> None:
-        """In the thread that brings the answer. When that got lost it is asked again; or its eviction brings it."""
+    def _was_recalled(self, owner: Identity, recall: Recall, call: Call) -> None:
+        """In the thread of the answer. A lost answer is asked for again, unless the worker is evicted."""
         answer: Message | None = None
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
@@ -173,28 +179,28 @@ class LeaseService:
         if answer is not None:
             self.answer_requests()
 
-    # -- what servers say ---------------------------------------------------------------------------------
+    # -- counting what was used ---------------------------------------------------------------------------
 
-    def note_heartbeat(self, name: str, beat: Heartbeat) -> None:
-        """Under the lock: the server of slice 0 says what was used, a worker how fast it is."""
+    def note_heartbeat(self, name: str, heartbeat: Heartbeat) -> None:
+        """Under the lock: the server of slice 0 tells which leases were used, a worker how fast it is."""
         replica_set, member = (
             self._job.membership.state.replica_sets.get(0),
             self._job.membership.state.members.get(name),
         )
-        if (beat.uses or beat.late) and replica_set is not None and replica_set.primary == name:
-            self._queue.use(beat.uses, beat.late)
-        if beat.is_quarantined and member is not None and self._queue.is_open:
+        if (heartbeat.uses or heartbeat.late) and replica_set is not None and replica_set.primary == name:
+            self._queue.use(heartbeat.uses, heartbeat.late)
+        if heartbeat.is_quarantined and member is not None and self._queue.is_open:
             owner = (name, member.incarnation)
             for loader, epoch in self.leasing.quarantine(owner):
                 self._recall(owner, Recall(loader, epoch))
-        if beat.samples:
+        if heartbeat.samples:
             samples, seconds = self._measured.get(name, (0, 0.0))
-            self._measured[name] = (beat.samples, beat.work_seconds)
-            self.num_samples += max(0, beat.samples - samples)
-            self.leasing.measured(name, beat.samples - samples, beat.work_seconds - seconds)
+            self._measured[name] = (heartbeat.samples, heartbeat.work_seconds)
+            self.num_samples += max(0, heartbeat.samples - samples)
+            self.leasing.measured(name, heartbeat.samples - samples, heartbeat.work_seconds - seconds)
 
     def tick(self, now: float) -> None:
-        """Now and then: keeps what was used and confirms it, cuts parts again, sees to those who wait in vain."""
+        """Runs periodically: keeps and confirms what was used, balances leases, and reassigns what is not read."""
         self._ask_workers()
         if not self._queue.is_open:
             return
@@ -209,15 +215,16 @@ class LeaseService:
             somebody_waits, has_news = self._queue.somebody_waits, self._queue.has_news
         self.answer_requests()
         if somebody_waits:
-            self._ask_uses()
+            self._fetch_acks()
         if has_news and now - self._kept_at > KEEP_SECONDS:
             self._confirm(now)
 
     def _confirm(self, now: float) -> None:
+        """Keeps what was used, then tells the servers of slice 0 that they may forget it."""
         with self._job.lock:
             self._kept_at = now
             used, late, finished = self._queue.take_news()
-            self._tell_finished(finished)
+            self._report_finished(finished)
             try:
                 self._job.keep()
             except StoreError as error:
@@ -230,12 +237,12 @@ class LeaseService:
         for endpoint in endpoints:
             endpoint.mention(Confirm(sorted(set(used)), sorted(set(late))))
 
-    def _tell_finished(self, finished: Iterable[tuple[str, int, Epoch]]) -> None:
+    def _report_finished(self, finished: Iterable[tuple[str, int, Epoch]]) -> None:
         for name, number, epoch in finished:
             self.num_epochs = max(self.num_epochs, number + 1)
-            self._tell(f"epoch {number + 1} of {name!r}", epoch)
+            self._report_skipped(f"epoch {number + 1} of {name!r}", epoch)
 
-    def _tell(self, which: str, epoch: Epoch) -> None:
+    def _report_skipped(self, which: str, epoch: Epoch) -> None:
         for suspect_batch in epoch.aside:
             where = f"positions {suspect_batch.span.start} to {suspect_batch.span.stop - 1}"
             workers = ", ".join(suspect_batch.workers)
@@ -245,17 +252,17 @@ class LeaseService:
             self._job.event(f"{which}: {epoch.num_passed_over} samples were read and used in no step")
 
     def report_at_end(self) -> None:
-        """Under the lock: the job is over. What was set aside and passed over in its last epochs, finished or not."""
+        """Under the lock, at the end of the job: reports skipped samples of the last epochs, finished or not."""
         if self._queue.is_open:
-            self._tell_finished(self.leasing.forget_finished())
+            self._report_finished(self.leasing.forget_finished())
             for name, epochs in self.leasing.state.epochs.items():
                 for number, epoch in epochs.items():
-                    self._tell(f"epoch {number + 1} of {name!r}", epoch)
+                    self._report_skipped(f"epoch {number + 1} of {name!r}", epoch)
 
     # -- answering ----------------------------------------------------------------------------------------
 
     def answer_requests(self) -> None:
-        """Whoever asks is answered as far as there is something to say; leases are kept before they are told."""
+        """Replies to all requests that can be answered now. Leases are kept before they are told."""
         with self._job.lock:
             answers, recalls = self._queue.answers()
             later, self._later = self._later, []
@@ -267,7 +274,7 @@ class LeaseService:
         for request, answer in later:
             request.reply(answer)
         with self._job.lock:
-            for owner, recall in recalls:  # after the answers: what is on its way is not given back
+            for owner, recall in recalls:  # after the answers: a worker cannot return a lease that it has not got yet
                 self._recall(owner, recall)
 
     def _keep_leases(self) -> bool:
@@ -288,17 +295,17 @@ class LeaseService:
             call = endpoint.call(recall)
         except ConnectionLost:
             self.leasing.not_recalled(owner, recall.loader, recall.epoch)
-            return  # it comes back and is asked again, or is evicted
-        call.when_done(functools.partial(self._gave_back, owner, recall, call))
+            return  # it reconnects and is asked again, or is evicted
+        call.when_done(functools.partial(self._was_recalled, owner, recall, call))
 
-    # -- the dead -----------------------------------------------------------------------------------------
+    # -- workers that are gone ----------------------------------------------------------------------------
 
     def acks_are_lost(self) -> None:
-        """Under the lock, to be kept: slice 0 came back from a worker's copy, and what was used and not told yet went
-        with its server.
+        """Under the lock; the caller keeps the state. Slice 0 came back from a worker's copy, and the acks that only
+        its server had are lost.
 
-        The workers that live say what they have used; their updates may be revoked, and the samples count as read. Of
-        those who died nobody knows: what they had not told is read again.
+        The workers that are alive say what they have used: it counts as read, even if their updates were revoked.
+        What dead workers had used and not told is read again.
         """
         if self._job.membership.state.leases.epochs:
             spans = self._queue.uses_are_lost()
@@ -311,11 +318,11 @@ class LeaseService:
 
     @property
     def awaits_acks(self) -> bool:
-        """Under the lock: whether workers that live are still to say so."""
+        """Under the lock: after lost acks, some workers have not yet said what they have used."""
         return bool(self._queue.unheard())
 
     def _ask_workers(self) -> None:
-        """Those who have not said yet what they have used; again, when the answer got lost."""
+        """Asks the workers that have not yet said what they have used, and asks again after a lost answer."""
         with self._job.lock:
             fresh = [owner for owner in self._queue.unheard() if owner not in self._asked_workers]
             endpoints = {owner: self._job.endpoints[owner[0]] for owner in fresh if owner[0] in self._job.endpoints}
@@ -326,9 +333,10 @@ class LeaseService:
             except ConnectionLost:
                 self._asked_workers.discard(owner)
             else:
-                call.when_done(functools.partial(self._has_said, owner, call))
+                call.when_done(functools.partial(self._has_told, owner, call))
 
-    def _has_said(self, owner: Identity, call: Call) -> None:
+    def _has_told(self, owner: Identity, call: Call) -> None:
+        """In the thread of the answer."""
         answer: Message | None = None
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
@@ -339,18 +347,18 @@ class LeaseService:
         self.answer_requests()
 
     def departed_owners(self) -> dict[Identity, bool]:
-        """Under the lock: who has leases and is a member no more, and fenced everywhere; whether it died."""
+        """Under the lock: owners of leases that are no longer members and are fenced everywhere; True: it died."""
         return self._queue.gone()
 
     def member_is_out(self, member: Member) -> None:
-        """Under the lock: what comes under this name next has another count."""
+        """Under the lock: the next member of this name counts from zero."""
         self._measured.pop(member.name, None)
         self._queue.asking.pop(member.name, None)
 
     def reassign_departed(self, gone: dict[Identity, bool], answers: Iterable[Message]) -> bool:
-        """What of the dead counts is known, by the word of slice 0's server: the rest is to do again.
+        """Counts what these workers have used, by the `answers` of slice 0's server, and hands the rest to others.
 
-        Whether that is so of all of them; who has a commit that waits for its round is asked for again.
+        Returns False if one of them has a commit that still waits for its round: call this again later.
         """
         waiting: set[Identity] = set()
         with self._job.lock:
@@ -364,7 +372,7 @@ class LeaseService:
         return waiting.isdisjoint(gone)
 
     def waits(self, now: float) -> list[Wait]:
-        """Under the lock: who waits for whom to finish an epoch."""
+        """Under the lock: which workers wait for others to finish an epoch."""
         found = []
         for name, (_, message, since, _) in self._queue.asking.items():
             epoch = self.leasing.epoch(message.loader, message.epoch)
@@ -375,7 +383,3 @@ class LeaseService:
                 what = f"the end of epoch {message.epoch + 1}"
                 found.append(Wait(name, 0, owners, now - since, what))
         return found
-
-
-def _owner(request: Request) -> Identity:
-    return (request.peer.name, request.peer.incarnation)

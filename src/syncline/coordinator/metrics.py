@@ -1,4 +1,4 @@
-"""Metrics at the coordinator: workers' reports become readings, which the stop rules see at once."""
+"""Metrics and stop rules: merges the workers' reports into readings, and tells all workers what the rules decide."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from syncline.core.stopping import Rules, Steering, Stopping, is_reported_late, 
 from syncline.errors import StoreError
 from syncline.net.rpc import Endpoint, Request
 
-#: Between two saves of what the rules count; what they decide is kept at once.
+#: How often the counts of the rules are kept. Decisions are kept at once.
 KEEP_SECONDS = 1.0
 
 
 class StopRules:
-    """All rules of a job. Everything here is under the coordinator's lock; what is decided is the core's."""
+    """The stop rules of a job, under the job's lock. `core/stopping` decides; this class keeps the decision and sends
+    it."""
 
     def __init__(self, job: JobContext, leases: LeaseService) -> None:
         self._job, self._leases = job, leases
-        self._told: dict[str, tuple[Endpoint, int]] = {}  # which number a worker has heard, over which connection
+        self._told: dict[str, tuple[Endpoint, int]] = {}  # which decision a worker has heard, over which connection
         self._parsed: tuple[JobConfig, Rules] | None = None
         self._timer: threading.Timer | None = None
         self._kept_at, self._is_kept = 0.0, True
@@ -39,7 +40,7 @@ class StopRules:
 
     @property
     def rules(self) -> Rules:
-        """Of the settings that count: the chief's script may have said some when the job began."""
+        """The rules of the current settings; the chief's script may have added some at the start."""
         config = self._job.config
         if self._parsed is None or self._parsed[0] is not config:
             self._parsed = (config, rules_of(config))
@@ -53,38 +54,38 @@ class StopRules:
     def has_stopped(self) -> bool:
         return self.state.stop is not None
 
-    # -- the time of training -----------------------------------------------------------------------------
+    # -- training time ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """The job is whole, or goes on under this coordinator: its time runs."""
+        """The job has started, or continues under this coordinator: the training clock runs."""
         with self._job.lock:
             self._job.clock.start(self._job.config.coordinator_seconds)
             Stopping(self.rules, self.state).begin()
             self.announce()
             left = self.rules.max_seconds - self._job.clock.seconds()
             if self.rules.max_seconds and not self.has_stopped and self._job.membership.outcome is None:
-                self._timer = threading.Timer(max(0.0, left), self._pass_time)
+                self._timer = threading.Timer(max(0.0, left), self._time_is_over)
                 self._timer.daemon = True
                 self._timer.start()
 
-    def _pass_time(self) -> None:
+    def _time_is_over(self) -> None:
         self._decide(lambda stopping: stopping.pass_time(self._job.clock.seconds(), self._job.step()))
 
     # -- deciding -----------------------------------------------------------------------------------------
 
     def add_readings(self, fresh: Mapping[str, Reading], step: int) -> None:
-        """New readings; and the step of whoever brings them."""
+        """Applies the rules to new readings, and to the step of the worker that reported them."""
         newest = {**self._readings, **fresh}
         self._decide(lambda stopping: stopping.take(fresh, newest, step))
         self._is_kept = self._is_kept and not fresh
         self.tick(time.monotonic())
 
     def reach_step(self, step: int) -> None:
-        """All workers have come to this step; in rounds that is known by one of them."""
+        """All workers have reached this step; in rounds the report of one is enough."""
         self._decide(lambda stopping: stopping.reach(step))
 
     def _decide(self, ask: Callable[[Stopping], list[str]]) -> None:
-        """What is decided is kept before anybody hears of it; what cannot be kept is decided again later."""
+        """Keeps a decision before it is announced. If it cannot be kept, the rules decide again later."""
         with self._job.lock:
             before = msgspec.msgpack.encode(self.state)
             number = self.state.number
@@ -102,10 +103,10 @@ class StopRules:
                 self._job.event(event)
             self.announce()
         if self.has_stopped:
-            self._leases.answer_requests()  # whoever waits for more to read
+            self._leases.answer_requests()  # workers may wait for more samples
 
     def tick(self, now: float) -> None:
-        """Now and then: what was counted is kept; a metric that nobody reports is named, once."""
+        """Runs periodically: keeps what the rules count, and names once the metrics that no worker reports."""
         with self._job.lock:
             if not self._is_kept and now - self._kept_at > KEEP_SECONDS and self._job.try_keep():
                 self._kept_at, self._is_kept = now, True
@@ -122,7 +123,7 @@ class StopRules:
     # -- telling ------------------------------------------------------------------------------------------
 
     def announce(self) -> None:
-        """Whoever does not know what the rules want hears it: a new life of a name, or one over a new connection."""
+        """Tells the rules' decision to each worker that has not heard it over its current connection."""
         with self._job.lock:
             steer = self.state.steer
             if steer == Steer() or not self._job.membership.formed:
@@ -134,7 +135,7 @@ class StopRules:
                     self._told[name] = (endpoint, steer.number)
 
     def report_at_end(self) -> None:
-        """Under the lock: the job is over. What has stopped it, what its metrics were, what nobody reported."""
+        """Under the lock, at the end of the job: reports what stopped it, the last readings, and missing metrics."""
         self.close()
         if self.state.stop is not None:
             self._job.final_event(f"stopped by {self.state.stop}")
@@ -150,29 +151,29 @@ class StopRules:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def for_manifest(self) -> dict[str, Any]:
-        """Under the lock: what the rules remember, for a manifest's `steering`."""
+        """Under the lock: the state of the rules, for a manifest's `steering`."""
         found: dict[str, Any] = msgspec.to_builtins(self.state)
         return found
 
 
 class MetricService:
-    """All readings of a job. Everything here is under the coordinator's lock."""
+    """The readings of a job, under the job's lock."""
 
     def __init__(self, job: JobContext, stop_rules: StopRules) -> None:
         self._job, self._stop_rules = job, stop_rules
         self._merging = Merging(job.membership.state.metrics)
-        self._steps: dict[str, int] = {}  # of every worker, by its reports
+        self._steps: dict[str, int] = {}  # of each worker, by its reports
 
     @property
     def newest(self) -> dict[str, Reading]:
         return self._job.membership.state.metrics.readings
 
     def values(self) -> dict[str, float]:
-        """The newest value of each metric, as far as it is a number: for a manifest, and to be shown."""
+        """The newest finite value of each metric, for manifests and for people."""
         return _finite(self.newest)
 
     def handle_metrics(self, request: Request, message: Metrics) -> None:
-        """A worker's report; its answer is what the rules want by now."""
+        """A worker reports its metrics. The reply says what the stop rules want."""
         name, incarnation = request.peer.name, request.peer.incarnation
         with self._job.lock:
             if self._merging.is_new(name, incarnation, message.number):
@@ -182,7 +183,7 @@ class MetricService:
                 else:
                     validated = self._job.membership.state.validations.metrics
                     told = {n: v for n, v in message.values.items() if n not in validated}
-                    found = self._merging.take(name, told, message.step, self._taking_part())
+                    found = self._merging.take(name, told, message.step, self._participants())
                 self._steps[name] = message.step
                 for fresh in found or [{}]:
                     self._stop_rules.add_readings(fresh, message.step)
@@ -191,26 +192,26 @@ class MetricService:
         request.reply(steer)
 
     def add_merged(self, values: Mapping[str, float], step: int) -> None:
-        """Readings that were merged already, by whoever calls this: rules have seen them when it returns."""
+        """Adds readings that are merged already. The stop rules have seen them when this returns."""
         with self._job.lock:
             self._stop_rules.add_readings(self._merging.whole(values, step), step)
 
     def member_is_out(self, member: Member) -> None:
-        """Somebody has left, or is out: a reading that waited for it may be whole."""
+        """A reading that waited for this member may be complete now."""
         with self._job.lock:
-            self._steps = {name: step for name, step in self._steps.items() if name in self._taking_part()}
-            fresh = self._merging.gone(self._taking_part())
+            self._steps = {name: step for name, step in self._steps.items() if name in self._participants()}
+            fresh = self._merging.gone(self._participants())
             if fresh:
                 self._stop_rules.add_readings(fresh, max(reading.step for reading in fresh.values()))
             self._stop_rules.reach_step(self._step())
 
     def _step(self) -> int:
-        """The job's, by the reports of those who are there; where workers step by themselves, the slowest's."""
+        """The step of the job by the workers' reports: the slowest worker's, if workers take local steps."""
         if self._job.config.sync_every > 1:
-            return min((self._steps.get(name, 0) for name in self._taking_part()), default=0)
+            return min((self._steps.get(name, 0) for name in self._participants()), default=0)
         return max(self._steps.values(), default=0)
 
-    def _taking_part(self) -> list[str]:
+    def _participants(self) -> list[str]:
         entered = self._job.membership.state.entered
         return [name for name in self._job.membership.workers() if name in entered]
 

@@ -1,4 +1,8 @@
-"""How a coordinator takes its job from one generation to the next, and slices to where they should be."""
+"""The reconfiguration thread: takes the job from one generation to the next, and moves slices to their servers.
+
+A generation is kept in the journal, prepared on all servers, installed, and finished; docs/design.md tells why. The
+same thread runs what must not overlap with a reconfiguration: seeding of backups, leases of the dead, and snapshots.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,19 @@ from syncline.core.wire.message import Done, Message
 from syncline.errors import FencedError, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Request
 
-#: Until a change that could not be finished is tried again.
-_AGAIN_SECONDS = 0.02
-#: Until a plan that had to make way is taken up again.
+#: The pause before a reconfiguration is retried.
+_RETRY_SECONDS = 0.02
+#: The pause before a plan that gave way is tried again.
 _LATER_SECONDS = 0.2
-_LOUD_SECONDS = 1.0
-#: Holds last 150 ms: servers that answer further apart than this are asked once more.
-_APART_SECONDS, _MOST_TIMES = 0.1, 5
+#: How often the reason of retries is reported.
+_REPORT_SECONDS = 1.0
+#: A hold lasts 150 ms. Servers whose answers are further apart than this are asked again.
+_APART_SECONDS, _MOST_TRIES = 0.1, 5
 
 
 class Reconfigurer:
-    """One change at a time, in a thread of its own. What is decided is the core's; here it is kept and said."""
+    """One reconfiguration at a time, in a thread of its own. `core/reconfigure` decides; this class keeps and
+    sends."""
 
     def __init__(
         self,
@@ -47,16 +53,16 @@ class Reconfigurer:
         self._job, self._calls, self._planner = job, calls, job.planner
         self._registration, self._leases, self._saves = registration, leases, saves
         self._lost_slices, self._barriers, self._roster = lost_slices, barriers, roster
-        self._asking: dict[str, Request] = {}  # workers that enter, servers that retire
-        self._trouble = ("", 0.0)  # why a change is tried again, and since when
+        self._asking: dict[str, Request] = {}  # requests of workers that enter and servers that retire
+        self._trouble = ("", 0.0)  # why the reconfiguration is retried, and since when
         self._thread: threading.Thread | None = None
 
     def start(self, *, resume: bool) -> None:
-        """Under the lock. `resume`: an earlier coordinator may have died within a change."""
+        """Under the lock. `resume`: an earlier coordinator may have died within a reconfiguration."""
         if self._thread is None:
             if resume:
                 self._planner.resume()
-            self._thread = threading.Thread(target=self._run, name="changes", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="reconfigure", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -64,38 +70,38 @@ class Reconfigurer:
             self._job.is_closing = True
             self._job.wake_reconfigurer()
 
-    # -- what happens -------------------------------------------------------------------------------------
+    # -- members ------------------------------------------------------------------------------------------
 
     def member_is_out(self, member: Member) -> None:
-        """Under the lock."""
+        """Under the lock: a member was evicted."""
         self._asking.pop(member.name, None)
         self._planner.is_out(member)
-        # Also what nobody has only because a plan was taken back with it.
+        # This includes slices that are lost because a plan was undone with the eviction.
         self._registration.slices_are_lost(self._job.membership.state.lost)
         self._job.wake_reconfigurer()
 
     def member_has_left(self, name: str) -> None:
-        """Under the lock: it asks for nothing any more."""
+        """Under the lock: drops what the member asked for."""
         self._asking.pop(name, None)
         self._planner.has_left(name)
 
     def member_is_in(self, member: Member) -> None:
-        """Under the lock, with its joining: no plan may count on a server that knows nothing yet."""
+        """Under the lock that also adds the member: no plan may use a server that does not know the layout yet."""
         self._planner.is_in(member)
         self._job.wake_reconfigurer()
 
     def enter(self, request: Request, message: Enter) -> None:
-        """A worker is about to push that takes part in no rounds."""
+        """A worker that is in no round is about to push. Replies when it is in the rounds."""
         with self._job.lock:
             place = self._planner.enter(request.peer.name, request.peer.incarnation, message.entry, message.phase)
             if place is None:
                 self._asking[request.peer.name] = request
                 self._job.wake_reconfigurer()
         if place is not None:
-            request.reply(place)  # it asks again
+            request.reply(place)  # the worker has repeated its request
 
     def retire(self, request: Request, message: Retire) -> None:
-        """A server wants to leave: answered when nothing is left on it."""
+        """A server wants to leave. Replies when it has no slices left."""
         with self._job.lock:
             self._planner.retire(request.peer.name)
             self._job.retiring.add(request.peer.name)
@@ -115,19 +121,19 @@ class Reconfigurer:
                 self._job.superseded(str(error))
                 return
             except StoreError as error:
-                self._job.event(f"{error}; the change waits")
+                self._job.event(f"{error}; the reconfiguration waits")
                 pause = 1.0
             except SynclineError as error:
-                pause = _AGAIN_SECONDS  # a server is gone, or held no longer: begun again, with what is known by then
-                self._say_reason(str(error))
-            except Exception as error:  # a bug of ours must end in a verdict, not in silence
+                pause = _RETRY_SECONDS  # a server is gone, or its hold ended
+                self._report_retry(str(error))
+            except Exception as error:  # our own bug: the job must fail visibly, not hang
                 self._job.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
                 raise
             else:
                 self._trouble = ("", 0.0)
 
     def _wait_for_work(self, pause: float) -> bool:
-        """After the pause, or until there may be something to do; whether this goes on."""
+        """Waits for the pause, or until there may be work. Returns False at the end."""
         with self._job.lock:
             if pause:
                 self._job.wait_for_wake(pause)
@@ -135,47 +141,49 @@ class Reconfigurer:
                 self._job.wait_for_wake(self._saves.seconds_left(time.monotonic()))
             return not self._job.is_closing and self._job.membership.outcome is None
 
-    def _say_reason(self, reason: str) -> None:
-        """A change that is tried again and again says why, once a second."""
+    def _report_retry(self, reason: str) -> None:
+        """Reports why a reconfiguration is retried, once a second."""
         known, since = self._trouble
         if not known:
             self._trouble = (reason, time.monotonic())
-        elif time.monotonic() - since >= _LOUD_SECONDS:
+        elif time.monotonic() - since >= _REPORT_SECONDS:
             self._trouble = (reason, time.monotonic())
             self._job.event(f"generation {self._job.membership.generation} could not be installed yet: {reason}")
 
     def _has_work(self) -> bool:
+        """Under the lock."""
         waits = bool(self._planner.strangers or self._planner.retiring or self._leases.departed_owners())
         waits = waits or self._registration.has_uploads
         waits = waits or self._saves.has_work(time.monotonic())
         return self._planner.is_urgent or waits or not self._plan().is_empty
 
     def _plan(self) -> Plan:
-        """Under the lock."""
+        """Under the lock: what would bring the slices to where they should be."""
         return self._planner.plan(self._job.registry.sizes, self._registration.slices_with_values())
 
     def _step(self) -> float:
+        """Does the most urgent work. Returns how long to pause."""
         with self._job.lock:
             if any(name not in self._job.endpoints for name in self._job.membership.servers()):
-                return _AGAIN_SECONDS  # it comes back, or is evicted: either is known soon
-        self._introduce()
+                return _RETRY_SECONDS  # it reconnects or is evicted soon
+        self._introduce_servers()
         with self._job.lock:
-            urgent = self._planner.is_urgent
-            wanted = self._plan()
-        if urgent:
-            return self._change(None)
-        later = self._hand_back()
-        if not wanted.is_empty:
-            return self._carry_out(wanted)
-        self._let_go()
+            is_urgent = self._planner.is_urgent
+            plan = self._plan()
+        if is_urgent:
+            return self._reconfigure(None)
+        pause = self._reassign_leases()
+        if not plan.is_empty:
+            return self._carry_out(plan)
+        self._release_servers()
         self._saves.run_due()
-        return _LATER_SECONDS if self._planner.retiring else later
+        return _LATER_SECONDS if self._planner.retiring else pause
 
-    def _hand_back(self) -> float:
-        """Leases of those who are out and fenced go to others; slice 0's server says what of them counts."""
+    def _reassign_leases(self) -> float:
+        """Hands the leases of fenced members to others. The server of slice 0 knows which of them were used."""
         with self._job.lock:
             if self._planner.is_urgent:
-                return 0.0  # slice 0 may have another primary, or none: first all servers must know of that
+                return 0.0  # slice 0 may have a new primary or none: reconfigure first
             gone, replica_set = self._leases.departed_owners(), self._job.membership.state.replica_sets.get(0)
         if gone:
             answers = (
@@ -184,11 +192,11 @@ class Reconfigurer:
                 else {}
             )
             if not self._leases.reassign_departed(gone, answers.values()):
-                return _AGAIN_SECONDS
+                return _RETRY_SECONDS
         return 0.0
 
-    def _introduce(self) -> None:
-        """A server that has come hears of every segment."""
+    def _introduce_servers(self) -> None:
+        """Tells new servers of all segments."""
         with self._job.lock:
             members, segments = self._job.membership.state.members, list(self._job.registry.layout.segments)
             lives = {name: members[name].incarnation for name in self._planner.strangers if name in members}
@@ -199,8 +207,8 @@ class Reconfigurer:
                 if name in members and members[name].incarnation == incarnation:
                     self._planner.strangers.discard(name)
 
-    def _let_go(self) -> None:
-        """Servers on which nothing is left may end; segments whose slices have all their replica sets are ready."""
+    def _release_servers(self) -> None:
+        """Lets servers without slices leave. Segments whose slices have all their backups become ready."""
         self._registration.finish_uploads()
         with self._job.lock:
             free = self._planner.relieved()
@@ -215,17 +223,22 @@ class Reconfigurer:
                 self._job.registry.servers = self._job.membership.servers()
                 self._job.event(f"{name} has handed over its slices and leaves")
             if free:
-                self._job.try_keep()  # else it is kept with whatever comes next: nothing is left on them
+                self._job.try_keep()  # or with the next `keep`: these servers have no slices
         for request in requests:
             request.reply(Done())
         if requests:
             self._roster.announce()
 
-    # -- one change ---------------------------------------------------------------------------------------
+    # -- one reconfiguration ------------------------------------------------------------------------------
 
-    def _change(self, wanted: Plan | None) -> float:
+    def _reconfigure(self, plan: Plan | None) -> float:
+        """Installs the next generation: with the replica sets of `plan`, or, without a plan, with what members that
+        came or went require.
+
+        Returns how long to pause.
+        """
         with self._job.lock:
-            change = self._planner.begin(wanted, self._job.registry.sizes)
+            change = self._planner.begin(plan, self._job.registry.sizes)
             if change is None:
                 return _LATER_SECONDS
             self._job.keep()
@@ -233,7 +246,7 @@ class Reconfigurer:
         self._lost_slices.restore()
         self._prepare(change)
         faults.reach("change.prepared")
-        if wanted is not None and change.num_orphans:
+        if plan is not None and change.num_orphans:
             with self._job.lock:
                 self._planner.take_back()
                 self._registration.slices_are_lost(self._job.membership.state.lost)
@@ -241,7 +254,7 @@ class Reconfigurer:
                 endpoints = [self._job.endpoints[name] for name in change.servers if name in self._job.endpoints]
             for endpoint in endpoints:
                 endpoint.mention(LetGo(change.generation))
-            self._registration.retry_waiting()  # what has waited for where slices are
+            self._registration.retry_waiting()  # registrations wait while slices move
             self._roster.announce()
             return _LATER_SECONDS
         self._install(change)
@@ -250,8 +263,8 @@ class Reconfigurer:
         return 0.0
 
     def _prepare(self, change: Reconfiguration) -> None:
-        """All servers hold at the same time when this returns: the answers of one question, close together."""
-        for _ in range(_MOST_TIMES):
+        """Makes all servers hold their commits. Holds are short, so all answers must come close together."""
+        for _ in range(_MOST_TRIES):
             began = time.monotonic()
             for server, answer in self._calls.ask(dict.fromkeys(change.servers, change.prepare())).items():
                 if not isinstance(answer, Prepared):
@@ -261,6 +274,7 @@ class Reconfigurer:
                 return
 
     def _install(self, change: Reconfiguration) -> None:
+        """Tells all servers the new generation."""
         with self._job.lock:
             install, lost = self._planner.install(change)
         for _, text in lost:
@@ -270,16 +284,17 @@ class Reconfigurer:
         self._calls.ask(dict.fromkeys(change.servers, install), fails_soon=True)
 
     def _finish(self, change: Reconfiguration) -> None:
-        """Every server has the generation: rounds, barriers and places are others' from now on."""
+        """All servers have the generation: keeps it, then answers the workers, barriers and registrations that
+        wait."""
         with self._job.lock:
             self._planner.settle(change)
             change.boundaries = {
-                name: (beat.boundary, beat.stride) for name, (beat, _) in self._job.heartbeats.items()
+                name: (heartbeat.boundary, heartbeat.stride) for name, (heartbeat, _) in self._job.heartbeats.items()
             }
             try:
                 self._job.keep()
             except StoreError:
-                self._planner.reopen()  # nobody is answered before it is kept
+                self._planner.reopen()  # no request is answered before it is kept
                 raise
             places = self._planner.finish(change)
             requests = [(self._asking.pop(name), place) for name, place in places.items()]
@@ -290,26 +305,26 @@ class Reconfigurer:
         self._roster.announce()
         self._roster.answer_lives()
 
-    # -- plans --------------------------------------------------------------------------------------------
+    # -- plans that move slices ---------------------------------------------------------------------------
 
-    def _carry_out(self, wanted: Plan) -> float:
-        """Seeds first, as long as they take, unless something more urgent comes up; then the replica sets."""
+    def _carry_out(self, plan: Plan) -> float:
+        """Seeds the backups of the plan, unless something more urgent comes up; then installs its replica sets."""
         with self._job.lock:
             members = dict(self._job.membership.state.members)
         jobs: dict[str, list[Message]] = {}
-        # In a ring every backup is supplied within the change that names it.
-        seeds = () if self._job.config.is_ring else wanted.seeds
+        # In a ring each backup is seeded within the reconfiguration that names it.
+        seeds = () if self._job.config.is_ring else plan.seeds
         for (source, target), slices in by_source(seeds).items():
             if target not in members or source not in members:
-                return _AGAIN_SECONDS  # it is out by now
+                return _RETRY_SECONDS  # one of them is out by now
             jobs.setdefault(source, []).append(SeedTo(slices, members[target]))
         while jobs:
             now = {source: messages.pop(0) for source, messages in jobs.items()}
             jobs = {source: messages for source, messages in jobs.items() if messages}
             if not self._calls.ask(now, gives_way=True):
-                return _AGAIN_SECONDS
+                return _RETRY_SECONDS
         faults.reach("seed.done")
-        moved = self._change(wanted)
-        if not moved and wanted.reason:
-            self._job.event(f"seats: {wanted.reason}")
-        return moved
+        pause = self._reconfigure(plan)
+        if not pause and plan.reason:
+            self._job.event(f"replica sets: {plan.reason}")
+        return pause

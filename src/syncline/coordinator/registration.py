@@ -1,4 +1,4 @@
-"""Registrations at the coordinator: the chief's make the layout, are hosted, get their values and their backups."""
+"""Registrations: the chief's parameters define the layout; servers host them; then they get values and backups."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from syncline.net.rpc import Call, Request
 
 
 class RegistrationService:
-    """All registrations under way."""
+    """All registrations that are not complete yet."""
 
     def __init__(self, job: JobContext, resume: ResumeService) -> None:
         self._job, self._resume = job, resume
         self._is_held = False  # a snapshot is being taken
         self._waiting: list[tuple[Request, float]] = []
-        self._asked: set[int] = set()  # segments whose values the chief was asked for since they were last hosted
-        self._uploaded: dict[int, list[Request]] = {}  # segments with values whose backups are not there yet
-        self._too_late: list[Request] = []  # of values that went with a server: to be uploaded again
-        self._taking_up: set[int] = set()  # segments whose values are being read from a checkpoint
+        self._asked: set[int] = set()  # segments that the chief was asked to upload since they were hosted
+        self._uploaded: dict[int, list[Request]] = {}  # segments with values but without all backups
+        self._too_late: list[Request] = []  # uploads that were lost with a server
+        self._loading: set[int] = set()  # segments that servers read from a checkpoint now
 
     def waiting(self) -> list[tuple[str, float]]:
-        """Who waits for a registration, since when; under the lock."""
+        """Under the lock: the workers that wait for a registration, and since when."""
         return [(request.peer.name, since) for request, since in self._waiting]
 
     def hold(self) -> None:
-        """Under the lock: registrations wait, since a snapshot is being taken."""
+        """Under the lock: a snapshot is being taken. Registrations wait until `release`."""
         self._is_held = True
 
     def release(self) -> None:
-        """The snapshot is over: the registrations that have waited are looked at again."""
+        """The snapshot is over."""
         with self._job.lock:
             self._is_held = False
         self.retry_waiting()
 
     def register(self, request: Request, message: Register) -> None:
+        """Replies with the segments of these parameters, once they have values. The chief is asked to upload them."""
         who = request.peer.name
         with self._job.lock:
             if not self._job.membership.formed:
                 raise ProtocolError("the job is not whole yet")
             if self._job.is_moving or self._is_held or not self._job.registry.servers:
-                self._wait(request)  # where slices are is about to change, or what there is of them is being saved
+                self._wait(request)  # slices are about to move, or a snapshot is being taken
                 return
             registry = self._job.registry
             registry.servers = self._job.membership.hosts()
@@ -64,7 +65,7 @@ class RegistrationService:
                 self._job.keep()
                 faults.reach("register.kept")
             elif decision.kind == "wait":
-                segment = self._not_ready(message) if is_chief else None
+                segment = self._lacking_values(message) if is_chief else None
                 if segment is None:
                     self._wait(request)
                     return
@@ -76,17 +77,17 @@ class RegistrationService:
             self._host(request, segment)
 
     def _wait(self, request: Request) -> None:
-        """Under the lock; a question asked again takes the place of the one before."""
+        """Under the lock. A repeated request replaces the worker's earlier one."""
         self._waiting = [w for w in self._waiting if w[0].peer.name != request.peer.name]
         self._waiting.append((request, time.monotonic()))
 
-    def _not_ready(self, message: Register) -> Segment | None:
-        """The chief asks again, or is another now: the segment that it is to bring the values of."""
+    def _lacking_values(self, message: Register) -> Segment | None:
+        """The segment that the chief must still upload, when it asks again or is a new chief."""
         where = self._job.registry.layout.where
         if not message.parameters or any(parameter.name not in where for parameter in message.parameters):
             return None
         segment = where[message.parameters[0].name][0]
-        known = self._job.registry.ready | self._uploaded.keys() | self._taking_up
+        known = self._job.registry.ready | self._uploaded.keys() | self._loading
         is_done = segment.index in known
         return None if is_done else self._job.registry.layout.segments[segment.index]
 
@@ -95,13 +96,13 @@ class RegistrationService:
         return Registered(segments, list(state.replica_sets.values()), state.generation, upload)
 
     def _host(self, request: Request, segment: Segment) -> None:
-        """Every server makes room for its slices; then the chief is asked for its values."""
+        """All servers allocate their slices of the segment; then its values come from the checkpoint or the chief."""
         with self._job.lock:
             endpoints = {name: self._job.endpoints.get(name) for name in self._job.membership.servers()}
             replica_sets = self._job.membership.state.replica_sets
             mine = {name: [p.id for p in segment.slices if replica_sets[p.id].primary == name] for name in endpoints}
             if None in endpoints.values():
-                self._wait(request)  # for a server that has not found us yet, or is about to be evicted
+                self._wait(request)  # for a server that reconnects, or is evicted soon
                 return
 
         def hosted(calls: list[Call]) -> None:
@@ -110,20 +111,20 @@ class RegistrationService:
                     call.wait(0)
             except ConnectionLost:
                 with self._job.lock:
-                    self._wait(request)  # taken up again when it is settled who is there
+                    self._wait(request)  # until the members have changed
                 return
             except SynclineError as error:
-                self._take_back(segment)
+                self._undo(segment)
                 request.refuse(error)
                 return
             try:
                 is_saved = self._resume.has_values_of(segment)
             except SynclineError as error:
-                self._take_back(segment)
+                self._undo(segment)
                 request.refuse(error)
                 return
             if is_saved:
-                self._take_up(request, segment)
+                self._load_values(request, segment)
             else:
                 self._ask_for_values(request, segment.index)
 
@@ -136,9 +137,9 @@ class RegistrationService:
         when_all(calls, hosted)
 
     def _ask_for_values(self, request: Request, index: int) -> None:
-        """What the chief uploads from now on counts, until a server that has it is lost."""
+        """Asks the chief to upload. Its upload counts until a server that has some of it is lost."""
         with self._job.lock:
-            if self._job.is_moving:  # it would go to a server that is out; comes by here again
+            if self._job.is_moving:  # the upload would go to a server that is out: later
                 if isinstance(request.message, Uploaded):
                     self._too_late.append(request)
                 else:
@@ -147,24 +148,24 @@ class RegistrationService:
             self._asked.add(index)
             roster = self._job.roster()
             answer = self._answer(list(self._job.registry.layout.segments[: index + 1]), index)
-        request.endpoint.mention(roster)  # it may not know yet where that is
+        request.endpoint.mention(roster)  # the chief may not know these servers yet
         request.reply(answer)
 
-    def _take_up(self, request: Request, segment: Segment) -> None:
-        """In the place of the chief's values: every server reads what is its own from the checkpoint."""
+    def _load_values(self, request: Request, segment: Segment) -> None:
+        """Each server reads its slices from the checkpoint that the job resumes from."""
         with self._job.lock:
             known, replica_sets = self._job.membership.state.saves.taken_up, self._job.membership.state.replica_sets
             mine: dict[str, list[int]] = {}
             for part in segment.slices:
                 mine.setdefault(replica_sets[part.id].primary, []).append(part.id)
             endpoints = {name: self._job.endpoints.get(name) for name in mine}
-            if self._job.is_moving or None in endpoints.values() or segment.index in self._taking_up:
+            if self._job.is_moving or None in endpoints.values() or segment.index in self._loading:
                 self._wait(request)
                 return
             assert known is not None
             fresh = self._resume.changed_rules(segment)
             self._asked.add(segment.index)
-            self._taking_up.add(segment.index)
+            self._loading.add(segment.index)
         calls, lost = [], False
         for name, endpoint in endpoints.items():
             try:
@@ -172,52 +173,55 @@ class RegistrationService:
                 calls.append(endpoint.call(Resume(known.folder, known.digest, mine[name], fresh=fresh)))
             except ConnectionLost:
                 lost = True
-        when_all(calls, lambda calls: self._has_taken_up(request, segment, calls, lost))
+        when_all(calls, lambda calls: self._has_loaded(request, segment, calls, lost))
 
-    def _has_taken_up(self, request: Request, segment: Segment, calls: list[Call], lost: bool) -> None:
+    def _has_loaded(self, request: Request, segment: Segment, calls: list[Call], lost: bool) -> None:
+        """In the thread of the last answer."""
         try:
             for call in calls:
                 call.wait(0)
         except ConnectionLost:
             lost = True
         except SynclineError as error:
-            self._taking_up.discard(segment.index)
-            self._take_back(segment)
+            self._loading.discard(segment.index)
+            self._undo(segment)
             request.refuse(error)
             return
         with self._job.lock:
-            self._taking_up.discard(segment.index)
+            self._loading.discard(segment.index)
             if not any(waiting.peer.name == request.peer.name for waiting, _ in self._waiting):
-                self._wait(request)  # else it has asked again meanwhile
+                self._wait(request)  # unless the worker has asked again meanwhile
             counts = not lost and segment.index in self._asked
             if counts:
                 self._uploaded.setdefault(segment.index, [])
         if counts:
             self._has_values()
         elif not lost:
-            self.retry_waiting()  # a server that had some of it is lost
+            self.retry_waiting()  # a server that had some of it was lost
 
     def _has_values(self) -> None:
+        """The segment is ready now, or when its backups are there."""
         with self._job.lock:
             config = self._job.config
             has_backups = (config.replicas > 1 or config.is_ring) and len(self._job.membership.servers()) > 1
         if has_backups:
-            self._job.wake_reconfigurer()  # who then finds that the replica sets are right
+            self._job.wake_reconfigurer()  # it calls `finish_uploads` when the backups are there
         else:
             self.finish_uploads()
 
-    def _take_back(self, segment: Segment) -> None:
-        """It could not be hosted: nobody hears of it, nor does a coordinator that takes the job up later."""
+    def _undo(self, segment: Segment) -> None:
+        """The segment could not be hosted: removes it from the layout and from the journal."""
         with self._job.lock:
             registry, state = self._job.registry, self._job.membership.state
             registry.take_back(segment)
             if segment.index < len(registry.layout.segments):
-                return  # it was taken back before, and its number is another's
+                return  # it was removed before, and another segment has its number
             state.lost = [number for number in state.lost if number in state.replica_sets]
             self._job.drop_segment(segment)
-            self._job.try_keep()  # or with whatever is kept next
+            self._job.try_keep()  # or with the next `keep`
 
     def uploaded(self, request: Request, message: Uploaded) -> None:
+        """The chief has uploaded a segment. Replies when the segment has its backups, or asks for another upload."""
         with self._job.lock:
             if request.peer.name != self._job.membership.chief:
                 raise ProtocolError(f"{request.peer} is not the chief, whose values count")
@@ -235,7 +239,8 @@ class RegistrationService:
             self._ask_for_values(request, message.segment)
 
     def slices_are_lost(self, slices: Collection[int]) -> None:
-        """Under the lock. Of segments that are not ready yet they are hosted again, full of zeros."""
+        """Under the lock. The servers host lost slices again, with zeros: segments that were not ready need a new
+        upload."""
         for segment in self._job.registry.layout.segments:
             if segment.index not in self._job.registry.ready and any(part.id in slices for part in segment.slices):
                 self._asked.discard(segment.index)
@@ -243,6 +248,7 @@ class RegistrationService:
 
     @property
     def has_uploads(self) -> bool:
+        """Whether segments with values wait for their backups."""
         return bool(self._uploaded)
 
     def slices_with_values(self) -> set[int]:
@@ -251,7 +257,7 @@ class RegistrationService:
         return {part.id for s in self._job.registry.layout.segments if s.index in known for part in s.slices}
 
     def finish_uploads(self) -> None:
-        """What has its values, and its backups, is ready to be used by all."""
+        """Segments with values have their backups now: all workers may use them."""
         with self._job.lock:
             uploaded, self._uploaded = self._uploaded, {}
             if not uploaded:
@@ -261,7 +267,7 @@ class RegistrationService:
                 self._job.keep()
             except StoreError:
                 self._job.registry.ready.difference_update(uploaded)
-                self._uploaded = {**uploaded, **self._uploaded}  # answered when it could be kept
+                self._uploaded = {**uploaded, **self._uploaded}  # the chief is answered once it is kept
                 raise
         for requests in uploaded.values():
             for request in requests:
@@ -269,7 +275,7 @@ class RegistrationService:
         self.retry_waiting()
 
     def retry_waiting(self) -> None:
-        """Something has changed: registrations that waited are looked at again."""
+        """Tries the waiting registrations again, since something has changed."""
         with self._job.lock:
             waiting, self._waiting = self._waiting, []
             too_late, self._too_late = self._too_late, []

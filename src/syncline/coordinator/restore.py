@@ -1,4 +1,4 @@
-"""Taking up a checkpoint: which one, before the job forms; and whether what is registered is what was saved."""
+"""Values that come from elsewhere: a job resumes from a checkpoint, or slices that all servers lost are restored."""
 
 from __future__ import annotations
 
@@ -35,48 +35,53 @@ from syncline.store.folders import Folder, open_folder
 from syncline.store.trouble import MissingError
 
 _REMEDY = "start over beside it with --fresh, or say another --checkpoint"
+#: How long workers may take to tell which copies they have.
+_ASK_SECONDS = 5.0
+#: A worker's name, and the copy of a slice that it has.
+WorkerCopy = tuple[str, Copy]
 
 
 class ResumeService:
-    """The checkpoint that a job goes on from, if any."""
+    """The checkpoint that a job resumes from, if any."""
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
-        self._looked_for: tuple[str, str, bool] | None = None  # for what the choice was made, or is being made
-        self._is_looking = False
+        self._searched_for: tuple[str, str, bool] | None = None  # the settings of the last search
+        self._is_searching = False
         self._chosen: checkpoints.Chosen | None = None
-        self._leases = LeaseState()  # of what was chosen
+        self._leases = LeaseState()  # of the chosen checkpoint
         self._manifest: Manifest | None = None
-        self._notes: dict[str, NoteScript] = {}  # by worker: the last one
+        self._notes: dict[str, NoteScript] = {}  # the last one of each worker
         self._is_gone = False
 
-    # -- before the job forms -----------------------------------------------------------------------------
+    # -- choosing a checkpoint ----------------------------------------------------------------------------
 
     def is_chosen(self, config: JobConfig, then: Callable[[], None]) -> bool:
-        """Under the lock: whether it is known what to take up by these settings; else that is looked for."""
+        """Under the lock: whether the checkpoint for these settings is chosen. If not, a thread searches, and calls
+        `then` under the lock when it has finished."""
         wanted = (config.checkpoint, config.resume, config.fresh)
-        if self._is_looking:
+        if self._is_searching:
             return False
-        if self._looked_for == wanted or not (config.resume or (config.checkpoint and not config.fresh)):
+        if self._searched_for == wanted or not (config.resume or (config.checkpoint and not config.fresh)):
             return True
-        self._looked_for, self._is_looking, self._chosen = wanted, True, None
-        threading.Thread(target=self._look, args=(config, then), name="resume", daemon=True).start()
+        self._searched_for, self._is_searching, self._chosen = wanted, True, None
+        threading.Thread(target=self._search, args=(config, then), name="resume", daemon=True).start()
         return False
 
-    def _look(self, config: JobConfig, then: Callable[[], None]) -> None:
-        """All of a checkpoint is read before it is believed: that may take a while."""
+    def _search(self, config: JobConfig, then: Callable[[], None]) -> None:
+        """Reads all of a checkpoint before it is chosen: this may take a while."""
         found, leases, failure = None, LeaseState(), ""
         try:
             found = checkpoints.choose(open_folder(config.resume or config.checkpoint), self._job.event)
             if found is None and config.resume:
-                failure = f"--resume {config.resume}: there is no checkpoint to take up"
+                failure = f"--resume {config.resume}: there is no checkpoint to resume from"
             leases = taken_up(found.manifest.leases) if found is not None else leases
         except SynclineError as error:
             failure = str(error)
-        except Exception as error:  # a bug of ours must end in a verdict, not in silence
+        except Exception as error:  # our own bug: the job must fail visibly, not hang
             failure = f"it has a bug: {type(error).__name__}: {error}"
         with self._job.lock:
-            self._chosen, self._leases, self._is_looking = found, leases, False
+            self._chosen, self._leases, self._is_searching = found, leases, False
             if failure:
                 self._job.membership.fail("coordinator", failure)
             else:
@@ -84,7 +89,7 @@ class ResumeService:
         self._job.conclude()
 
     def _form(self, then: Callable[[], None]) -> None:
-        """Under the lock: the job begins, or ends with the reason; this thread is in nobody else's hands."""
+        """Under the lock: an error of `then` ends the job, since no caller would see it."""
         try:
             then()
         except SynclineError as error:
@@ -93,7 +98,7 @@ class ResumeService:
             self._job.membership.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
 
     def apply_choice(self) -> None:
-        """Under the lock, when the job forms: it goes on from what was chosen, or begins."""
+        """Under the lock, when the job forms: the job resumes from the chosen checkpoint, or starts from scratch."""
         state, config = self._job.membership.state, self._job.config
         state.saves.lineage, state.saves.token = secrets.token_hex(8), secrets.token_hex(8)
         found = self._chosen
@@ -105,14 +110,17 @@ class ResumeService:
         state.leases = self._leases
         state.validations.floor = manifest.step
         state.steering = from_checkpoint(manifest.steering, manifest.seconds)
-        self._job.event(f"takes up {found.folder.url}: {describe(manifest, time.time())}")
+        self._job.event(f"resumes from {found.folder.url}: {describe(manifest, time.time())}")
         if config.policy != manifest.config.get("policy", config.policy):
             self._job.event(f"its policy was {manifest.config['policy']}, and is {config.policy} now")
 
-    # -- when parameters are registered -------------------------------------------------------------------
+    # -- registrations ------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest | None:
-        """Of what was taken up; read again by a coordinator that came later. None also when it is no more needed."""
+        """The manifest of the checkpoint that the job resumed from; a later coordinator reads it again.
+
+        None without such a checkpoint, and after it was removed because nothing in it is needed any more.
+        """
         known = self._job.membership.state.saves.taken_up
         if known is not None and self._manifest is None and not self._is_gone:
             try:
@@ -120,14 +128,14 @@ class ResumeService:
             except (MissingError, DamagedError) as error:
                 if not self._job.registry.layout.segments:
                     raise
-                self._is_gone = True  # retention has removed it, which it does when all of it is registered
+                self._is_gone = True  # it was removed by --keep, once all of it was registered
                 self._job.event(f"what is registered from now on starts with its own values: {error}")
         return self._manifest
 
     def check_registration(self, who: str, message: Register) -> None:
-        """What the chief registers must be what was saved; a LayoutError says what is not.
+        """Raises LayoutError if the chief's parameters are not those of the checkpoint.
 
-        Later in a job, when something of the checkpoint is there, it may also be all new.
+        Once some of the checkpoint is registered, the chief may also register entirely new parameters.
         """
         manifest = self.manifest()
         if manifest is None or not message.parameters:
@@ -159,7 +167,7 @@ class ResumeService:
             )
 
     def has_values_of(self, segment: Segment) -> bool:
-        """Whether its values are in what was taken up. Those of one that came later are the chief's; that is said."""
+        """Whether the checkpoint has the values of this segment. If not, they are the chief's, which is reported."""
         manifest = self.manifest()
         if manifest is None:
             return False
@@ -172,7 +180,7 @@ class ResumeService:
         return False
 
     def unregistered(self) -> list[str]:
-        """Under the lock: parameters of what was taken up that nobody has registered yet. No other save has them."""
+        """Under the lock: parameters of the checkpoint that are not registered yet. No later save has them."""
         known = self._job.membership.state.saves.taken_up
         if known is None or (manifest := self.manifest()) is None:
             return []
@@ -180,7 +188,7 @@ class ResumeService:
         return [p.name for segment in manifest.segments for p in segment.parameters if p.name not in where]
 
     def changed_rules(self, segment: Segment) -> list[tuple[int, int]]:
-        """Groups whose rule is another than was saved: their state starts afresh, which is said."""
+        """The groups whose rule is not the saved one, which is reported: their rule state starts afresh."""
         manifest = self.manifest()
         saved = {p.name: s.rule_of(p).name for s in (manifest.segments if manifest else ()) for p in s.parameters}
         found: dict[int, str] = {}
@@ -189,13 +197,13 @@ class ResumeService:
             if rule != before:
                 found[parameter.group] = f"the rule was {before} in the checkpoint and is {rule} now"
         for text in sorted(set(found.values())):
-            self._job.event(f"{text}: parameters are taken up, the state of the rule starts afresh")
+            self._job.event(f"{text}: parameters are kept, the state of the rule starts afresh")
         return [(segment.index, group) for group in sorted(found)]
 
     # -- scripts ------------------------------------------------------------------------------------------
 
     def ask_resume(self, request: Request, message: AskResume) -> None:
-        """Who came later has the state of the newest save: the others have gone on since the job was taken up."""
+        """Tells a worker which checkpoint its script resumes from. A worker that came later gets the newest save."""
         with self._job.lock:
             state = self._job.membership.state
             member = state.members.get(request.peer.name)
@@ -207,13 +215,14 @@ class ResumeService:
         request.reply(GivenResume(folder, digest, note, noted_by))
 
     def note_script(self, request: Request, message: NoteScript) -> None:
-        """A worker's script is there now. Kept in memory only: a coordinator that comes back hears of it again."""
+        """A worker tells the state of its script. It is kept in memory only: workers repeat it to the next
+        coordinator."""
         with self._job.lock:
             self._notes[request.peer.name] = message
 
     def _whose_note(self, name: str, others_first: bool) -> str:
-        """Where workers step together, that of one that lives, the chief first: it has gone on meanwhile. Otherwise
-        its own, of an earlier life, where there is one."""
+        """The worker whose note a late worker gets: in rounds another worker's, the chief's first, which is newer;
+        otherwise its own of an earlier life, if there is one."""
         others = [other for other in self._job.membership.workers() if other != name and other in self._notes]
         own = [name] if name in self._notes else []
         others_first = others_first or policy_of(self._job.config).in_rounds
@@ -221,7 +230,7 @@ class ResumeService:
 
 
 def checkpoint_of(folder: Folder, manifest: Manifest, digest: str) -> Checkpoint:
-    """What a job remembers of one."""
+    """What the state of a job remembers of a checkpoint."""
     versions = [part.version for part in manifest.slices]
     num_bytes = sum(file.num_bytes for file in checkpoints.files_of(manifest))
     return Checkpoint(
@@ -238,7 +247,7 @@ def checkpoint_of(folder: Folder, manifest: Manifest, digest: str) -> Checkpoint
 
 
 def describe(manifest: Manifest, now: float) -> str:
-    """step 480, epoch 3, saved 5 min ago by 2 servers and 2 workers."""
+    """For example: step 480, epoch 3, saved 5 min ago by 2 servers and 2 workers."""
     words = [f"step {manifest.step}"]
     numbers = [number for epochs in manifest.leases.epochs.values() for number in epochs]
     numbers += [end for spans in manifest.leases.finished.values() for _, end in spans]
@@ -251,24 +260,16 @@ def describe(manifest: Manifest, now: float) -> str:
     return ", ".join(words)
 
 
-#: For a worker to say which copies it has.
-_ASK_SECONDS = 5.0
-
-
-#: Whose copy of a slice, and what is said of it.
-Brought = tuple[str, Copy]
-
-
 @dataclasses.dataclass
-class Back:
-    """What has come back, and from where."""
+class RestoreReport:
+    """Where lost slices were restored from, and what that revokes."""
 
     checkpoint: str = ""
-    from_workers: dict[int, Brought] = dataclasses.field(default_factory=dict)
+    from_workers: dict[int, WorkerCopy] = dataclasses.field(default_factory=dict)
     from_disk: dict[int, SavedSlice] = dataclasses.field(default_factory=dict)
     num_revoked: int = 0
-    is_known: bool = True  # whether anybody knows what was acknowledged
-    pull_codec: str = ""  # by which workers over sockets have got what they have
+    is_known: bool = True  # a worker has a copy of each slice, and so knows what was acknowledged
+    pull_codec: str = ""  # workers that pull over sockets have rounded copies
 
     def told(self) -> str:
         words = []
@@ -284,13 +285,14 @@ class Back:
 
 
 class LostSlices:
-    """Brings back slices that no server has."""
+    """Restores slices that no server has: from the freshest worker's copy or a checkpoint of this job, whichever
+    loses less."""
 
     def __init__(self, job: JobContext, calls: ServerCalls, leases: LeaseService) -> None:
         self._job, self._calls, self._leases = job, calls, leases
 
     def restore(self) -> None:
-        """Hosts the lost slices where the replica sets say, and has workers bring what they have of them."""
+        """Hosts the lost slices on their new primaries and gives them values."""
         with self._job.lock:
             lost = list(self._job.membership.state.lost)
             if not lost:
@@ -307,66 +309,66 @@ class LostSlices:
                 by_server[server] = Host(segment, [number for number in here if replica_sets[number] == server])
             self._calls.ask(by_server)
         with_values = [part.id for s in segments if s.index in ready for part in s.slices if part.id in replica_sets]
-        back = self._bring(with_values, replica_sets, segments) if with_values else Back()
+        report = self._restore_values(with_values, replica_sets, segments) if with_values else RestoreReport()
         if with_values:
-            # Said before it is kept: a coordinator that dies in between says it again, never not at all.
-            least = "at least " if self._a_worker_is_gone() or not back.is_known else ""
+            # Reported before it is kept: a coordinator that dies in between reports it twice rather than never.
+            least = "at least " if self._is_a_worker_gone() or not report.is_known else ""
             is_spare = bool(parse_policy(self._job.config.policy).spare)
             self._job.event(
-                f"{back.told()}; {least}{counted(back.num_revoked, 'acknowledged update')} "
-                f"{'was' if back.num_revoked == 1 else 'were'} revoked"
+                f"{report.told()}; {least}{counted(report.num_revoked, 'acknowledged update')} "
+                f"{'was' if report.num_revoked == 1 else 'were'} revoked"
                 + ("; steps that were under way may be on some slices only" if is_spare else "")
             )
         with self._job.lock:
             state = self._job.membership.state
             state.lost = [number for number in state.lost if number not in replica_sets]
-            state.num_revoked += back.num_revoked
+            state.num_revoked += report.num_revoked
             if 0 in with_values:
                 self._leases.acks_are_lost()
             self._job.keep()
 
-    def _a_worker_is_gone(self) -> bool:
-        """Then what was acknowledged to it is not known any more."""
+    def _is_a_worker_gone(self) -> bool:
+        """Whether updates may have been acknowledged to a worker that cannot be asked any more."""
         gone = [*self._job.membership.state.left, *self._job.evicted]
         return any(name.startswith("worker-") for name in gone)
 
-    def _bring(
+    def _restore_values(
         self,
         lost: Sequence[int],
         replica_sets: Mapping[int, str],
         segments: Sequence[Segment],
-    ) -> Back:
-        """Each from where it loses less; a checkpoint that cannot be read is none."""
+    ) -> RestoreReport:
+        """Restores each slice from where less is lost. A checkpoint that cannot be read does not count."""
         copies = self._copies(lost)
         found = {number: freshest(copies, number) for number in lost}
-        checkpoint, saved = self._saved()
-        back = Back(checkpoint.name if checkpoint is not None else "", is_known=None not in found.values())
+        checkpoint, saved = self._last_save()
+        report = RestoreReport(checkpoint.name if checkpoint is not None else "", is_known=None not in found.values())
         if self._job.config.pull_codec not in NONE:
-            back.pull_codec = self._job.config.pull_codec
+            report.pull_codec = self._job.config.pull_codec
         for number, one in found.items():
             if number in saved and is_no_older(saved[number], one[1] if one else None):
-                back.from_disk[number] = saved[number]
-        if checkpoint is not None and back.from_disk:
+                report.from_disk[number] = saved[number]
+        if checkpoint is not None and report.from_disk:
             try:
-                self._calls.ask(_to_take_up(checkpoint, back.from_disk, found, replica_sets))
+                self._calls.ask(_resume_messages(checkpoint, report.from_disk, found, replica_sets))
             except StoreError as error:
                 self._job.event(f"{checkpoint.folder} cannot bring back what was lost: {error}")
-                back.from_disk = {}
+                report.from_disk = {}
         for number, one in found.items():
-            if number not in back.from_disk:
+            if number not in report.from_disk:
                 if one is None:
                     self._give_up(number, segments)
-                back.from_workers[number] = one
-        self._have_them_brought(back.from_workers, replica_sets)
+                report.from_workers[number] = one
+        self._push_copies(report.from_workers, replica_sets)
         known = {number: one[1].known if one else 0 for number, one in found.items()}
-        back.num_revoked = max(
-            num_revoked(copy for _, copy in back.from_workers.values()),
-            max((known[number] - part.version for number, part in back.from_disk.items()), default=0),
+        report.num_revoked = max(
+            num_revoked(copy for _, copy in report.from_workers.values()),
+            max((known[number] - part.version for number, part in report.from_disk.items()), default=0),
         )
-        return back
+        return report
 
-    def _saved(self) -> tuple[Checkpoint | None, dict[int, SavedSlice]]:
-        """The newest checkpoint of this very job, and the slices in it."""
+    def _last_save(self) -> tuple[Checkpoint | None, dict[int, SavedSlice]]:
+        """The newest checkpoint of this job, and its slices by id."""
         with self._job.lock:
             last = self._job.membership.state.saves.last
         if last is None:
@@ -379,6 +381,7 @@ class LostSlices:
         return last, {part.id: part for part in manifest.slices}
 
     def _copies(self, lost: Sequence[int]) -> dict[Identity, list[Copy]]:
+        """Asks all workers which copies they have."""
         with self._job.lock:
             members = self._job.membership.state.members
             lives = {name: (name, members[name].incarnation) for name in self._job.membership.workers()}
@@ -386,7 +389,7 @@ class LostSlices:
         found: dict[Identity, list[Copy]] = {}
         calls = []
         for name, endpoint in workers.items():
-            if endpoint is None:  # it comes back, or is evicted: either is known soon
+            if endpoint is None:  # it reconnects or is evicted soon
                 raise ConnectionLost(f"{name} is not there, and may have the freshest copy")
             calls.append((name, endpoint.call(AskCopies(list(lost)))))
         until = time.monotonic() + _ASK_SECONDS
@@ -396,12 +399,13 @@ class LostSlices:
             except (ConnectionLost, WaitTimeout):
                 raise
             except SynclineError:
-                continue  # it says that it has none
+                continue  # it has none
             if isinstance(answer, GivenCopies):
                 found[lives[name]] = answer.copies
         return found
 
-    def _have_them_brought(self, chosen: Mapping[int, Brought], replica_sets: Mapping[int, str]) -> None:
+    def _push_copies(self, chosen: Mapping[int, WorkerCopy], replica_sets: Mapping[int, str]) -> None:
+        """Lets workers send their copies to the new primaries."""
         pairs: dict[tuple[str, str], list[Copy]] = {}
         for number, (name, copy) in chosen.items():
             pairs.setdefault((name, replica_sets[number]), []).append(copy)
@@ -417,6 +421,7 @@ class LostSlices:
             call.wait(self._job.config.wait_seconds)
 
     def _give_up(self, number: int, segments: Iterable[Segment]) -> NoReturn:
+        """Fails the job: there is no copy of this slice."""
         names = [
             segment.parameters[piece.parameter].name
             for segment in segments
@@ -437,12 +442,13 @@ class LostSlices:
         raise ConnectionLost(reason)
 
 
-def _to_take_up(
+def _resume_messages(
     checkpoint: Checkpoint,
     parts: Collection[int],
-    found: Mapping[int, Brought | None],
+    found: Mapping[int, WorkerCopy | None],
     replica_sets: Mapping[int, str],
 ) -> dict[str, Message]:
+    """What each server is told to read from the checkpoint."""
     mine: dict[str, list[int]] = {}
     for number in parts:
         mine.setdefault(replica_sets[number], []).append(number)

@@ -1,4 +1,4 @@
-"""How many members of each role there are to be: said by people, or by `-w auto`."""
+"""How many members a job has, and how fast its workers go: `syncline scale`, `-w auto` and `syncline pace`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from syncline.net.rpc import Endpoint, Request
 
 
 class ScaleService:
-    """The launcher starts who is missing; who is too many is asked to leave, and reminded of it."""
+    """The wanted number of members of each role. The launcher starts missing ones; surplus ones are asked to
+    retire."""
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
@@ -29,7 +30,7 @@ class ScaleService:
         request.reply(Done())
 
     def scale(self, wanted: Mapping[str, int]) -> None:
-        """So many there are to be of each of these roles from now on."""
+        """Sets the wanted number of members of these roles."""
         with self._job.lock:
             if self._job.config.is_ring and "server" in wanted:
                 raise ConfigError(
@@ -50,7 +51,7 @@ class ScaleService:
             raise ConfigError(f"{counted(count, 'worker')}: the job was started with -w …:{config.most_workers}")
         self._job.membership.state.wanted[role] = count
         if config.is_ring:
-            self._job.membership.state.wanted["server"] = count  # each leaves with its worker, by itself
+            self._job.membership.state.wanted["server"] = count  # each server leaves with its worker
         live = [name for name in self._job.membership.named(role) if name not in self._job.retiring]
         surplus = live[count:]
         going = f"; {', '.join(surplus)} {'retires' if len(surplus) == 1 else 'retire'}" if surplus else ""
@@ -63,13 +64,14 @@ class ScaleService:
 
 
 class WorkerSizing:
-    """Looks at the workers' own numbers; everything here is under the coordinator's lock."""
+    """`-w auto:1:8`: adds and retires workers by what they contribute. All of it runs under the job's lock."""
 
     def __init__(self, job: JobContext, leases: LeaseService, scaling: ScaleService) -> None:
         self._job, self._leases, self._scaling = job, leases, scaling
         self._sizing: Sizing | None = None
 
     def tick(self, now: float) -> None:
+        """Runs periodically."""
         config, state = self._job.config, self._job.membership.state
         if not config.auto_workers:
             return
@@ -79,14 +81,14 @@ class WorkerSizing:
             name for name in state.entered if name in self._job.heartbeats and self._job.heartbeats[name][0].step
         ]
         found = self._sizing.look(
-            now, state.wanted["worker"], len(at_work), self._leases.num_samples, self._waiting(at_work)
+            now, state.wanted["worker"], len(at_work), self._leases.num_samples, self._waiting_share(at_work)
         )
         if found is not None:
             self._job.event(found.reason)
             self._scaling.scale({"worker": found.count})
 
-    def _waiting(self, names: list[str]) -> float:
-        """The part of their steps in which these workers waited for servers, or for each other."""
+    def _waiting_share(self, names: list[str]) -> float:
+        """The share of their steps in which these workers waited for servers or for each other."""
         times = [self._job.reports[name].times for name in names if name in self._job.reports]
         waited = sum(one.wait for one in times)
         total = sum(one.compute + one.stage + one.wait + one.pull for one in times)
@@ -94,7 +96,7 @@ class WorkerSizing:
 
 
 def remind_to_retire(job: JobContext, name: str) -> None:
-    """There are more of its role than are wanted; whoever was asked to leave may not have heard it."""
+    """Asks a member that has reconnected to retire, if it is surplus: it may have missed the first message."""
     with job.lock:
         member = job.membership.state.members.get(name)
         if member is None or (job.config.is_ring and member.role == "server"):
@@ -108,24 +110,25 @@ def remind_to_retire(job: JobContext, name: str) -> None:
 
 
 class PaceService:
-    """All paces of a job. Everything here is under the coordinator's lock."""
+    """Workers that are slowed or paused by hand, under the job's lock. A pace is kept, and told to each life of a
+    worker."""
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
-        self._told: dict[str, tuple[Endpoint, Pace]] = {}  # over which connection a worker has heard which pace
+        self._told: dict[str, tuple[Endpoint, Pace]] = {}  # which pace a worker has heard, over which connection
 
     @property
     def paces(self) -> dict[str, Paced]:
         return self._job.membership.state.paces
 
-    # -- what is said -------------------------------------------------------------------------------------
+    # -- setting a pace -----------------------------------------------------------------------------------
 
     def handle_pace(self, request: Request, message: Pace) -> None:
         self.set_pace(message)
         request.reply(Done())
 
     def set_pace(self, pace: Pace) -> None:
-        """From now on this worker goes so fast; kept before anybody is told."""
+        """Sets the pace of one worker. It is kept before the worker is told."""
         with self._job.lock:
             name, before = pace.worker, self.paces.get(pace.worker)
             self._check(pace)
@@ -142,7 +145,7 @@ class PaceService:
                     self.paces[name] = before
                 raise
             if before is not None and before.is_paused and not pace.is_paused:
-                self._job.advanced[name] = time.monotonic()  # it could not advance until now
+                self._job.advanced[name] = time.monotonic()  # it was paused until now
             self._job.event(f"{name} {_event(pace)}")
             self.announce()
 
@@ -161,7 +164,7 @@ class PaceService:
             raise ConfigError(f"{what}; its workers are: {workers}")
 
     def announce(self) -> None:
-        """Whoever does not know its pace hears it: a new life of a name, or one over a new connection."""
+        """Tells its pace to each worker that has not heard it over its current connection."""
         with self._job.lock:
             state = self._job.membership.state
             names = set(self.paces) | set(self._told) if state.formed else set()
@@ -179,14 +182,14 @@ class PaceService:
                     del self._told[name]
 
     def member_left(self, name: str) -> None:
-        """It has finished, or was asked to leave: the next one of its name is another."""
+        """Under the lock: the worker has finished, or has retired. The next one of its name starts without a pace."""
         self.paces.pop(name, None)
         self._told.pop(name, None)
 
-    # -- what is asked ------------------------------------------------------------------------------------
+    # -- for other parts ----------------------------------------------------------------------------------
 
     def patience(self, name: str) -> float:
-        """How much longer others wait for this worker than for one that goes as fast as it can."""
+        """How much longer than usual others wait for this worker."""
         pace = self.paces.get(name)
         return 0.0 if pace is None else math.inf if pace.is_paused else pace.delay_seconds
 
@@ -199,7 +202,7 @@ class PaceService:
         return f"it {pace.told(time.time())}" if pace is not None else ""
 
     def add_to(self, why: str) -> str:
-        """Who is held is named, also when nobody waits for it."""
+        """Adds paused workers that `why` does not name, even if no member waits for them."""
         unnamed = {name: pace for name, pace in self.paces.items() if f"{name} " not in why}
         held = told_paused(unnamed, time.time())
         return f"{why}; {held}" if held else why

@@ -1,4 +1,4 @@
-"""What a coordinator tells: numbers, how the job stands, who waits for whom."""
+"""What a coordinator hears from members and tells people: heartbeats, reports, job stats, status, waits, profile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WaitSource(Protocol):
 
 
 class StatusService:
-    """Reads what the coordinator knows."""
+    """Collects heartbeats and reports, and answers questions about the job."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class StatusService:
         self._job, self._metrics, self._leases, self._saves = job, metrics, leases, saves
         self._registration, self._pace, self._wait_sources = registration, pace, wait_sources
 
-    # -- numbers ------------------------------------------------------------------------------------------
+    # -- heartbeats, reports, job stats -------------------------------------------------------------------
 
     def heartbeat(self, request: Request, message: Heartbeat) -> None:
-        """A member is alive, and says how far it is."""
+        """A member is alive, and tells its step."""
         now = time.monotonic()
         with self._job.lock:
             name = request.peer.name
@@ -77,6 +77,7 @@ class StatusService:
         request.reply(Done())
 
     def report(self, request: Request, message: Report) -> None:
+        """A worker reports its numbers."""
         with self._job.lock:
             self._job.reports[request.peer.name] = message
             if message.rates:
@@ -86,31 +87,34 @@ class StatusService:
             request.reply(Done())
 
     def ask_stats(self, request: Request, message: AskStats) -> None:
+        """Replies with the job stats, once all servers have sent theirs."""
+
         def gathered(calls: list[Call]) -> None:
             servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
             with self._job.lock:
                 samples = sum(report.samples for report in self._job.reports.values())
                 busy = max((report.seconds for report in self._job.reports.values()), default=0.0)
                 revoked = self._job.membership.state.num_revoked
-                by_worker, epochs = self._shares(), progress(self._job.membership.state.leases)
+                by_worker, epochs = self.worker_shares(), progress(self._job.membership.state.leases)
                 pushed = self.pushed()
             request.reply(GivenStats(self._job.seconds(), samples, busy, servers, revoked, by_worker, epochs, pushed))
 
         self._job.ask_all_servers(AskServerStats(), gathered)
 
-    def _shares(self) -> dict[str, float]:
-        """Of those who are there, or have finished; not of those who were asked to leave."""
+    def worker_shares(self) -> dict[str, float]:
+        """The shares of workers that are members or have finished; those of retired workers are left out."""
         state = self._job.membership.state
         there = state.members.keys() | state.finished.keys()
         return shares({name: report.samples for name, report in self._job.reports.items() if name in there})
 
     def watch(self, request: Request, message: Watch) -> None:
+        """Replies to a launcher with all that it shows and acts on."""
         with self._job.lock:
             self._job.launchers.add(request.endpoint)
             membership, outcome = self._job.membership, self._job.membership.outcome
             state = membership.state
-            seated = {name for replica_set in state.replica_sets.values() for name in replica_set.names}
-            stepped = {name for name, (beat, _) in self._job.heartbeats.items() if beat.step}
+            hosting = {name for replica_set in state.replica_sets.values() for name in replica_set.names}
+            stepped = {name for name, (heartbeat, _) in self._job.heartbeats.items() if heartbeat.step}
             standings = Standings(
                 formed=membership.formed,
                 missing=membership.missing(),
@@ -120,7 +124,7 @@ class StatusService:
                 verdict=outcome.reason if outcome else "",
                 culprit=outcome.culprit if outcome else "",
                 incarnations={name: member.incarnation for name, member in state.members.items()},
-                pushed=sorted((stepped | seated) & set(state.members), key=by_name),
+                pushed=sorted((stepped | hosting) & set(state.members), key=by_name),
                 wanted={r: n for r, n in state.wanted.items() if r == "worker" or not self._job.config.is_ring},
                 num_scalings=state.num_scalings,
                 retiring=sorted(self._job.retiring, key=by_name),
@@ -140,12 +144,14 @@ class StatusService:
         request.reply(standings)
 
     def pushed(self) -> PushBytes:
-        """Under the lock: by all workers, as they have said."""
+        """Under the lock: the bytes that all workers have pushed."""
         return sum((report.pushed for report in self._job.reports.values()), PushBytes())
 
     def pushed_text(self) -> str:
-        """Under the lock: per step, where they are few or travel. At the end the last beats may be older than last
-        reports."""
+        """Under the lock: the pushed bytes per step; empty for a job whose pushes all go through shared memory.
+
+        At the end of a job the reports may be newer than the heartbeats: the higher step counts.
+        """
         pushed, config = self.pushed(), self._job.config
         if not (pushed.socket or config.sync_every > 1 or config.codec):
             return ""
@@ -167,11 +173,11 @@ class StatusService:
     # -- who waits for whom -------------------------------------------------------------------------------
 
     def waits(self) -> list[Wait]:
-        """Under the lock: all waits that are known, by the beats and at the coordinator itself."""
+        """Under the lock: all known waits, of the heartbeats and of the coordinator's parts."""
         now = time.monotonic()
         told = {
-            name: [Wait(w.who, w.step, w.for_whom, w.seconds + (now - at), w.what) for w in beat.waits]
-            for name, (beat, at) in self._job.heartbeats.items()
+            name: [Wait(w.who, w.step, w.for_whom, w.seconds + (now - at), w.what) for w in heartbeat.waits]
+            for name, (heartbeat, at) in self._job.heartbeats.items()
         }
         found = causes(told)
         for source in self._wait_sources:
@@ -182,7 +188,7 @@ class StatusService:
         return found
 
     def known(self) -> dict[str, Known]:
-        """Under the lock: what there is to say of those who are waited for."""
+        """Under the lock: what to say of each member that others may wait for."""
         now = time.monotonic()
         found = {}
         state = self._job.membership.state
@@ -220,7 +226,7 @@ class StatusService:
             text = self._pace.add_to(text)
         request.reply(GivenWhy(text))
 
-    # -- how the job stands -------------------------------------------------------------------------------
+    # -- status -------------------------------------------------------------------------------------------
 
     def ask_status(self, request: Request, message: AskStatus) -> None:
         with self._job.lock:
@@ -256,17 +262,17 @@ class StatusService:
         )
 
     def _protection(self) -> str:
-        """What a server's death would cost now."""
+        """What the death of a server would cost now."""
         state = self._job.membership.state
         hosts = [state.members[name].host for name in self._job.membership.servers()]
         return protection_of(self._job.config, hosts, state.replica_sets.values())
 
     def _member_status(self, name: str) -> MemberStatus:
         state, now = self._job.membership.state, time.monotonic()
-        member, beat = state.members[name], self._job.heartbeats.get(name)
+        member, heartbeat = state.members[name], self._job.heartbeats.get(name)
         heard = self._job.liveness.last_heard(name)
         steps = [known.step for other, (known, _) in self._job.heartbeats.items() if other in state.entered]
-        step = beat[0].step if beat else 0
+        step = heartbeat[0].step if heartbeat else 0
         report = self._job.reports.get(name)
         return MemberStatus(
             name=name,
@@ -276,7 +282,7 @@ class StatusService:
             since=member.since,
             heard_seconds=now - heard if heard is not None else 0.0,
             deadline_seconds=self._job.liveness.deadline(name) - heard if heard is not None else 0.0,
-            rtt_seconds=beat[0].rtt_seconds if beat else 0.0,
+            rtt_seconds=heartbeat[0].rtt_seconds if heartbeat else 0.0,
             state=self._state_of(name),
             step=step,
             lag=max(steps, default=0) - step if member.role == "worker" and name in state.entered else 0,
@@ -285,25 +291,25 @@ class StatusService:
             cores=member.cores,
             pid=member.pid,
             samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,
-            share=self._shares().get(name, 0.0),
+            share=self.worker_shares().get(name, 0.0),
         )
 
     def _state_of(self, name: str) -> str:
-        state, beat = self._job.membership.state, self._job.heartbeats.get(name)
+        state, heartbeat = self._job.membership.state, self._job.heartbeats.get(name)
         if name in self._job.retiring:
             return "retiring"
         if name not in self._job.endpoints:
             return "suspected"
-        if beat is not None and beat[0].is_quarantined:
+        if heartbeat is not None and heartbeat[0].is_quarantined:
             return "quarantined"
         if state.members[name].role == "worker" and name not in state.entered:
             return "joining"
         return self._pace.state_of(name) or "working"
 
 
-#: A phase of less than this share of the step is nothing to act upon.
+#: A phase with a smaller share of the step is not worth advice.
 WORTH = 0.15
-#: A worker that computes this much longer than the median of all is what the others wait for.
+#: The others wait for a worker whose compute time is this much above the median.
 MUCH_LONGER = 1.25
 DEFAULTS = JobConfig()
 
@@ -311,7 +317,7 @@ DEFAULTS = JobConfig()
 def profile_lines(
     times: Mapping[str, StepTimes], servers: Sequence[ServerStats], config: JobConfig = DEFAULTS
 ) -> list[str]:
-    """A table, a line per worker, and a sentence on what to do next."""
+    """The profile of a job, as lines to read: a table with a line per worker, and advice."""
     known = {name: times[name] for name in sorted(times, key=by_name) if times[name].num_steps}
     if not known:
         return ["profile: no step was made"]
@@ -360,7 +366,7 @@ def _advice(known: Mapping[str, StepTimes], applied: float, config: JobConfig) -
 
 
 def _instead_of_waiting(part: float, config: JobConfig) -> list[str]:
-    """`part`: how much of the wait is for rules."""
+    """`part`: the share of the wait that is for the servers' rules."""
     if config.exchange == "ring":  # every process applies the rule to everything
         return ["--exchange servers"] if part >= 0.5 else []
     remedies = ["more servers (-s)"] if part >= 0.5 else []

@@ -1,4 +1,4 @@
-"""Validations at the coordinator: called, begun when all are there, shared out, and read."""
+"""Validations that all workers run together, and the checkpoint with the best reading."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from syncline.coordinator.job import JobContext
+from syncline.coordinator.job import JobContext, identity_of
 from syncline.coordinator.metrics import MetricService, StopRules
 from syncline.core.checkpoint.manifest import Manifest
 from syncline.core.checkpoint.schedule import Checkpoint
 from syncline.core.conditions import Best
 from syncline.core.members import Member
-from syncline.core.slice_state import Identity
 from syncline.core.validation import BestSoFar, Validating, Validation, ValidationState, of_candidates
 from syncline.core.wire.message import Done, Message
 from syncline.core.wire.validation import (
@@ -40,18 +39,18 @@ from syncline.store import averaging, checkpoints
 from syncline.store.averaging import WEIGHTS_FILE
 from syncline.store.folders import open_folder
 
-#: Between two looks whether a validation is over.
-_LOOK_SECONDS = 0.5
+#: How often a save checks whether its validation was given up.
+_POLL_SECONDS = 0.5
 
 
 class BestCheckpoint:
-    """Readings go with saves: into their manifests, and into the choice of the best."""
+    """Writes readings into the manifests of saves, and points `best` at the save with the best reading."""
 
     def __init__(self, job: JobContext, stop_rules: StopRules, metrics: MetricService) -> None:
         self._job, self._stop_rules, self._metrics = job, stop_rules, metrics
         self._change = threading.Condition()
-        self._over: dict[int, Validation] = {}  # validations that are over, by their turns
-        self._is_known = False  # whether the best of before the job was taken up was looked for
+        self._over: dict[int, Validation] = {}  # validations that are over, by turn
+        self._has_looked = False  # whether `_find_earlier_best` was called
 
     @property
     def _state(self) -> ValidationState:
@@ -63,11 +62,11 @@ class BestCheckpoint:
 
     @property
     def wants_save(self) -> bool:
-        """Under the lock: whether validations are saved."""
+        """Under the lock: whether each validation needs a save."""
         return self._rule is not None and bool(self._job.registry.layout.segments)
 
     def candidates(self) -> list[str]:
-        """Under the lock: what is validated besides the job's parameters."""
+        """Under the lock: the models that are validated besides the job's parameters."""
         average = self._stop_rules.rules.average
         if not self.wants_save or average is None:
             return []
@@ -75,56 +74,57 @@ class BestCheckpoint:
 
     @property
     def wants_local_candidates(self) -> bool:
-        """Under the lock: with local steps every worker's own model is a candidate."""
+        """Under the lock: with local steps, the model of each worker is a candidate."""
         return self.wants_save and self._job.config.sync_every > 1
 
     def mean_folder(self) -> str:
-        """Under the lock: where the mean of the last checkpoints is."""
+        """Under the lock: the folder of the mean of the last checkpoints."""
         return open_folder(self._job.config.checkpoint).join(self._state.mean).url
 
-    # -- readings go into manifests -----------------------------------------------------------------------
+    # -- readings in manifests ----------------------------------------------------------------------------
 
     def add_validation(self, over: Validation) -> None:
-        """Under the lock: these are its readings."""
+        """Under the lock: this validation is over, and has its readings."""
         with self._change:
             self._over = {over.turn: over}
             self._change.notify_all()
 
     def with_readings(self, manifest: Manifest, turn: int) -> Manifest:
-        """In the thread of a save: what the job's metrics and rules are. When it is a validation's: at its end."""
+        """In the save's thread: adds metrics and the rules' state. For a validation's save, waits until its end."""
         over = self._wait(turn) if turn else None
         with self._job.lock:
             values = over.all_values() if over is not None else self._reported()
             return msgspec.structs.replace(manifest, metrics=values, steering=self._stop_rules.for_manifest())
 
     def _reported(self) -> dict[str, float]:
-        """What is validated was so at other steps."""
+        """Readings of validations are left out: they belong to other steps."""
         known = set(self._state.metrics)
         return {name: value for name, value in self._metrics.values().items() if name not in known}
 
     def _wait(self, turn: int) -> Validation | None:
-        """None: it was given up."""
+        """Returns None if the validation was given up."""
         with self._change:
             while turn not in self._over:
                 now = self._state.now
                 is_going_on = (now is not None and now.turn == turn) or self._state.called == turn
                 if not is_going_on or self._job.over.is_set():
                     return self._over.get(turn)
-                self._change.wait(_LOOK_SECONDS)
+                self._change.wait(_POLL_SECONDS)
             return self._over[turn]
 
-    # -- which is the best --------------------------------------------------------------------------------
+    # -- choosing the best --------------------------------------------------------------------------------
 
     def consider(self, made: Checkpoint, manifest: Manifest) -> None:
-        """In the thread of a save: a checkpoint exists; `best` points at it, if it is. No trouble here costs it."""
+        """In the save's thread: points `best` at this checkpoint if it is the best. An error here does not fail the
+        save."""
         try:
             if (rule := self._rule) is not None:
-                self._judge(rule, made, manifest)
+                self._choose(rule, made, manifest)
         except SynclineError as error:
             self._job.event(f"{made.name} is saved, but not looked at as the best: {error}")
 
-    def _judge(self, rule: Best, made: Checkpoint, manifest: Manifest) -> None:
-        self._look_for_the_one_before(made.root, manifest.lineage, rule)
+    def _choose(self, rule: Best, made: Checkpoint, manifest: Manifest) -> None:
+        self._find_earlier_best(made.root, manifest.lineage, rule)
         best = known = self._state.best
         for candidate, value in of_candidates(manifest.metrics, rule.metric).items():
             if rule.is_better(value, best.value if best is not None else None):
@@ -135,10 +135,10 @@ class BestCheckpoint:
             elif best.candidate not in (WEIGHTS, AVERAGE):
                 best = self._written_by(best, manifest)
             self._point(best)
-        self._make_mean(made.root, manifest.lineage)
+        self._write_mean(made.root, manifest.lineage)
 
     def _as_mean(self, best: BestSoFar, manifest: Manifest) -> BestSoFar:
-        """The mean is a checkpoint of its own, which gets its readings now."""
+        """The mean is a checkpoint of its own: writes its readings into its manifest."""
         folder = open_folder(best.root).join(self._state.mean)
         mean, _ = checkpoints.read_manifest(folder)
         values = {k.removeprefix(f"{MEAN}:"): v for k, v in manifest.metrics.items() if k.startswith(f"{MEAN}:")}
@@ -146,7 +146,7 @@ class BestCheckpoint:
         return msgspec.structs.replace(best, checkpoint=mean.name, step=mean.step)
 
     def _written_by(self, best: BestSoFar, manifest: Manifest) -> BestSoFar:
-        """A worker's own model is the best: it writes it, as a checkpoint of weights only."""
+        """The model of one worker is the best: that worker writes it, as a checkpoint of weights only."""
         root, worker = open_folder(best.root), best.candidate
         number = checkpoints.next_number(root)
         folder = checkpoints.begin(root, number, manifest.step, manifest.lineage)
@@ -158,7 +158,7 @@ class BestCheckpoint:
             call = endpoint.call(WriteCandidate(max(self._over), folder.url, WEIGHTS_FILE))
             answer = call.wait(self._job.config.wait_seconds)
             if not isinstance(answer, WrittenCandidate):
-                raise StoreError(f"{worker} answered {type(answer).__name__} to WriteOwn")
+                raise StoreError(f"{worker} answered {type(answer).__name__} to WriteCandidate")
             values = {k.removeprefix(f"{worker}:"): v for k, v in manifest.metrics.items()}
             values = {k: v for k, v in values.items() if f"{worker}:{k}" in manifest.metrics}
             made = averaging.weights_only(manifest, number, answer.file, values)
@@ -168,8 +168,8 @@ class BestCheckpoint:
             raise
         return msgspec.structs.replace(best, checkpoint=made.name)
 
-    def _make_mean(self, root: str, lineage: str) -> None:
-        """Of the last checkpoints, for the next validation."""
+    def _write_mean(self, root: str, lineage: str) -> None:
+        """Writes the mean of the last checkpoints, for the next validation."""
         average = self._stop_rules.rules.average
         if average is None or not average.last:
             return
@@ -191,11 +191,11 @@ class BestCheckpoint:
             self._job.try_keep()
         self._job.event(f"the best so far: {best.told}")
 
-    def _look_for_the_one_before(self, root: str, lineage: str, rule: Best) -> None:
-        """Of the same lineage, in a job that was taken up."""
-        if self._is_known or self._state.best is not None:
+    def _find_earlier_best(self, root: str, lineage: str, rule: Best) -> None:
+        """Finds the best checkpoint from before the job was resumed, if it is of the same lineage."""
+        if self._has_looked or self._state.best is not None:
             return
-        self._is_known = True
+        self._has_looked = True
         folder = open_folder(root)
         fact = checkpoints.pointed(folder, "best")
         if fact is None or fact.get("metric") != rule.metric or not isinstance(fact.get("value"), int | float):
@@ -212,10 +212,10 @@ class BestCheckpoint:
             )
 
     def report_at_end(self) -> None:
-        """Under the lock: the job is over."""
+        """Under the lock, at the end of the job."""
         if self._rule is not None and self._state.best is None:
             with contextlib.suppress(StoreError):
-                self._look_for_the_one_before(
+                self._find_earlier_best(
                     open_folder(self._job.config.checkpoint).url, self._job.membership.state.saves.lineage, self._rule
                 )
         if self._state.best is not None:
@@ -225,7 +225,7 @@ class BestCheckpoint:
 
 
 class ValidationService:
-    """All of a job. Everything here is under the coordinator's lock; what is decided is the core's."""
+    """The validations of a job, under the job's lock. `core/validation` decides; this class keeps and sends."""
 
     def __init__(
         self,
@@ -234,13 +234,16 @@ class ValidationService:
         best: BestCheckpoint,
         save: Callable[[int, Callable[[], None]], None],
     ) -> None:
+        """`save`: starts a save for a validation; calls the given function when the workers may go on."""
         self._job, self._metrics, self._best, self._save = job, metrics, best, save
-        self._told: dict[str, tuple[Endpoint, int]] = {}  # which call a worker has heard, over which connection
-        self._there: dict[str, tuple[Request, float]] = {}  # have come, and since when they wait for the others
-        self._beginning: dict[str, tuple[Request, int]] = {}  # have the parameters, and wait until all have
-        self._waiting: dict[str, tuple[Request, int]] = {}  # for readings
-        self._readings: dict[int, dict[str, float]] = {}  # of those that are over, by their turns
-        self._cut: tuple[int, bool] = (0, False)  # for which turn a save was asked for, and whether its cut is made
+        self._told: dict[str, tuple[Endpoint, int]] = {}  # which turn a worker was called to, over which connection
+        self._present: dict[str, tuple[Request, float]] = {}  # workers that have come, and since when they wait
+        self._ready: dict[
+            str, tuple[Request, int]
+        ] = {}  # workers that have the parameters, and wait until all have them
+        self._waiting: dict[str, tuple[Request, int]] = {}  # workers that wait for readings
+        self._readings: dict[int, dict[str, float]] = {}  # of validations that are over, by turn
+        self._snapshot: tuple[int, bool] = (0, False)  # the turn of the last save, and whether its snapshot is taken
 
     @property
     def _core(self) -> Validating:
@@ -249,6 +252,7 @@ class ValidationService:
     # -- calling ------------------------------------------------------------------------------------------
 
     def propose(self, request: Request, message: Come) -> None:
+        """A worker has reached a step at which a validation is due. All workers are called to it."""
         with self._job.lock:
             before = self._core.called()
             try:
@@ -262,7 +266,7 @@ class ValidationService:
         request.reply(called)
 
     def announce(self) -> None:
-        """Whoever does not know of a call hears it: also a new life of a name, or one over a new connection."""
+        """Tells the call to each worker that has not heard it over its current connection."""
         with self._job.lock:
             called = self._core.called()
             if not called.turn or not self._job.membership.formed:
@@ -273,98 +277,103 @@ class ValidationService:
                     endpoint.mention(called)
                     self._told[name] = (endpoint, called.turn)
 
-    # -- coming together ----------------------------------------------------------------------------------
+    # -- the start ----------------------------------------------------------------------------------------
 
     def attend(self, request: Request, message: Attend) -> None:
+        """A worker has come to the validation. Replies when it starts."""
         with self._job.lock:
             state, name = self._core.state, request.peer.name
             if message.turn != state.called:
-                request.reply(Done())  # it is over, or began without this one; who asks again may be in it
+                request.reply(Done())  # it is over, or has started without this worker
                 return
-            self._there[name] = (request, time.monotonic())
+            self._present[name] = (request, time.monotonic())
         self.start_if_complete()
 
     def start_if_complete(self) -> None:
-        """When all are there, and what they have in common is saved, it begins."""
+        """Starts the validation when all workers are there and the snapshot for its save is taken."""
         with self._job.lock:
             state, missing = self._core.state, self._missing()
-            if not state.called or not self._there or missing or not self._is_saved(state.called):
+            if not state.called or not self._present or missing or not self._is_snapshot_taken(state.called):
                 return
             members = self._job.membership.state.members
-            lives = [(name, members[name].incarnation) for name in self._there if name in members]
+            lives = [(name, members[name].incarnation) for name in self._present if name in members]
             now = self._core.begin(state.called, state.step, lives, [WEIGHTS, *self._best.candidates()])
             now.awaited = sorted(now.inside) if self._best.wants_local_candidates else []
             now.folder = self._best.mean_folder() if MEAN in now.candidates else ""
             self._readings = {}
             self._job.try_keep()
-            there, self._there = self._there, {}
-        for request, _ in there.values():
+            present, self._present = self._present, {}
+        for request, _ in present.values():
             request.reply(Done())
 
     def _missing(self) -> list[str]:
-        return [name for name in self._job.barrier_workers() if name not in self._there]
+        return [name for name in self._job.barrier_workers() if name not in self._present]
 
-    def _is_saved(self, turn: int) -> bool:
-        """All stand still: whether the cut of the save that goes with this validation is made, or not wanted."""
-        if self._cut[0] != turn:
-            self._cut = (turn, not self._best.wants_save)
+    def _is_snapshot_taken(self, turn: int) -> bool:
+        """All workers stand still: asks for the save of this validation, if one is wanted. True when they may go
+        on."""
+        if self._snapshot[0] != turn:
+            self._snapshot = (turn, not self._best.wants_save)
             if self._best.wants_save:
                 self._save(turn, self._released(turn))
-        return self._cut[1]
+        return self._snapshot[1]
 
     def _released(self, turn: int) -> Callable[[], None]:
-        """To be called when the cut is made, or not to be had."""
+        """Returns the function to call when the snapshot is taken, or was given up."""
 
         def release() -> None:
             with self._job.lock:
-                if self._cut[0] == turn:
-                    self._cut = (turn, True)
+                if self._snapshot[0] == turn:
+                    self._snapshot = (turn, True)
             self.start_if_complete()
 
         return release
 
     def waits(self, now: float) -> list[Wait]:
-        """Under the lock: who waits for whom."""
-        if not self._there or not self._missing():
+        """Under the lock: for which workers the validation waits."""
+        if not self._present or not self._missing():
             return []
-        since = min(at for _, at in self._there.values())
+        since = min(at for _, at in self._present.values())
         return [Wait("", self._core.state.called, self._missing(), now - since, "the validation")]
 
-    # -- inside -------------------------------------------------------------------------------------------
+    # -- a validation in progress -------------------------------------------------------------------------
 
     def has_pulled(self, request: Request, message: Begin) -> None:
-        owner = _owner(request)
+        """A worker has the parameters. Replies when all have them."""
+        owner = identity_of(request)
         with self._job.lock:
             if self._core.of(message.turn, owner) is None:
                 request.reply(Begun(message.step))
                 return
             self._core.pulled(message.turn, owner, message.step)
-            self._beginning[owner[0]] = (request, message.turn)
-        self._go_on()
+            self._ready[owner[0]] = (request, message.turn)
+        self._advance()
 
     def ask_shard(self, request: Request, message: AskValidationShard) -> None:
-        """What is said with it counts when it is kept, and not before; nor is a validation shard given that is
-        not."""
+        """Replies with the next validation shard. The result that came with the request, and the new shard, are kept
+        first."""
         with self._job.lock:
             core = self._core
             try:
-                given = core.ask(_owner(request), message)
+                given = core.ask(identity_of(request), message)
             except ConfigError as error:
                 request.refuse(error)
                 return
             if given.validation_shard or message.validation_shard:
                 self._job.try_keep()
         request.reply(given)
-        self._go_on()
+        self._advance()
 
     def add_local_candidate(self, request: Request, message: LocalCandidate) -> None:
+        """A worker has validated its own model."""
         with self._job.lock:
-            self._core.said_own(message.turn, _owner(request), message.set, message.values)
+            self._core.said_own(message.turn, identity_of(request), message.set, message.values)
         request.reply(Done())
-        self._go_on()
+        self._advance()
 
     def ask_reading(self, request: Request, message: AskReading) -> None:
-        owner = _owner(request)
+        """Replies with the readings when the validation is over, or tells the worker that there is more to do."""
+        owner = identity_of(request)
         with self._job.lock:
             now = self._core.of(message.turn, owner)
             if now is None or not message.waits:
@@ -374,29 +383,29 @@ class ValidationService:
                 request.reply(GivenReading(True, self._readings.get(message.turn, {})))
             else:
                 self._waiting[owner[0]] = (request, message.turn)
-        self._go_on()
+        self._advance()
 
     def member_is_out(self, member: Member) -> None:
         """This life of a worker is over."""
         owner = (member.name, member.incarnation)
         with self._job.lock:
             self._told.pop(owner[0], None)
-            self._beginning.pop(owner[0], None)
+            self._ready.pop(owner[0], None)
             self._waiting.pop(owner[0], None)
-            self._there.pop(owner[0], None)
+            self._present.pop(owner[0], None)
             now = self._core.state.now
             if now is None or not now.out(owner):
                 return
-        self._go_on()
+        self._advance()
 
-    def _go_on(self) -> None:
-        """Whatever has changed: who is to hear of it."""
+    def _advance(self) -> None:
+        """Something has changed: ends the validation if it is complete, and replies to the workers that wait."""
         with self._job.lock:
             now = self._core.state.now
-            begun = self._begun(now)
+            started = self._started(now)
             over = self._core.end()
             if over is not None:
-                self._end(over)
+                self._finish(over)
             elif (lost := self._core.give_up()) is not None:
                 self._give_up(lost)
             answers: list[tuple[Request, Message]] = []
@@ -405,24 +414,24 @@ class ValidationService:
                 if still is None or still.has_more:
                     del self._waiting[name]
                     answers.append((request, GivenReading(still is None, self._readings.get(turn, {}))))
-        for request, answer in [*begun, *answers]:
+        for request, answer in [*started, *answers]:
             request.reply(answer)
 
-    def _begun(self, now: Validation | None) -> list[tuple[Request, Message]]:
-        """All have the parameters; or what they wait for is not to be."""
+    def _started(self, now: Validation | None) -> list[tuple[Request, Message]]:
+        """Replies for workers that wait: all have the parameters now, or the validation was given up."""
         found: list[tuple[Request, Message]] = []
-        for name, (request, turn) in list(self._beginning.items()):
+        for name, (request, turn) in list(self._ready.items()):
             if now is None or now.turn != turn:
                 found.append((request, Begun(0)))
             elif not now.absent:
                 found.append((request, Begun(now.step, now.sets, now.candidates, now.folder)))
             else:
                 continue
-            del self._beginning[name]
+            del self._ready[name]
         return found
 
-    def _end(self, over: Validation) -> None:
-        """Rules have seen the readings before anybody goes on."""
+    def _finish(self, over: Validation) -> None:
+        """The stop rules see the readings before any worker goes on."""
         values = over.values()
         self._readings = {over.turn: values}
         self._job.try_keep()
@@ -437,7 +446,3 @@ class ValidationService:
         )
         self._job.try_keep()
         self.announce()
-
-
-def _owner(request: Request) -> Identity:
-    return (request.peer.name, request.peer.incarnation)
