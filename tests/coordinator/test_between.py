@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.coordinator.played import SECONDS, jobs, until
-from tests.coordinator.test_registering import hold, registration
+from tests.coordinator.test_registration import hold, registration
 
 from syncline import Rule
 from syncline.core.members import Member

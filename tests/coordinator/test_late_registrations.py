@@ -65,7 +65,7 @@ def test_what_was_taken_up_is_kept_until_all_of_it_is_registered(jobs: Any, fold
         job["worker-0"].ask(Save())
     first = folder / "000001-step-7"
     assert sum(path.is_dir() for path in folder.iterdir()) == 3 and first.exists()
-    assert sum("is without 'v'" in line for line in job.log) == 1, "it is said once"
+    assert sum("lacks 'v'" in line for line in job.log) == 1, "it is said once"
     assert register(job, "v", ordinal=1).upload is None, "its values are those of the checkpoint"
     job["worker-0"].ask(Save())
     assert not first.exists()

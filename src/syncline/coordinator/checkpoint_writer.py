@@ -1,5 +1,4 @@
-"""Writes a checkpoint after its snapshot: each member writes its part, the manifest comes last. Then mirrors it and
-removes old ones."""
+"""Writes a checkpoint after its snapshot: members write their parts, the manifest comes last, old ones go."""
 
 from __future__ import annotations
 
@@ -245,8 +244,8 @@ class CheckpointWriter:
         if not self._has_warned:
             self._has_warned = True
             self._job.event(
-                f"{made.name} is without {lacking[0]!r}, which {known.name} has and the script has not registered "
-                f"yet: {known.name} is kept until then"
+                f"{made.name} lacks {lacking[0]!r}, which the script has not registered yet; {known.name} has it and "
+                "is kept until then"
             )
         return {known.name}
 

@@ -237,7 +237,7 @@ class JobContext:
 
     def step(self) -> int:
         """The step of the job: the updates that reached the servers, or the local steps of the workers."""
-        updates = max((beat.num_updates for beat, _ in self.heartbeats.values()), default=0)
+        updates = max((heartbeat.num_updates for heartbeat, _ in self.heartbeats.values()), default=0)
         if updates and self.config.sync_every == 1:
             return updates
         # Inside one process members send no heartbeats: the workers' reports count.

@@ -39,8 +39,10 @@ RECLAIM_SECONDS = 5.0
 
 
 class LeaseService:
-    """The leases of all loaders of a job, under the job's lock. `core/leasing` decides; this class keeps the decision
-    and sends it."""
+    """The leases of all loaders of a job, under the job's lock.
+
+    `core/leasing` decides; this class keeps a decision and sends it.
+    """
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
@@ -59,8 +61,10 @@ class LeaseService:
     # -- requests of workers ------------------------------------------------------------------------------
 
     def _is_current(self, request: Request) -> bool:
-        """Under the lock: whether the request came over the worker's current connection. A worker repeats over a new
-        connection what it still wants."""
+        """Under the lock: whether the request came over the worker's current connection.
+
+        A worker repeats over a new connection what it still wants.
+        """
         return self._job.endpoints.get(request.peer.name) is request.endpoint
 
     def open_epoch(self, request: Request, message: OpenEpoch) -> None:
@@ -119,8 +123,10 @@ class LeaseService:
             self._fetch_acks()
 
     def _fetch_acks(self, then: Callable[[], None] | None = None) -> None:
-        """Asks the server of slice 0 which leases were used, without waiting. `then` is called after the answer, and
-        also when there is none."""
+        """Asks the server of slice 0 which leases were used, without waiting.
+
+        `then` is called after the answer, and also when there is none.
+        """
         with self._job.lock:
             replica_set, is_wanted = (
                 self._job.membership.state.replica_sets.get(0),
@@ -312,8 +318,8 @@ class LeaseService:
             if not spans:
                 return  # nothing was being read
             self._job.event(
-                f"what was used just before was lost with slice 0: {spans}. Of workers that live it counts as read, "
-                "of workers that died it is read again"
+                f"the acks of these samples were lost with slice 0: {spans}. What a live worker has used counts as "
+                "read; what a dead worker had used is read again"
             )
 
     @property

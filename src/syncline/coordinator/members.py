@@ -227,7 +227,7 @@ class JoinService:
     def join(self, request: Request, message: Join) -> None:
         """Replies when the job has started; at once when it is already running."""
         if message.role != request.peer.role:
-            raise ProtocolError(f"{request.peer} joins as a {message.role}, and proved to be another")
+            raise ProtocolError(f"{request.peer} cannot join as a {message.role}: its handshake says otherwise")
         with self._job.lock:
             if self._job.membership.outcome is not None:
                 raise JobFailed(self._job.membership.outcome.reason)

@@ -24,8 +24,10 @@ KEEP_SECONDS = 1.0
 
 
 class StopRules:
-    """The stop rules of a job, under the job's lock. `core/stopping` decides; this class keeps the decision and sends
-    it."""
+    """The stop rules of a job, under the job's lock.
+
+    `core/stopping` decides; this class keeps a decision and sends it.
+    """
 
     def __init__(self, job: JobContext, leases: LeaseService) -> None:
         self._job, self._leases = job, leases

@@ -36,8 +36,7 @@ _APART_SECONDS, _MOST_TRIES = 0.1, 5
 
 
 class Reconfigurer:
-    """One reconfiguration at a time, in a thread of its own. `core/reconfigure` decides; this class keeps and
-    sends."""
+    """One reconfiguration at a time. `core/reconfigure` decides; this class keeps a decision and sends it."""
 
     def __init__(
         self,
@@ -284,8 +283,7 @@ class Reconfigurer:
         self._calls.ask(dict.fromkeys(change.servers, install), fails_soon=True)
 
     def _finish(self, change: Reconfiguration) -> None:
-        """All servers have the generation: keeps it, then answers the workers, barriers and registrations that
-        wait."""
+        """All servers have the generation: keeps it, then answers the requests that wait for it."""
         with self._job.lock:
             self._planner.settle(change)
             change.boundaries = {

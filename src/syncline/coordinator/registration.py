@@ -47,7 +47,7 @@ class RegistrationService:
         who = request.peer.name
         with self._job.lock:
             if not self._job.membership.formed:
-                raise ProtocolError("the job is not whole yet")
+                raise ProtocolError("the job has not started yet")
             if self._job.is_moving or self._is_held or not self._job.registry.servers:
                 self._wait(request)  # slices are about to move, or a snapshot is being taken
                 return
@@ -239,8 +239,7 @@ class RegistrationService:
             self._ask_for_values(request, message.segment)
 
     def slices_are_lost(self, slices: Collection[int]) -> None:
-        """Under the lock. The servers host lost slices again, with zeros: segments that were not ready need a new
-        upload."""
+        """Under the lock. Lost slices start again with zeros: segments that were not ready need a new upload."""
         for segment in self._job.registry.layout.segments:
             if segment.index not in self._job.registry.ready and any(part.id in slices for part in segment.slices):
                 self._asked.discard(segment.index)

@@ -57,8 +57,10 @@ class ResumeService:
     # -- choosing a checkpoint ----------------------------------------------------------------------------
 
     def is_chosen(self, config: JobConfig, then: Callable[[], None]) -> bool:
-        """Under the lock: whether the checkpoint for these settings is chosen. If not, a thread searches, and calls
-        `then` under the lock when it has finished."""
+        """Under the lock: whether the checkpoint for these settings is chosen.
+
+        If not, a thread searches, and calls `then` under the lock when it has finished.
+        """
         wanted = (config.checkpoint, config.resume, config.fresh)
         if self._is_searching:
             return False
@@ -215,14 +217,16 @@ class ResumeService:
         request.reply(GivenResume(folder, digest, note, noted_by))
 
     def note_script(self, request: Request, message: NoteScript) -> None:
-        """A worker tells the state of its script. It is kept in memory only: workers repeat it to the next
-        coordinator."""
+        """A worker tells the state of its script. It stays in memory: workers repeat it to a new coordinator."""
         with self._job.lock:
             self._notes[request.peer.name] = message
 
     def _whose_note(self, name: str, others_first: bool) -> str:
-        """The worker whose note a late worker gets: in rounds another worker's, the chief's first, which is newer;
-        otherwise its own of an earlier life, if there is one."""
+        """The worker whose note a late worker gets.
+
+        In rounds it is another worker's, which is newer, the chief's first. Otherwise it is its own of an earlier
+        life, if there is one.
+        """
         others = [other for other in self._job.membership.workers() if other != name and other in self._notes]
         own = [name] if name in self._notes else []
         others_first = others_first or policy_of(self._job.config).in_rounds
@@ -285,8 +289,10 @@ class RestoreReport:
 
 
 class LostSlices:
-    """Restores slices that no server has: from the freshest worker's copy or a checkpoint of this job, whichever
-    loses less."""
+    """Restores slices that no server has.
+
+    They come from the freshest worker's copy or from a checkpoint of this job, whichever loses less.
+    """
 
     def __init__(self, job: JobContext, calls: ServerCalls, leases: LeaseService) -> None:
         self._job, self._calls, self._leases = job, calls, leases

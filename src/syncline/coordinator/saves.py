@@ -61,7 +61,7 @@ LOOK_SECONDS = 1.0
 
 @dataclasses.dataclass
 class SaveRequest:
-    """A save that somebody asked for, or that is due."""
+    """A save that was asked for, or is due."""
 
     reason: str
     callers: list[Request]
@@ -376,9 +376,9 @@ class SaveService:
         with self._job.lock:
             if found is not None:
                 saves.last, saves.num_saved = found, saves.num_saved + 1
-                self._job.event(f"the coordinator was away; {found.name} was whole already")
+                self._job.event(f"the coordinator was restarted; {found.name} was already complete")
             elif self._is_on:
-                self.request_save("the coordinator was away in the middle of one")
+                self.request_save("the coordinator was restarted during a save")
             saves.open, saves.open_folder = 0, ""
             self._must_recover = False
             self._job.try_keep()

@@ -18,8 +18,10 @@ from syncline.net.rpc import Endpoint, Request
 
 
 class ScaleService:
-    """The wanted number of members of each role. The launcher starts missing ones; surplus ones are asked to
-    retire."""
+    """The wanted number of members of each role.
+
+    The launcher starts missing members; surplus ones are asked to retire.
+    """
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
@@ -110,8 +112,10 @@ def remind_to_retire(job: JobContext, name: str) -> None:
 
 
 class PaceService:
-    """Workers that are slowed or paused by hand, under the job's lock. A pace is kept, and told to each life of a
-    worker."""
+    """Workers that are slowed or paused by hand, under the job's lock.
+
+    A pace is kept in the journal, and told to each life of the worker.
+    """
 
     def __init__(self, job: JobContext) -> None:
         self._job = job

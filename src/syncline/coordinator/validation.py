@@ -115,13 +115,12 @@ class BestCheckpoint:
     # -- choosing the best --------------------------------------------------------------------------------
 
     def consider(self, made: Checkpoint, manifest: Manifest) -> None:
-        """In the save's thread: points `best` at this checkpoint if it is the best. An error here does not fail the
-        save."""
+        """In the save's thread: points `best` at this checkpoint if it is the best. Errors do not fail the save."""
         try:
             if (rule := self._rule) is not None:
                 self._choose(rule, made, manifest)
         except SynclineError as error:
-            self._job.event(f"{made.name} is saved, but not looked at as the best: {error}")
+            self._job.event(f"{made.name} is saved, but was not compared with the best: {error}")
 
     def _choose(self, rule: Best, made: Checkpoint, manifest: Manifest) -> None:
         self._find_earlier_best(made.root, manifest.lineage, rule)
@@ -203,7 +202,7 @@ class BestCheckpoint:
         try:
             manifest, _ = checkpoints.read_manifest(folder.join(fact["checkpoint"]))
         except StoreError as error:
-            self._job.event(f"{root}/best is not what it was: {error}")
+            self._job.event(f"{root}/best cannot be read: {error}")
             return
         if manifest.lineage == lineage:
             candidate = str(fact.get("weights", WEIGHTS))
@@ -238,9 +237,7 @@ class ValidationService:
         self._job, self._metrics, self._best, self._save = job, metrics, best, save
         self._told: dict[str, tuple[Endpoint, int]] = {}  # which turn a worker was called to, over which connection
         self._present: dict[str, tuple[Request, float]] = {}  # workers that have come, and since when they wait
-        self._ready: dict[
-            str, tuple[Request, int]
-        ] = {}  # workers that have the parameters, and wait until all have them
+        self._ready: dict[str, tuple[Request, int]] = {}  # workers that have pulled, and wait until all have
         self._waiting: dict[str, tuple[Request, int]] = {}  # workers that wait for readings
         self._readings: dict[int, dict[str, float]] = {}  # of validations that are over, by turn
         self._snapshot: tuple[int, bool] = (0, False)  # the turn of the last save, and whether its snapshot is taken
@@ -310,8 +307,7 @@ class ValidationService:
         return [name for name in self._job.barrier_workers() if name not in self._present]
 
     def _is_snapshot_taken(self, turn: int) -> bool:
-        """All workers stand still: asks for the save of this validation, if one is wanted. True when they may go
-        on."""
+        """Asks once for the save of this validation, if one is wanted. True when the workers may go on."""
         if self._snapshot[0] != turn:
             self._snapshot = (turn, not self._best.wants_save)
             if self._best.wants_save:
@@ -350,8 +346,8 @@ class ValidationService:
         self._advance()
 
     def ask_shard(self, request: Request, message: AskValidationShard) -> None:
-        """Replies with the next validation shard. The result that came with the request, and the new shard, are kept
-        first."""
+        """Replies with the next validation shard. It is kept first, and so is the result that came with the
+        request."""
         with self._job.lock:
             core = self._core
             try:

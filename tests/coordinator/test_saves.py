@@ -409,4 +409,4 @@ def test_what_the_next_coordinator_finds_whole_is_pointed_at(jobs: Any, folder: 
     job.disk.states.append(msgspec.msgpack.encode(state))
     again = _next(jobs, job)
     until((folder / "last").exists, "it is pointed at")
-    assert any("was whole already" in line for line in again.log)
+    assert any("was already complete" in line for line in again.log)
