@@ -254,14 +254,14 @@ class Job:
         """These workers beat before each look at who is stuck, with their next step: no beat is late then, however
         slow the machine is, and none comes from a worker that is out."""
         watch = self.coordinator.watch
-        look = watch.look
+        run_checks = watch.run_checks
 
-        def beat_and_look(now: float) -> None:
+        def beat_and_check(now: float) -> None:
             for name in steps.keys() & self.coordinator.membership.state.members.keys():
                 self[name].ask(Heartbeat(step=next(steps[name])))
-            look(now)
+            run_checks(now)
 
-        watch.look = beat_and_look  # type: ignore[method-assign]
+        watch.run_checks = beat_and_check  # type: ignore[method-assign]
 
     def kill(self, name: str) -> None:
         self[name].endpoint.close("killed")

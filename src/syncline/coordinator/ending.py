@@ -22,7 +22,7 @@ from syncline.net.rpc import Call, Endpoint
 #: How long the end of a job waits for the servers' statistics, for its profile.
 PROFILE_SECONDS = 3.0
 #: The period of the checks.
-LOOK_SECONDS = 0.05
+CHECK_SECONDS = 0.05
 #: Once the least number of workers is there, how long a job waits for more before it starts.
 GATHER_SECONDS = 3.0
 #: How often a coordinator checks that no newer one has taken over.
@@ -140,9 +140,9 @@ class JobWatch:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS) and self._job.membership.outcome is None:
+        while not self._closed.wait(CHECK_SECONDS) and self._job.membership.outcome is None:
             try:
-                self.look(time.monotonic())
+                self.run_checks(time.monotonic())
             except FencedError as error:
                 self._job.superseded(str(error))
                 return
@@ -152,7 +152,7 @@ class JobWatch:
                 self._job.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
                 raise
 
-    def look(self, now: float) -> None:
+    def run_checks(self, now: float) -> None:
         """Runs all checks once."""
         with self._job.lock:
             if self._job.journal is not None and now - self._checked_at >= TERM_SECONDS:

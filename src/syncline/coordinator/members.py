@@ -206,7 +206,7 @@ class JoinService:
         self._registration, self._roster, self._reconfigurer = registration, roster, reconfigurer
         self._stop_rules, self._announcers = stop_rules, announcers
 
-    def begin(self) -> None:
+    def start_or_continue(self) -> None:
         """Continues the job of an earlier coordinator, or looks for a checkpoint before the first member joins."""
         if self._job.membership.formed:
             self._continue_job()

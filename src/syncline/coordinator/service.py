@@ -148,7 +148,7 @@ class Coordinator:
             WorkerSizing(context, self.leases, self.scaling),
         )
         self._handlers = self._all_handlers()
-        self.joins.begin()
+        self.joins.start_or_continue()
 
     def _all_handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
         return {
