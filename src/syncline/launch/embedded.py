@@ -28,9 +28,9 @@ from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
+from syncline.worker.collectives.peers import Peers
 from syncline.worker.hearing import FromCoordinator
 from syncline.worker.job import Job
-from syncline.worker.peers import Peers
 
 
 class InProcess:

@@ -28,9 +28,9 @@ from syncline.net import shm, tcp
 from syncline.net.connection import SocketConnection
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Memory, Peer
+from syncline.worker.collectives.peers import Peers
 from syncline.worker.hearing import FromCoordinator
 from syncline.worker.job import Job
-from syncline.worker.peers import Peers
 from syncline.worker.rosters import Rosters
 
 

@@ -23,6 +23,7 @@ from syncline.stats import JobStats
 from syncline.worker.asking import Asking
 from syncline.worker.boundary import STEP
 from syncline.worker.calling import ValidationCalled
+from syncline.worker.collectives.peers import Peers
 from syncline.worker.collectives.verbs import Collectives
 from syncline.worker.current import forget
 from syncline.worker.device import choose_device
@@ -34,7 +35,6 @@ from syncline.worker.life import CannotResume, Life, checked_step
 from syncline.worker.loop import tell_unused
 from syncline.worker.measures import Measures
 from syncline.worker.memory import Memory
-from syncline.worker.peers import Peers
 from syncline.worker.progress import Progress
 from syncline.worker.reporting import Reporting
 from syncline.worker.residuals import keep_residuals

@@ -29,7 +29,7 @@ def address_of(data: Bytes) -> int:
     return int(data.__array_interface__["data"][0])
 
 
-class Memories:
+class SharedMemories:
     """This worker's own. Given arrays are held by the script alone: with the last one its memory goes."""
 
     def __init__(self, create: Callable[[int], Memory]) -> None:

@@ -1,19 +1,25 @@
-"""Ways to the other workers: made when they are first needed, one connection for each pair."""
+"""Links to the other workers: made when they are first needed, one connection for each pair.
+
+A `PeerStream` holds what one other worker has said and no call has taken yet.
+"""
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from syncline.core.members import Member
+from syncline.core.wire.collectives import Describe, Offer, Taken
 from syncline.core.wire.control import Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, ProtocolError
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Buffer, Connection, Memory, Peer
 from syncline.stats import WireStats
+from syncline.worker.arrays import Bytes
 from syncline.worker.rosters import Rosters
 
 #: A roster may reach the one who asks sooner than the one who is asked.
@@ -37,21 +43,23 @@ class Connector(Protocol):
         """Memory that workers on this host can read and write; an OSError when there is too little."""
 
 
-class Ear(Protocol):
+class PeerHandler(Protocol):
     """Hears what other workers say, in the thread that brings it. A ProtocolError closes the way it came on."""
 
-    def landing(self, way: Way, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def landing(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         """Where the bytes that come with a message go."""
 
-    def hear(self, way: Way, request: Request) -> None:
+    def hear(self, link: PeerLink, request: Request) -> None:
         """A whole message is here."""
 
 
-class Way:
+class PeerLink:
     """To one life of another worker."""
 
-    def __init__(self, member: Member, ears: dict[type[Message], Ear], change: threading.Condition) -> None:
-        self.member, self._ears, self._change = member, ears, change
+    def __init__(
+        self, member: Member, handlers: dict[type[Message], PeerHandler], change: threading.Condition
+    ) -> None:
+        self.member, self._handlers, self._change = member, handlers, change
         self.name, self.incarnation = member.name, member.incarnation
         self.lost = ""  # why there is nothing more to come
         self.has_left = False  # it has said so
@@ -87,12 +95,12 @@ class Way:
     def stats(self) -> WireStats:
         return self._endpoint.stats() if self._endpoint is not None else WireStats()
 
-    def ear(self, message: Message) -> Ear:
+    def handler(self, message: Message) -> PeerHandler:
         """Who hears a message of this kind."""
-        ear = self._ears.get(type(message))
-        if ear is None:
+        handler = self._handlers.get(type(message))
+        if handler is None:
             raise ProtocolError(f"a worker does not say {type(message).__name__} to a worker")
-        return ear
+        return handler
 
     def ended(self, reason: str) -> None:
         """There is nothing more to come."""
@@ -104,21 +112,21 @@ class Way:
 class _Service:
     """What the endpoint of a way calls."""
 
-    def __init__(self, way: Way) -> None:
-        self._way = way
+    def __init__(self, link: PeerLink) -> None:
+        self._link = link
 
     def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
-        return self._way.ear(message).landing(self._way, message, payload_bytes)
+        return self._link.handler(message).landing(self._link, message, payload_bytes)
 
     def handle(self, request: Request) -> None:
-        way = self._way
+        link = self._link
         try:
-            way.ear(request.message).hear(way, request)
+            link.handler(request.message).hear(link, request)
         except ProtocolError as error:
-            request.endpoint.close(f"refused what {way.name} sent: {type(error).__name__}: {error}")
+            request.endpoint.close(f"refused what {link.name} sent: {type(error).__name__}: {error}")
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
-        self._way.ended(reason)
+        self._link.ended(reason)
 
 
 class Peers:
@@ -129,9 +137,9 @@ class Peers:
         self.create_memory = connector.create_memory
         self.lock = threading.RLock()  # of all ways and what is heard on them
         self.change = threading.Condition(self.lock)
-        self.ears: dict[type[Message], Ear] = {}
+        self.handlers: dict[type[Message], PeerHandler] = {}
         self.live: frozenset[int] = frozenset()  # incarnations, by the newest roster
-        self._ways: dict[int, Way] = {}
+        self._links: dict[int, PeerLink] = {}
         self._dialling: set[int] = set()
         self._knocked: dict[int, float] = {}
         self._gone = WireStats()
@@ -152,36 +160,36 @@ class Peers:
 
     # -- making them --------------------------------------------------------------------------------------
 
-    def way(self, member: Member) -> Way | None:
+    def link(self, member: Member) -> PeerLink | None:
         """The way to this worker; None: it was asked to make one, and `change` is notified when it is there."""
         with self.change:
-            way = self._ways.get(member.incarnation)
-            if way is not None and not way.lost:
-                return way
+            link = self._links.get(member.incarnation)
+            if link is not None and not link.lost:
+                return link
             if self._closed:
                 raise ConnectionLost("this worker has left the job")
         if self.incarnation > member.incarnation:
             self._dial(member)
-            return self._ways.get(member.incarnation)
+            return self._links.get(member.incarnation)
         now = time.monotonic()
         if now - self._knocked.get(member.incarnation, -_KNOCK_SECONDS) >= _KNOCK_SECONDS:
             self._knocked[member.incarnation] = now
             self._connector.knock(member)
         return None
 
-    def known(self, incarnation: int) -> Way | None:
+    def known(self, incarnation: int) -> PeerLink | None:
         """The way to this one, if there is one now."""
-        way = self.last_way(incarnation)
-        return way if way is not None and not way.lost else None
+        link = self.last_link(incarnation)
+        return link if link is not None and not link.lost else None
 
-    def last_way(self, incarnation: int) -> Way | None:
+    def last_link(self, incarnation: int) -> PeerLink | None:
         """The same, though it may be closed."""
         with self.change:
-            return self._ways.get(incarnation)
+            return self._links.get(incarnation)
 
     def _dial(self, member: Member) -> None:
         with self.change:
-            known = self._ways.get(member.incarnation)
+            known = self._links.get(member.incarnation)
             if member.incarnation in self._dialling or self._closed or (known is not None and not known.lost):
                 return
             self._dialling.add(member.incarnation)
@@ -206,10 +214,10 @@ class Peers:
             time.sleep(_JOIN_LOOK_SECONDS)
 
     def _begin(self, member: Member, connection: Connection) -> None:
-        way = Way(member, self.ears, self.change)
-        way.begin(connection, self._stamp)
+        link = PeerLink(member, self.handlers, self.change)
+        link.begin(connection, self._stamp)
         with self.change:
-            before, self._ways[member.incarnation] = self._ways.get(member.incarnation), way
+            before, self._links[member.incarnation] = self._links.get(member.incarnation), link
             self._knocked.pop(member.incarnation, None)
             is_closed = self._closed
             self.change.notify_all()
@@ -217,7 +225,7 @@ class Peers:
             before.close("there is a newer connection")
             self._gone += before.stats()
         if is_closed:
-            way.close()
+            link.close()
 
     def accept(self, connection: Connection) -> None:
         """Another worker has connected, and proved who it is; whoever the roster does not have is refused."""
@@ -254,31 +262,73 @@ class Peers:
 
     # -- the end ------------------------------------------------------------------------------------------
 
-    def sweep(self) -> None:
+    def forget_gone(self) -> None:
         """Ways to those who are gone are given back."""
         with self.change:
-            gone = [way for number, way in self._ways.items() if number not in self.live]
-            for way in gone:
-                del self._ways[way.incarnation]
-        for way in gone:
-            self._gone += way.stats()
-            way.close()
+            gone = [link for number, link in self._links.items() if number not in self.live]
+            for link in gone:
+                del self._links[link.incarnation]
+        for link in gone:
+            self._gone += link.stats()
+            link.close()
 
     def tell_all(self, message: Message) -> None:
         """Says something on every way that is open."""
-        for way in list(self._ways.values()):
+        for link in list(self._links.values()):
             try:
-                way.send(message)
+                link.send(message)
             except ConnectionLost:
                 continue
 
     def stats(self) -> WireStats:
-        return sum((way.stats() for way in list(self._ways.values())), self._gone)
+        return sum((link.stats() for link in list(self._links.values())), self._gone)
 
     def close(self, reason: str = "closed") -> None:
         with self.change:
             self._closed = True
-            ways = list(self._ways.values())
+            links = list(self._links.values())
             self.change.notify_all()
-        for way in ways:
-            way.close(reason)
+        for link in links:
+            link.close(reason)
+
+
+#: A worker has few of its own.
+MOST_MEMORIES = 1 << 12
+Key = tuple[tuple[int, ...], int]
+
+
+class ChunkReceiver(Protocol):
+    """Where chunks of one other worker go, in their order."""
+
+    def place(self, offset: int, num_bytes: int) -> Buffer:
+        """For the next one; a FrameError when it is not the next one, or of another size."""
+
+    def came(self) -> None:
+        """It is here."""
+
+
+class PeerStream:
+    """Of one way; changed and read under the lock of all ways."""
+
+    def __init__(self) -> None:
+        self.checked: tuple[object, int] = (None, 0)  # a description that was found sound, and the bytes with it
+        self.said: collections.deque[tuple[Describe, Sequence[Buffer]]] = collections.deque()
+        self.last: Key | None = None  # what it has described last: its chunks come now
+        self.heard: Key | None = None  # what of it was taken last
+        self.landing: ChunkReceiver | None = None  # for chunks of that
+        self.through: set[Key] = set()
+        self.memories: dict[int, Memory] = {}  # of the other side
+        self.shared: set[int] = set()  # of mine, that it knows
+        # from one to one
+        self.num_offered = self.num_taken = 0  # to it by me, from it by me
+        self.offers: collections.deque[tuple[Offer, Sequence[Buffer]]] = collections.deque()
+        self.wants: set[int] = set()  # of my offers: those whose bytes it wants
+        self.answers: dict[int, Taken] = {}
+        self.inbox: Inbox | None = None  # for the bytes of an offer of its
+
+
+class Inbox:
+    """Where the bytes of one offer go."""
+
+    def __init__(self, number: int, data: Bytes) -> None:
+        self.number, self.data, self.count = number, data, 0
