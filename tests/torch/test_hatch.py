@@ -34,7 +34,7 @@ from syncline.server import circle
 from syncline.server.hatched import HatchedHome
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
-from syncline.worker.arena import Arenas
+from syncline.worker.exchange.routes import Arenas
 from syncline.worker.job import Job
 
 NCCL: dict[str, Any] = {"exchange": "ring", "sums": "nccl", "slice_bytes": 256}

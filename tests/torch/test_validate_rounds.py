@@ -35,9 +35,9 @@ def test_rounds_are_whole_however_long_a_save_takes(tmp_path: pathlib.Path, monk
 
     def work(job: Job) -> float:
         model, opt = counting(job)
-        placement: Any = job.exchange._placement  # type: ignore[attr-defined]
-        is_awaited = placement.is_awaited
-        monkeypatch.setattr(placement, "is_awaited", lambda seconds: asked.append(is_awaited(seconds)) or asked[-1])
+        routes: Any = job.exchange.routes
+        is_awaited = routes.is_awaited
+        monkeypatch.setattr(routes, "is_awaited", lambda seconds: asked.append(is_awaited(seconds)) or asked[-1])
         job.validate(lambda batch: {"count": float(model.count)}, Numbers(4), 2, batch_size=2)
         for _ in DataLoader(Numbers(24), 2, job=job):
             step(model, opt)

@@ -13,7 +13,7 @@ import pytest
 from syncline import Rule
 from syncline.errors import WaitTimeout
 from syncline.worker import times
-from syncline.worker.commit import CommitFlow
+from syncline.worker.exchange.commit import CommitFlow
 
 LONG = 1000.0
 

@@ -21,7 +21,8 @@ from syncline.worker import waits
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.worker import reporting, servers
+    from syncline.worker import reporting
+    from syncline.worker.exchange import servers
 
     monkeypatch.setattr(waits, "LOUD_SECONDS", 0.1)
     monkeypatch.setattr(servers, "LOUD_SECONDS", 0.1)

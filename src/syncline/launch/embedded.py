@@ -186,7 +186,7 @@ class InProcess:
             peers=peers,
             on_close=self.close if embedded else peers.close,
         )
-        job.exchange.placement.hatch = self._hatches.get(me.name)
+        job.exchange.routes.hatch = self._hatches.get(me.name)
         return job
 
     def peers_of(self, member: Member) -> Peers:

@@ -113,7 +113,7 @@ def join_as_worker(
             joined, me, link, hearing, dial, stamp,
             folder=folder, say=say(me.name), embedded=False, peers=sockets.peers, on_close=sockets.close,
         )  # fmt: skip
-        job.exchange.placement.hatch = own_server.hatch if own_server is not None else None
+        job.exchange.routes.hatch = own_server.hatch if own_server is not None else None
         return job
     except BaseException:
         link.close()

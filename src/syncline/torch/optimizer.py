@@ -32,7 +32,7 @@ from syncline.torch.state import load_state, read_average, read_state
 from syncline.torch.streams import Side, open_side
 from syncline.torch.validation import take_part_in
 from syncline.worker.current import current_job
-from syncline.worker.exchange import Push
+from syncline.worker.exchange.commit import Push
 from syncline.worker.job import Job
 from syncline.worker.script import Part
 from syncline.worker.steering import with_factor
@@ -166,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _find_hatch(self) -> Hatch | None:
         """To the server of this process, where that has its slices on the device of all parameters."""
-        hatch = self._job.exchange.placement.hatch
+        hatch = self._job.exchange.routes.hatch
         devices = {item.tensor.device for item in self._tracked}
         return (
             hatch

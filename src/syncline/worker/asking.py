@@ -12,7 +12,7 @@ from syncline.core.wire.message import Message
 from syncline.core.wire.validation import AskReading, AskValidationShard, Attend, Begin, Come, LocalCandidate
 from syncline.errors import ConnectionLost, FencedError, SynclineError, WaitTimeout
 from syncline.net.link import Link
-from syncline.worker.exchange import left
+from syncline.worker.exchange.commit import left
 from syncline.worker.hearing import FromCoordinator
 
 if TYPE_CHECKING:

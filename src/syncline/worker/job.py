@@ -27,8 +27,10 @@ from syncline.worker.collectives.peers import Peers
 from syncline.worker.collectives.verbs import Collectives
 from syncline.worker.current import forget
 from syncline.worker.device import choose_device
-from syncline.worker.exchange import left
-from syncline.worker.finite import FiniteCheck
+from syncline.worker.exchange.commit import left
+from syncline.worker.exchange.finite import FiniteCheck
+from syncline.worker.exchange.residuals import keep_residuals
+from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.hearing import FromCoordinator
 from syncline.worker.kv import KeyValue
 from syncline.worker.life import CannotResume, Life, checked_step
@@ -37,11 +39,9 @@ from syncline.worker.measures import Measures
 from syncline.worker.memory import Memory
 from syncline.worker.progress import Progress
 from syncline.worker.reporting import Reporting
-from syncline.worker.residuals import keep_residuals
 from syncline.worker.rosters import place_of
 from syncline.worker.samples import CoordinatorAsks, Samples
 from syncline.worker.seeding import OwnStream
-from syncline.worker.servers import ServersExchange
 from syncline.worker.steps import steps
 from syncline.worker.validating import Measure, Validated, Validating
 

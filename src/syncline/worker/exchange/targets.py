@@ -10,8 +10,7 @@ import numpy as np
 
 from syncline.core.layout import ITEM_BYTES, Layout, Slice
 from syncline.core.wire.traffic import Committed
-from syncline.worker.arrays import Bytes
-from syncline.worker.copying import copy
+from syncline.worker.arrays import Bytes, copy
 
 Clocks = Mapping[str, int]
 
@@ -29,12 +28,12 @@ def landed(version: int, clocks: Clocks, own: int = 0) -> Landed | None:
     return Landed(version, clocks, own) if clocks or not version else None
 
 
-class Wanted:
+class WantedSlices:
     """The slices of one server that a sink wants: which come over the socket, which out of shared memory."""
 
-    def __init__(self, hosted: Sequence[Slice], sink: Sink, maps: Callable[[Slice], bool]) -> None:
+    def __init__(self, hosted: Sequence[Slice], target: Target, maps: Callable[[Slice], bool]) -> None:
         self.hosted = hosted
-        wanted = [(k, part) for k, part in enumerate(hosted) if sink.wants(part)]
+        wanted = [(k, part) for k, part in enumerate(hosted) if target.wants(part)]
         self.by_id = {part.id: part for _, part in wanted}
         self.remote = {part.id: part for _, part in wanted if not maps(part)}
         self.pull = list(self.remote)
@@ -52,11 +51,11 @@ class Wanted:
         return {p.id: landed(v, answer.clocks, answer.clock) for p, v in pairs if p.id in self.by_id}
 
 
-class Sink(Protocol):
+class Target(Protocol):
     """Takes the bytes of slices."""
 
     in_parts: bool  #: whether slices are wanted one by one, each as soon as it is applied
-    wanted: dict[str, Wanted]  #: by server; worked out by the exchange, and kept with the sink
+    wanted: dict[str, WantedSlices]  #: by server; worked out by the exchange, and kept with the sink
     #: What single slices are, where that is known by more than their server's last answer; None: being written,
     #: or unknown. Set before the first byte of a slice comes, and after the last.
     kept: dict[int, Landed | None]
@@ -76,7 +75,7 @@ class Sink(Protocol):
     def fetches(self, part: Slice) -> bool:
         """Whether it gets this slice itself, from the server of this process."""
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """What has come of a commit comes once more, from other servers."""
 
     def holds(self, part: Slice) -> bool:
@@ -86,13 +85,13 @@ class Sink(Protocol):
         """All bytes of a slice, as they lie here; None when some of them are nowhere. From any thread."""
 
 
-class HostSink(abc.ABC):
+class HostTarget(abc.ABC):
     """A sink in this process's memory: whatever comes is copied into its buffers, and that is all."""
 
     in_parts = False
 
     def __init__(self) -> None:
-        self.wanted: dict[str, Wanted] = {}
+        self.wanted: dict[str, WantedSlices] = {}
         self.kept: dict[int, Landed | None] = {}
 
     @abc.abstractmethod
@@ -102,7 +101,7 @@ class HostSink(abc.ABC):
     def fetches(self, part: Slice) -> bool:
         return False
 
-    def begin_anew(self) -> None:  # noqa: B027
+    def start_over(self) -> None:  # noqa: B027
         pass  # bytes that come once more lie over those that came before
 
     def filled(self, parts: Sequence[Slice]) -> None:  # noqa: B027
@@ -112,7 +111,7 @@ class HostSink(abc.ABC):
         copy([pair for part, source in parts for pair in scattered(source, self.views(part))])
 
 
-class FlatSink(HostSink):
+class FlatTarget(HostTarget):
     """Whole segments, as they are laid out."""
 
     def __init__(self, flats: Mapping[int, Bytes]) -> None:
@@ -133,7 +132,7 @@ class FlatSink(HostSink):
         return None if flat is None else flat[part.offset : part.offset + part.num_bytes].copy()
 
 
-class ArraySink(HostSink):
+class ArrayTarget(HostTarget):
     """Single parameters by name; what lies between them is dropped."""
 
     def __init__(self, layout: Layout, targets: Mapping[str, Bytes]) -> None:

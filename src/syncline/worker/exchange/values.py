@@ -1,26 +1,108 @@
-"""A worker's copies of slices: what is left of them when their only server is gone.
+"""Values outside of commits: the chief's first ones, pulls, the state of rules; and a worker's own copies of slices.
 
-What the servers said of a landing is kept with its sink; nothing here is done per step and slice. A copy counts only
-while the sink's memory is what was said of it: that is looked at before and after its bytes are taken.
+The copies are what is left of a slice when its only server is gone.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from syncline.core.layout import Layout, Slice
+import numpy as np
+
+from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.slice_state import Copy
-from syncline.core.wire.traffic import Committed, Restore
-from syncline.errors import SynclineError
-from syncline.net.rpc import Call, Endpoint
+from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import AskState, Committed, GivenState, LoadState, Restore, StateEntry, Upload
+from syncline.errors import ProtocolError, SynclineError
+from syncline.net.rpc import Call, Endpoint, wait_all
 from syncline.net.transport import buffer_of
 from syncline.worker.arrays import Bytes
-from syncline.worker.sinks import Landed, Sink, gathered, holds_all
+from syncline.worker.exchange.routes import ServerRoutes
+from syncline.worker.exchange.targets import Landed, Target, gathered, holds_all
 
-_MOST_OPEN = 4
+_MOST_OPEN = 16
+
+
+def upload(routes: ServerRoutes, segment: Segment, values: Bytes, seconds: float, *, again: bool = False) -> None:
+    """The chief's values of a whole segment."""
+    # Few are open at a time: answers that nobody reads yet would fill the socket, and stop the server.
+    calls: collections.deque[Call] = collections.deque()
+    for part in segment.slices:
+        view = values[part.offset : part.offset + part.num_bytes]
+        endpoint = routes.endpoints[routes.primaries[part.id]]
+        message = Upload(segment.index, [part.id], again)
+        calls.append(endpoint.call(message, buffers=[buffer_of(view)], payload_bytes=view.nbytes))
+        if len(calls) >= _MOST_OPEN:
+            wait_all([calls.popleft()], seconds)
+    wait_all(list(calls), seconds)
+
+
+def pull(routes: ServerRoutes, slices: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
+    """Slices into the sink; their versions."""
+    versions: dict[int, int] = {}
+    for server, reader in routes.readers.items():
+        parts = [part for part in slices if routes.source(part.id) == server]
+        if parts:
+            found = reader.pull(parts, target, min_version)
+            versions.update(zip((part.id for part in parts), found, strict=True))
+    return [versions[part.id] for part in slices]
+
+
+Entries = Sequence[tuple[StateEntry, Bytes]]
+
+
+def read_state(
+    routes: ServerRoutes, slices: Sequence[Slice], seconds: float, key: str = ""
+) -> list[tuple[StateEntry, Bytes]]:
+    """What the rules remember about these slices, one slice after the other; `key`: only this of it."""
+    found: list[tuple[StateEntry, Bytes]] = []
+    for part in slices:
+        found += _read_one(routes.endpoints[routes.primaries[part.id]], part.id, seconds, key)
+    return found
+
+
+def _read_one(endpoint: Endpoint, number: int, seconds: float, key: str) -> list[tuple[StateEntry, Bytes]]:
+    landed: list[Bytes] = []
+
+    def landing(answer: Message) -> list[memoryview]:
+        if isinstance(answer, GivenState):
+            landed.extend(np.empty(entry.num_bytes, np.uint8) for entry in answer.entries)
+        return [buffer_of(array) for array in landed]
+
+    answer = endpoint.call(AskState([number], key), into=landing).wait(seconds)
+    if not isinstance(answer, GivenState):
+        raise ProtocolError(f"state was answered with {type(answer).__name__}")
+    return list(zip(answer.entries, landed, strict=True)) if landed else []
+
+
+def write_state(routes: ServerRoutes, slices: Sequence[Slice], entries: Entries, seconds: float) -> None:
+    """Gives the rules their state on these slices: on all of them before a cut, or behind it."""
+    endpoints = list(routes.endpoints.values())
+    wait_all([endpoint.call(LoadState([], [], about=1)) for endpoint in endpoints], seconds)
+    try:
+        _write_state(routes, slices, entries, seconds)
+    finally:
+        with contextlib.suppress(SynclineError):  # who is not there, or has other slices, has forgotten it
+            wait_all([endpoint.call(LoadState([], [], about=2)) for endpoint in endpoints], seconds)
+
+
+def _write_state(routes: ServerRoutes, slices: Sequence[Slice], entries: Entries, seconds: float) -> None:
+    calls = []
+    for server, endpoint in routes.endpoints.items():
+        numbers = [part.id for part in slices if routes.primaries[part.id] == server]
+        mine = [(entry, data) for entry, data in entries if entry.slice in set(numbers)]
+        if numbers:
+            message = LoadState(numbers, [entry for entry, _ in mine])
+            buffers = [buffer_of(data) for _, data in mine]
+            calls.append(endpoint.call(message, buffers=buffers, payload_bytes=sum(map(len, buffers))))
+    wait_all(calls, seconds)
+
+
+_MOST_OPEN_COPIES = 4
 Told = Committed | Mapping[int, int]  # versions of all slices of a server, or of these
 
 
@@ -41,47 +123,47 @@ class KeptArrays:
         return array() if array is not None else None
 
 
-class Copies:
+class SliceCopies:
     """All copies of this worker. `told` and `landed_in` are for the script's thread; the questions for any."""
 
     def __init__(self, name: str, layout: Layout, wait_seconds: float, num_kept: int) -> None:
         """`num_kept`: so many sinks that landed last are kept alive; with two replicas nobody will ask for them."""
         self._name, self._layout, self._wait_seconds = name, layout, wait_seconds
-        self._sinks: list[weakref.ref[Sink]] = []
-        self._last: collections.deque[Sink] = collections.deque(maxlen=num_kept)
+        self._sinks: list[weakref.ref[Target]] = []
+        self._last: collections.deque[Target] = collections.deque(maxlen=num_kept)
         self._arrays: dict[int, tuple[Landed, KeptArrays]] = {}  # by slice
         self.told: dict[str, tuple[Sequence[Slice], Told]] = {}  # by server: the last that it said
         self._known: dict[int, int] = {}  # the highest version of a slice, before that
         self._most_updates = 0  # of any slice
 
-    def landed_in(self, sink: Sink) -> None:
+    def landed_in(self, target: Target) -> None:
         """Slices come into this sink from now on."""
-        refs = [ref for ref in self._sinks if ref() is not None and ref() is not sink]
-        self._sinks = [*refs, weakref.ref(sink)]
-        if not any(known is sink for known in self._last):
-            self._last.append(sink)
+        refs = [ref for ref in self._sinks if ref() is not None and ref() is not target]
+        self._sinks = [*refs, weakref.ref(target)]
+        if not any(known is target for known in self._last):
+            self._last.append(target)
 
-    def has_landed(self, sink: Sink | None) -> None:
+    def has_landed(self, target: Target | None) -> None:
         """All of a commit has come into this sink: where it takes everything, nothing older is kept beside it."""
-        if len(self._last) > 1 and self._last[-1] is sink and all(map(sink.wants, self._layout.slices())):
-            self._last = collections.deque([sink], self._last.maxlen)
+        if len(self._last) > 1 and self._last[-1] is target and all(map(target.wants, self._layout.slices())):
+            self._last = collections.deque([target], self._last.maxlen)
 
-    def _alive(self) -> list[Sink]:
-        return [sink for ref in self._sinks if (sink := ref()) is not None]
+    def _alive(self) -> list[Target]:
+        return [target for ref in self._sinks if (target := ref()) is not None]
 
-    def keep(self, sink: Sink, parts: Sequence[Slice], arrays: KeptArrays) -> None:
+    def keep(self, target: Target, parts: Sequence[Slice], arrays: KeptArrays) -> None:
         """What is in the sink lies in arrays of the caller, which outlive it."""
         for part in parts:
-            found = _in_sink(sink, part)
+            found = _in_target(target, part)
             if found is not None:
                 self._arrays[part.id] = (found, arrays)
 
-    def overwrites(self, sink: Sink, parts: Sequence[Slice]) -> None:
+    def overwrites(self, target: Target, parts: Sequence[Slice]) -> None:
         """This sink writes into arrays of the caller, which may be those that something else was said of."""
         for part in parts:
             self._arrays.pop(part.id, None)
             for other in self._alive():
-                if other is not sink:
+                if other is not target:
                     other.kept[part.id] = None
 
     def pulled(self, versions: Sequence[int]) -> None:
@@ -95,18 +177,18 @@ class Copies:
             self._most_updates = max(self._most_updates, *_versions(hosted, said).values(), 0)
         return self._most_updates
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Servers change: what was said by server is kept by slice."""
         self._most_updates = self.most_updates
         for hosted, said in self.told.values():
             for number, version in _versions(hosted, said).items():
                 self._known[number] = max(version, self._known.get(number, 0))
         self.told.clear()
-        for sink in self._alive():
-            for wanted in sink.wanted.values():
+        for target in self._alive():
+            for wanted in target.wanted.values():
                 for number, found in wanted.landed().items():
-                    sink.kept.setdefault(number, found)
-            sink.wanted.clear()
+                    target.kept.setdefault(number, found)
+            target.wanted.clear()
 
     # -- what the coordinator asks ------------------------------------------------------------------------
 
@@ -124,15 +206,15 @@ class Copies:
     def _parts(self) -> dict[int, Slice]:
         return {part.id: part for segment in list(self._layout.segments) for part in segment.slices}
 
-    def _newest(self, part: Slice) -> tuple[Landed, Sink | KeptArrays] | None:
-        found: list[tuple[Landed, Sink | KeptArrays]] = []
+    def _newest(self, part: Slice) -> tuple[Landed, Target | KeptArrays] | None:
+        found: list[tuple[Landed, Target | KeptArrays]] = []
         kept = self._arrays.get(part.id)
         if kept is not None:
             found.append(kept)
-        for sink in self._alive():
-            landed = _in_sink(sink, part)
+        for target in self._alive():
+            landed = _in_target(target, part)
             if landed is not None:
-                found.append((landed, sink))
+                found.append((landed, target))
         found.sort(key=lambda pair: pair[0].version, reverse=True)
         return next((pair for pair in found if pair[1].holds(part)), None)
 
@@ -171,7 +253,7 @@ class Copies:
             for copy in copies:
                 data = self.bytes_of(copy)
                 calls.append(endpoint.call(Restore(copy), buffers=[buffer_of(data)], payload_bytes=data.nbytes))
-                if len(calls) >= _MOST_OPEN:
+                if len(calls) >= _MOST_OPEN_COPIES:
                     calls.popleft().wait(self._wait_seconds)
             for call in calls:
                 call.wait(self._wait_seconds)
@@ -179,10 +261,10 @@ class Copies:
             endpoint.close()
 
 
-def _in_sink(sink: Sink, part: Slice) -> Landed | None:
-    if part.id in sink.kept:
-        return sink.kept[part.id]
-    for wanted in list(sink.wanted.values()):
+def _in_target(target: Target, part: Slice) -> Landed | None:
+    if part.id in target.kept:
+        return target.kept[part.id]
+    for wanted in list(target.wanted.values()):
         if part.id in wanted.by_id:
             return wanted.landed().get(part.id)
     return None

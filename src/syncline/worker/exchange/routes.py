@@ -1,13 +1,15 @@
-"""Placement, as a worker has it: which server is the primary of which slice, and the ways to these servers.
+"""Routes to the servers: which server is the primary of which slice, the connections to these servers, and the arenas
+where gradients lie until they are answered, in shared memory where a server is on this host.
 
-In a ring a worker reads from the server in its own process (`own`), whoever is the primary of a slice.
+In a ring a worker reads from the server in its own process (`own`), whichever server is the primary of a slice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from syncline.config import JobConfig
 from syncline.core.codecs.named import NONE, codecs_of
@@ -17,15 +19,150 @@ from syncline.core.replica_sets import ReplicaSet
 from syncline.core.ring import HostLeaders, Spread, host_leaders_of
 from syncline.core.wire.control import AskWhy, GivenWhy, Roster
 from syncline.core.wire.message import Message
+from syncline.core.wire.traffic import Attach
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
 from syncline.extensions import load
 from syncline.net.hatch import Hatch
+from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Endpoint, wait_all
+from syncline.net.transport import Memory, buffer_of
 from syncline.stats import WireStats
-from syncline.worker.arena import Arenas
 from syncline.worker.arrays import Bytes
-from syncline.worker.dialing import Dialing
-from syncline.worker.reading import ServerReader
+from syncline.worker.exchange.receiver import ServerReader
+
+
+class Dialing:
+    """One connection under way. The dial itself may take ten seconds; given up, it ends where nobody waits."""
+
+    def __init__(self, dial: Callable[[Member], Endpoint], member: Member) -> None:
+        self.member, self._dial = member, dial
+        self._change = threading.Condition()
+        self._endpoint: Endpoint | None = None
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name=f"dial {member.name}", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            endpoint = self._dial(self.member)
+        except Exception as error:  # raised where it is waited for
+            self._end(error)
+            return
+        with self._change:
+            is_wanted = self._error is None
+            if is_wanted:
+                self._endpoint = endpoint
+                self._change.notify_all()
+        if not is_wanted:
+            endpoint.close()
+
+    def _end(self, error: Exception) -> None:
+        with self._change:
+            if self._endpoint is None and self._error is None:
+                self._error = error
+                self._change.notify_all()
+
+    def give_up(self, reason: str) -> None:
+        """From any thread: whoever waits need not wait any longer."""
+        self._end(ConnectionLost(reason))
+
+    def wait(self) -> Endpoint:
+        """The connection, or what kept it from being made."""
+        try:
+            with self._change:
+                self._change.wait_for(lambda: self._endpoint is not None or self._error is not None)
+        except BaseException:
+            self.give_up("nobody waits any more")
+            raise
+        if self._endpoint is None:
+            assert self._error is not None
+            raise self._error
+        return self._endpoint
+
+
+class Arenas:
+    """One arena per segment and slot, made when it is first needed, attached to all who are to read it in place."""
+
+    def __init__(
+        self,
+        endpoints: Mapping[str, Endpoint],
+        hosting: Callable[[int], Collection[str]],
+        num_slots: int,
+        config: JobConfig,
+        say: Callable[[str], None],
+    ) -> None:
+        """`hosting`: the servers that are primaries of anything of a segment; they and the endpoints change."""
+        self._endpoints, self._hosting = endpoints, hosting
+        self._num_slots, self._config, self._say = num_slots, config, say
+        self._memories: dict[tuple[int, int], Memory] = {}
+        self._sizes: dict[int, int] = {}
+        self._shared: set[tuple[str, int, int]] = set()  # server, segment, slot
+        self._fell_back = False
+
+    def array(self, segment: Segment, slot: int) -> Bytes:
+        """All of the arena, laid out as the segment is."""
+        key = (segment.index, slot)
+        if key not in self._memories:
+            self._memories[key] = self._create(segment)
+            self._sizes[segment.index] = segment.num_bytes
+            self._attach(*key)
+        return self._memories[key].array
+
+    def has(self, segment: int, slot: int) -> bool:
+        return (segment, slot) in self._memories
+
+    def view(self, part: Slice, slot: int) -> memoryview:
+        return buffer_of(self.bytes_of(part, slot))
+
+    def bytes_of(self, part: Slice, slot: int) -> Bytes:
+        """This slice of the arena, where it lies."""
+        return self._memories[part.segment, slot].array[part.offset : part.offset + part.num_bytes]
+
+    def is_shared(self, server: str, segment: int, slot: int) -> bool:
+        """Whether this server reads the arena in place."""
+        return (server, segment, slot) in self._shared
+
+    def _create(self, segment: Segment) -> Memory:
+        sharing = [self._endpoints[n] for n in self._hosting(segment.index) if self._endpoints[n].shares_memory]
+        if sharing and not self._fell_back:
+            try:
+                return sharing[0].create_memory(segment.num_bytes)
+            except OSError as error:
+                self._fall_back(segment, error)
+        return HeapMemory(segment.num_bytes)
+
+    def attach(self) -> None:
+        """Whoever has become a primary reads the arenas in place from now on, where it can."""
+        for segment, slot in self._memories:
+            self._attach(segment, slot)
+
+    def _attach(self, segment: int, slot: int) -> None:
+        memory = self._memories[segment, slot]
+        for server in self._hosting(segment):
+            endpoint, key = self._endpoints[server], (server, segment, slot)
+            if key not in self._shared and not self._fell_back and endpoint.shares_memory:
+                if not endpoint.can_carry(memory):
+                    continue  # it was made when all servers were elsewhere
+                message = Attach(segment, slot, self._sizes[segment])
+                endpoint.call(message, attachment=memory).wait(self._config.wait_seconds)
+                self._shared.add(key)
+
+    def forget(self, server: str) -> None:
+        """The connection to this server is gone, and what was attached by it."""
+        self._shared = {key for key in self._shared if key[0] != server}
+
+    def _fall_back(self, segment: Segment, error: OSError) -> None:
+        needed = segment.num_bytes * self._num_slots
+        reason = f"too little memory for arenas of {needed} bytes ({self._num_slots} x {segment.num_bytes})"
+        if self._config.transport == "shm":
+            raise ConfigError(f"{reason}: {error.strerror or error}; use --transport auto or tcp") from None
+        self._fell_back = True
+        self._say(f"{reason}: {error.strerror or error}; falls back to TCP: gradients go over the socket")
+
+    def close(self) -> None:
+        for memory in self._memories.values():
+            memory.close()
+        self._memories.clear()
+
 
 #: For the thread that reads a closed connection to be out of the model's memory.
 _LAST_READ_SECONDS = 5.0
@@ -33,7 +170,7 @@ _LAST_READ_SECONDS = 5.0
 EARLY_BYTES = 1 << 20
 
 
-class Placement:
+class ServerRoutes:
     """Endpoints to those servers that are primaries of anything; used by one thread, but for `hear`."""
 
     def __init__(

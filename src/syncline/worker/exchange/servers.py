@@ -24,21 +24,17 @@ from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import PushBytes, WireStats
 from syncline.worker.arrays import Bytes
-from syncline.worker.commit import MENDED
-from syncline.worker.copies import Copies, KeptArrays
-from syncline.worker.exchange import Push, left
-from syncline.worker.finite import FiniteCheck
+from syncline.worker.exchange.commit import MENDED, Push, ServersTicket, left
+from syncline.worker.exchange.finite import FiniteCheck
+from syncline.worker.exchange.participation import Participation
+from syncline.worker.exchange.replay import Replay
+from syncline.worker.exchange.routes import ServerRoutes
+from syncline.worker.exchange.sending import CommitSender
+from syncline.worker.exchange.targets import ArrayTarget, Target
+from syncline.worker.exchange.values import KeptArrays, SliceCopies, pull, read_state, upload, write_state
 from syncline.worker.hearing import FromCoordinator
 from syncline.worker.leases import Uses
-from syncline.worker.placement import Placement
-from syncline.worker.redo import Redo
-from syncline.worker.sending import Sending
-from syncline.worker.sinks import ArraySink, Sink
-from syncline.worker.states import read_state, write_state
-from syncline.worker.taking_part import TakingPart
-from syncline.worker.ticket import ServersTicket
 from syncline.worker.times import StepClock
-from syncline.worker.values import pull, upload
 from syncline.worker.waits import LOUD_SECONDS, Waits
 
 T = TypeVar("T")
@@ -47,7 +43,7 @@ _NOTHING = Push(pushed=())
 
 
 class ServersExchange:
-    """One worker's view of all servers. What it says, it says again when they change (`redo`)."""
+    """One worker's view of all servers. What it says, it says again when they change (`replay`)."""
 
     def __init__(
         self,
@@ -69,50 +65,54 @@ class ServersExchange:
         self.num_landed = 0  # commits that are acknowledged, and have landed
         self.num_late = 0  # of them: those that came when their round was closed
         own = partner_of(name) if config.is_ring else ""
-        self.placement = self._placement = Placement(config, dial, self._num_slots, say, own)
-        self.layout: Layout = self._placement.layout
-        self._endpoints, self._wait_seconds = self._placement.endpoints, config.wait_seconds
+        self.routes = ServerRoutes(config, dial, self._num_slots, say, own)
+        self.layout: Layout = self.routes.layout
+        self._endpoints, self._wait_seconds = self.routes.endpoints, config.wait_seconds
         # The one before the last as well: of the last, not all may have come yet.
         num_kept = config.window + 2 if config.replicas < 2 else 0
-        self._copies = Copies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
-        self._sending = Sending(self._placement, self._copies, stamp, config)
-        self.encoder = self._sending.encoder  #: with --codec
-        self._part = TakingPart(
-            self._placement, link, policy=policy_of(config), is_late=is_late, wait_seconds=config.wait_seconds
-        )
+        self._copies = SliceCopies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
+        self._sender = CommitSender(self.routes, self._copies, stamp, config)
+        self.encoder = self._sender.encoder  #: with --codec
         self._rosters = hearing.rosters
-        self._redo = self._part.redo = Redo(
-            self._placement, self._rosters, stamp,
+        self.times, self.uses = StepClock(), Uses()
+        self._replay = Replay(
+            self.routes, self._rosters, stamp,
             ask=self._ask_coordinator, check=hearing.check, fenced=self._fenced,
-            give_up=self._give_up, make_anew=self._make_anew,
+            give_up=self._give_up, replay_open=self._replay_open,
+        )  # fmt: skip
+        self._participation = Participation(
+            self.routes, self._replay, link,
+            policy=policy_of(config), is_late=is_late, wait_seconds=config.wait_seconds,
+            is_in_loop=lambda: self.uses.num_loops > 0,
         )  # fmt: skip
         self._open: collections.deque[ServersTicket] = collections.deque()
-        self.times, self.uses = StepClock(), Uses()
-        self._part.is_in_loop = lambda: self.uses.num_loops > 0
-        self.finite, self.checks_finite, self.is_arena_lent = finite, config.check_finite, False
+        self.finite, self.checks_finite, self.is_arena_shared = finite, config.check_finite, False
         self.carried: set[int] = set()
         self.waits = Waits(name, self._ask_why, self.why, say)
         self._before_commit: list[Callable[[], None]] = []
-        self._rosters.listen(self._placement.hear)
+        self._finish, self._wait_for = self.finish, self.wait_for  # bound once: every ticket has them
+        self._rosters.listen(self.routes.hear)
 
     # -- layout -------------------------------------------------------------------------------------------
 
     def add(self, segments: Sequence[Segment], replica_sets: Sequence[ReplicaSet]) -> None:
+        """The job's layout has grown; these servers have its slices."""
         self.times.pause()
-        known = self._placement.primaries
-        self._placement.add(segments, [replica_set for replica_set in replica_sets if replica_set.slice not in known])
-        self._sending.forget()
-        self._again(self._redo.take_over)
+        known = self.routes.primaries
+        self.routes.add(segments, [replica_set for replica_set in replica_sets if replica_set.slice not in known])
+        self._sender.forget()
+        self._again(self._replay.take_over)
         self.times.resume()
 
     def upload(self, segment: Segment, values: Bytes, *, again: bool = False) -> None:
-        self._again(lambda: upload(self._placement, segment, values, self._wait_seconds, again=again))
+        """The chief's first values. `again`: also after updates, by the only worker of a job."""
+        self._again(lambda: upload(self.routes, segment, values, self._wait_seconds, again=again))
 
     def _again(self, action: Callable[[], T]) -> T:
         """Something is said to the servers, and again when they change."""
         if self._is_closed:
             raise left(self._name)
-        return self._redo.again(action, self._wait_seconds)
+        return self._replay.again(action, self._wait_seconds)
 
     # -- when servers change ------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class ServersExchange:
         return self._link.try_call(message).wait(seconds)
 
     def _fenced(self, error: FencedError) -> None:
-        if not self._part.is_leaving:  # a server that has taken our leave already says the same
+        if not self._participation.is_leaving:  # a server that has taken our leave already says the same
             self._hearing.fenced(error)
 
     def _give_up(self) -> None:
@@ -128,17 +128,17 @@ class ServersExchange:
             ticket.give_up()
         for action in self._before_commit:
             action()
-        self._sending.forget()
-        self._copies.begin_anew()
+        self._sender.forget()
+        self._copies.start_over()
 
-    def _make_anew(self) -> None:
+    def _replay_open(self) -> None:
         """All that is open, in the order of the clocks, whole: the clocks on each slice decide what is new there."""
-        self._part.tell()
+        self._participation.tell()
         before: ServersTicket | None = None
         for ticket in self._open:
-            if ticket.sink is not None:
-                ticket.sink.begin_anew()
-            flow, before = self._sending.send(ticket, before), ticket
+            if ticket.target is not None:
+                ticket.target.start_over()
+            flow, before = self._sender.send(ticket, before), ticket
             self._stage_everywhere(ticket, "wait")
             if flow.is_over and flow.error is not None:
                 raise flow.error
@@ -155,7 +155,7 @@ class ServersExchange:
         try:
             if time.monotonic() > until:
                 raise WaitTimeout(str(broken))
-            self._redo.recover(broken, ticket.generation, until)
+            self._replay.recover(broken, ticket.generation, until)
         except WaitTimeout:
             raise self._has_waited(ticket, began) from broken
 
@@ -163,14 +163,16 @@ class ServersExchange:
 
     @property
     def slot(self) -> int:
+        """Which of its arenas the next commit takes: with a window there are several."""
         return (self.clock + 1) % self._num_slots
 
     def arena(self, segment: int) -> Bytes:
+        """Where the gradients of the next commit are written; free to be written when this returns."""
         self.make_room()
         slot, known = self.slot, self.layout.segments[segment]
-        if not self._placement.arenas.has(segment, slot):
-            return self._again(lambda: self._placement.arenas.array(known, slot))
-        return self._placement.arenas.array(known, slot)
+        if not self.routes.arenas.has(segment, slot):
+            return self._again(lambda: self.routes.arenas.array(known, slot))
+        return self.routes.arenas.array(known, slot)
 
     def make_room(self) -> None:
         """One open clock at a time, and `window` more: the slot of the next commit is free after this."""
@@ -179,47 +181,56 @@ class ServersExchange:
 
     @property
     def early_bytes(self) -> float:
-        return self._placement.early_bytes
+        """So many bytes are worth staging before the commit: any, where gradients travel over a socket; some, where
+        servers add them up in shared memory; else no number of them (inf)."""
+        return self.routes.early_bytes
 
     def stage(self, slices: Sequence[Slice]) -> None:
-        if not self._part.must_enter:
-            self._sending.stage(self._draft(_NOTHING, None), slices)
+        """These slices of the arena are filled: they may travel and be added up now. They count at the commit, as
+        they are then: what a push does not vouch for by that goes again (`Push.as_staged`)."""
+        if not self._participation.must_enter:
+            self._sender.stage(self._draft(_NOTHING, None), slices)
 
-    def _draft(self, push: Push, sink: Sink | None) -> ServersTicket:
+    def _draft(self, push: Push, target: Target | None) -> ServersTicket:
         """The next commit."""
-        part = self._part
-        return ServersTicket(self, push, sink, self.clock + 1, part.phase, part.back_at, self.slot)
+        part = self._participation
+        return ServersTicket(
+            push, target, self.clock + 1, part.phase, part.back_at, self.slot, self._finish, self._wait_for
+        )
 
-    def commit(self, push: Push, sink: Sink | None) -> ServersTicket:
+    def commit(self, push: Push, target: Target | None) -> ServersTicket:
+        """The arena counts from now on; new parameters go into the sink, if there is one."""
         if self._is_closed:
             raise left(self._name)
         self.make_room()
-        push = self.finite.admit(given := push, self.clock + 1, self.layout, self._placement.arenas.array, self.slot)
+        push = self.finite.admit(given := push, self.clock + 1, self.layout, self.routes.arenas.array, self.slot)
         for action in self._before_commit:
             action()
-        if self._redo.roster is not self._rosters.newest or any(isinstance(t.flow.error, MENDED) for t in self._open):
-            self._again(self._redo.take_over)
-        if self._part.must_come_back:
+        if self._replay.roster is not self._rosters.newest or any(
+            isinstance(t.flow.error, MENDED) for t in self._open
+        ):
+            self._again(self._replay.take_over)
+        if self._participation.must_come_back:
             self._come_back()
-        ticket = self._commit(push, sink, self.uses.take(is_void=push is not given))
+        ticket = self._commit(push, target, self.uses.take(is_void=push is not given))
         self.times.lap("stage")
         self.times.made_step(self.uses.samples)
         return ticket
 
-    def _commit(self, push: Push, sink: Sink | None, uses: list[Use]) -> ServersTicket:
+    def _commit(self, push: Push, target: Target | None, uses: list[Use]) -> ServersTicket:
         before = self._open[-1] if self._open else None
-        self._open.append(ticket := self._draft(push, sink))
+        self._open.append(ticket := self._draft(push, target))
         ticket.uses = uses
         self.clock = ticket.clock
-        self._part.committed(ticket.phase)
+        self._participation.committed(ticket.phase)
         try:
-            self._sending.send(ticket, before)
-            if len(ticket.lanes) > 1:
+            self._sender.send(ticket, before)
+            if len(ticket.server_commits) > 1:
                 self._stage_everywhere(ticket, "stage")
         except (ConfigError, FrameError) as error:  # of the user's codec
             raise ticket.failed_by(error) from error.__cause__
         except MENDED as error:
-            ticket.generation = self._redo.generation
+            ticket.generation = self._replay.generation
             self._mend(ticket, error, time.monotonic(), time.monotonic() + self._wait_seconds)
         return ticket
 
@@ -250,8 +261,8 @@ class ServersExchange:
                 if ticket.flow.error is not None:
                     raise ticket.flow.error
                 self.times.lap("wait")
-                for lane in ticket.lanes:
-                    lane.finish()
+                for server_commit in ticket.server_commits:
+                    server_commit.finish()
                 break
             except SynclineError as error:
                 self._mend(ticket, error, began, until)
@@ -262,14 +273,20 @@ class ServersExchange:
         """Its slot may be used again."""
         ticket.landed = True
         self.num_landed = ticket.clock
-        self._copies.has_landed(ticket.sink)
-        told, hosted = self._copies.told, self._placement.hosted
-        for lane in ticket.lanes:
-            assert lane.answer is not None
-            parts = lane.landing.versions if lane.landing is not None else None
-            told[lane.server] = (hosted[lane.server], parts or lane.answer)
-        self.num_late += (is_late := any(lane.answer.late for lane in ticket.lanes if lane.answer is not None))
-        self._sending.has_landed(ticket)
+        self._copies.has_landed(ticket.target)
+        told, hosted = self._copies.told, self.routes.hosted
+        for server_commit in ticket.server_commits:
+            assert server_commit.answer is not None
+            parts = server_commit.receiver.versions if server_commit.receiver is not None else None
+            told[server_commit.server] = (hosted[server_commit.server], parts or server_commit.answer)
+        self.num_late += (
+            is_late := any(
+                server_commit.answer.late
+                for server_commit in ticket.server_commits
+                if server_commit.answer is not None
+            )
+        )
+        self._sender.has_landed(ticket)
         self.uses.answered(ticket.uses, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
@@ -289,7 +306,7 @@ class ServersExchange:
         """Waits until these slices have landed; False when the whole commit is answered, or broken, before that."""
         self.times.lap("compute")
         began, flow = time.monotonic(), ticket.flow
-        wanted = [(x, x.landing, x.landing.wants(slices)) for x in ticket.lanes if x.landing is not None]
+        wanted = [(x, x.receiver, x.receiver.wants(slices)) for x in ticket.server_commits if x.receiver is not None]
         try:
             while not flow.is_over:
                 missing = next((found for found in wanted if not found[1].has(found[2])), None)
@@ -312,44 +329,52 @@ class ServersExchange:
 
     def why(self) -> str:
         """For whom this worker waits, by the servers' own words."""
-        return self._placement.why(_WHY_SECONDS)
+        return self.routes.why(_WHY_SECONDS)
 
     # -- pulling and state --------------------------------------------------------------------------------
 
     def before_commit(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Runs the action before every commit: the servers' memory may be written after it. Returns what ends it."""
         self._before_commit.append(action)
         return lambda: self._before_commit.remove(action)
 
     def prefer(self, slices: Sequence[int]) -> None:
-        self._again(lambda: self._placement.ask_all(Prefer(list(slices))))
+        """The order in which this worker needs its slices, by their ids: they are applied in it."""
+        self._again(lambda: self.routes.ask_all(Prefer(list(slices))))
 
-    def pull(self, slices: Sequence[Slice], sink: Sink, min_version: int | None) -> list[int]:
+    def pull(self, slices: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
+        """Parameters into the sink; their versions."""
         self.make_room()  # what is read has this worker's own pushes, but for those in the window
-        self._copies.landed_in(sink)
+        self._copies.landed_in(target)
         try:
-            with self.waits.of("pull", servers=lambda: self._placement.names):
-                found = self._again(lambda: pull(self._placement, slices, sink, min_version))
+            with self.waits.of("pull", servers=lambda: self.routes.names):
+                found = self._again(lambda: pull(self.routes, slices, target, min_version))
                 self._copies.pulled(found)
                 return found
         except WaitTimeout:
             raise WaitTimeout(f"a pull has waited {self._wait_seconds:g} s for version {min_version}") from None
 
     def mapped(self) -> list[Bytes]:
-        return self._placement.mapped()
+        """The servers' parameters, as far as they are mapped into this process."""
+        return self.routes.mapped()
 
     def read_state(self, slices: Sequence[Slice], key: str = "") -> list[tuple[StateEntry, Bytes]]:
-        return self._again(lambda: read_state(self._placement, slices, self._wait_seconds, key))
+        """What the rules remember about these slices; `key`: only this of it."""
+        return self._again(lambda: read_state(self.routes, slices, self._wait_seconds, key))
 
     def write_state(self, slices: Sequence[Slice], entries: Sequence[tuple[StateEntry, Bytes]]) -> None:
-        self._again(lambda: write_state(self._placement, slices, entries, self._wait_seconds))
+        """Gives the rules their state on these slices."""
+        self._again(lambda: write_state(self.routes, slices, entries, self._wait_seconds))
 
     # -- copies -------------------------------------------------------------------------------------------
 
-    def keep(self, sink: Sink, slices: Sequence[Slice], arrays: KeptArrays) -> None:
-        self._copies.keep(sink, slices, arrays)
+    def keep(self, target: Target, slices: Sequence[Slice], arrays: KeptArrays) -> None:
+        """What a sink has of these slices lies in the caller's arrays: a copy for as long as they live."""
+        self._copies.keep(target, slices, arrays)
 
-    def overwrites(self, sink: ArraySink) -> None:
-        self._copies.overwrites(sink, sink.slices())
+    def overwrites(self, target: ArrayTarget) -> None:
+        """This sink lies in the caller's own arrays, whatever they have held so far."""
+        self._copies.overwrites(target, target.slices())
 
     def copies_of(self, slices: list[int]) -> list[Copy]:
         """From any thread."""
@@ -361,21 +386,22 @@ class ServersExchange:
 
     @property
     def num_updates(self) -> int:
+        """That parameters have had, by what this worker knows, and with its own that are under way."""
         return self._copies.most_updates + len(self._open)
 
     # -- comings and goings -------------------------------------------------------------------------------
 
     def enter(self) -> int:
         """Takes part in the rounds from now on, where it does not yet; the job's steps before its next commit."""
-        if self._part.must_enter:
+        if self._participation.must_enter:
             self._come_back()
-            self.has_stepped_to(self._part.entered_at)
+            self.has_stepped_to(self._participation.entered_at)
         return self.num_updates
 
     def _come_back(self) -> None:
         with self.waits.of("the entry into the rounds"):
-            self._part.come_back()
-        num_void, self._part.num_void = self._part.num_void, 0
+            self._participation.come_back()
+        num_void, self._participation.num_void = self._participation.num_void, 0
         for _ in range(num_void):
             self._commit(Push(pushed=(), weight=0.0), None, []).wait()
 
@@ -384,18 +410,24 @@ class ServersExchange:
         self._copies.pulled([step])
 
     def rest(self, *, is_pause: bool = False, if_active: bool = False, if_awaited: bool = False) -> None:
+        """Takes part in no more rounds of this loop; `is_pause`: until its next commit. `if_active`: unless it rests
+        already; `if_awaited`: and only when a round waits for it."""
         self.settle()
         self.times.pause()
-        self._part.pause(if_active=if_active, if_awaited=if_awaited) if is_pause else self._part.rest()
+        self._participation.pause(
+            if_active=if_active, if_awaited=if_awaited
+        ) if is_pause else self._participation.rest()
         self.times.resume()
 
     def step_aside(self) -> int:
+        """No round waits for this worker until its next commit; the phase it was in."""
         self.settle()
         self.times.pause()
-        return self._part.step_aside()
+        return self._participation.step_aside()
 
     def pass_barrier(self, passed: Passed) -> None:
-        self._part.pass_barrier(passed)
+        """Behind a barrier everyone is in the same, new phase."""
+        self._participation.pass_barrier(passed)
         self.times.resume()
 
     def follow(self) -> None:
@@ -408,19 +440,22 @@ class ServersExchange:
             self._open[0].wait()
 
     def leave(self) -> None:
-        self._part.leave()
+        """No round waits for this worker any more."""
+        self._participation.leave()
 
     def stats(self) -> WireStats:
-        return self._placement.stats()
+        """What went over the wire so far."""
+        return self.routes.stats()
 
     @property
     def pushed_bytes(self) -> PushBytes:
-        return self._sending.pushed
+        """What its pushes took so far."""
+        return self._sender.pushed
 
     def break_off(self) -> None:
         """The job has failed, or this worker is out: every wait ends now."""
-        self._placement.break_off("the job has ended")
+        self.routes.break_off("the job has ended")
 
     def close(self) -> None:
         self._is_closed = True
-        self._placement.close()
+        self.routes.close()

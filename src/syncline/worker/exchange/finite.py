@@ -1,6 +1,8 @@
-"""Whether what is pushed is finite. What is not is refused here, at the worker, before it counts anywhere.
+"""Whether what is pushed is finite; a push that is not is refused here, at the worker, before it counts anywhere.
 
-A step counts on all servers or on none: nobody but the worker sees the whole push before that is decided.
+A step counts on all servers or on none, and only the worker sees the whole push before that is decided.
+
+Copies with digests are made by the same pieces: whether a source is still what was copied takes one read, not two.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from syncline.config import JobConfig
 from syncline.core.layout import FLOATS, Layout, Parameter, Ranges, Segment, aligned, without
 from syncline.core.policy import policy_of
 from syncline.errors import RuleError
-from syncline.worker.arrays import Bytes
-from syncline.worker.copying import count_threads, share
-from syncline.worker.exchange import Push
+from syncline.worker.arrays import Bytes, count_threads, share
+from syncline.worker.exchange.commit import Push
 
 #: As much is looked at in one go: what was just copied, or looked at before, is still in the core's own cache.
 PIECE_BYTES = 512 << 10
@@ -88,7 +90,7 @@ def _are_finite(pieces: Sequence[Bits | Halves]) -> bool:
     return True
 
 
-class Place(NamedTuple):
+class PushedPlace(NamedTuple):
     """Where a pushed parameter that has to be finite lies."""
 
     parameter: Parameter
@@ -97,7 +99,7 @@ class Place(NamedTuple):
     end: int
 
 
-class Plan:
+class FinitePlan:
     """What is looked at for one set of pushed parameters in one slot."""
 
     def __init__(self, pushed: Ranges, layout: Layout, arena: Arena, slot: int) -> None:
@@ -148,7 +150,7 @@ class Plan:
         return None
 
 
-def _places(pushed: Ranges, layout: Layout) -> Iterator[Place]:
+def _places(pushed: Ranges, layout: Layout) -> Iterator[PushedPlace]:
     """Every pushed parameter that has to be finite, in the order of their places."""
     for segment in layout.segments:
         first, count = segment.first_parameter, len(segment.parameters)
@@ -158,12 +160,12 @@ def _places(pushed: Ranges, layout: Layout) -> Iterator[Place]:
                 # As at the registration: what is assigned may hold -inf, as masks do.
                 is_free = segment.rule_of(parameter).name == "Assign" or parameter.dtype not in FLOATS
                 if parameter.num_bytes and not is_free:
-                    yield Place(parameter, segment.index, begin, begin + parameter.num_bytes)
+                    yield PushedPlace(parameter, segment.index, begin, begin + parameter.num_bytes)
 
 
-def _runs(places: list[Place]) -> Iterator[Place]:
+def _runs(places: list[PushedPlace]) -> Iterator[PushedPlace]:
     """Neighbours of one dtype as one, with the few bytes between them."""
-    run: Place | None = None
+    run: PushedPlace | None = None
     for place in places:
         if run is not None and _are_neighbours(run, place):
             run = run._replace(end=place.end)
@@ -175,7 +177,7 @@ def _runs(places: list[Place]) -> Iterator[Place]:
         yield run
 
 
-def _are_neighbours(one: Place, two: Place) -> bool:
+def _are_neighbours(one: PushedPlace, two: PushedPlace) -> bool:
     same = one.segment == two.segment and one.parameter.dtype == two.parameter.dtype
     return same and aligned(one.end) == two.begin
 
@@ -237,7 +239,7 @@ class FiniteCheck:
         self._is_on = config.check_finite
         self._in_a_row = 0
         self._said: float | None = None
-        self._plans: dict[tuple[Ranges, int, int], Plan] = {}
+        self._plans: dict[tuple[Ranges, int, int], FinitePlan] = {}
 
     def admit(self, push: Push, clock: int, layout: Layout, arena: Arena, slot: int) -> Push:
         """The push as it may count: as it is, or void, so that its clock advances and nothing else."""
@@ -257,13 +259,13 @@ class FiniteCheck:
         self._refuse(clock, bad)
         return void(push)
 
-    def _plan(self, pushed: Ranges, layout: Layout, arena: Arena, slot: int) -> Plan:
+    def _plan(self, pushed: Ranges, layout: Layout, arena: Arena, slot: int) -> FinitePlan:
         key = (pushed, slot, len(layout.segments))
         plan = self._plans.get(key)
         if plan is None or not plan.fits(arena):
             if plan is not None or len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = Plan(pushed, layout, arena, slot)
+            plan = self._plans[key] = FinitePlan(pushed, layout, arena, slot)
         return plan
 
     def _refuse(self, clock: int, name: str) -> None:
@@ -295,3 +297,39 @@ class FiniteCheck:
 def void(push: Push) -> Push:
     """The same commit with nothing in it. What the chief says for its round still counts."""
     return dataclasses.replace(push, pushed=(), weight=0.0, skip=False, finite=())
+
+
+class Digested(NamedTuple):
+    """Of a copy: a digest of each piece, and whether all of it was found to be finite by the way."""
+
+    digests: Sequence[bytes]
+    is_finite: bool
+
+
+def copy_digested(target: Bytes, source: Bytes, dtype: str, *, look: bool) -> Digested:
+    """Copies, and reads each piece again while it is in the cache. `look`: whether it is finite is asked."""
+    starts = range(0, target.size, PIECE_BYTES)
+    digests, told = [b""] * len(starts), [True]
+    copy = functools.partial(_copy, target, source, dtype if look and dtype in FLOATS else "", digests, told)
+    share(starts, copy, target.size)
+    return Digested(digests, look and told[0])
+
+
+@np.errstate(all="ignore")  # what is not finite is told by name, later
+def _copy(target: Bytes, source: Bytes, look: str, digests: list[bytes], told: list[bool], start: int) -> bool:
+    piece = target[start : start + PIECE_BYTES]
+    piece[:] = source[start : start + PIECE_BYTES]
+    digests[start // PIECE_BYTES] = xxhash.xxh3_128_digest(piece.data)
+    if look and not look_at(piece, look).is_finite():
+        told[0] = False
+    return True  # everything is copied, whatever it is
+
+
+def is_same(source: Bytes, digests: Sequence[bytes]) -> bool:
+    """Whether it has the bytes that were copied from it."""
+
+    def looks_so(number: int) -> bool:
+        start = number * PIECE_BYTES
+        return xxhash.xxh3_128_digest(source[start : start + PIECE_BYTES].data) == digests[number]
+
+    return share(range(len(digests)), looks_so, source.size)

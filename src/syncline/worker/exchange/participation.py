@@ -11,23 +11,31 @@ from syncline.core.wire.control import Enter, Entered, Leave, Passed
 from syncline.core.wire.traffic import AskPlace, GivenPlace, Rest
 from syncline.errors import FencedError
 from syncline.net.link import Link
-from syncline.worker.placement import Placement
-from syncline.worker.redo import Redo
+from syncline.worker.exchange.replay import Replay
+from syncline.worker.exchange.routes import ServerRoutes
 
 #: For a server to say whether a round waits for this worker.
 _WHY_SECONDS = 5.0
 
 
-class TakingPart:
+class Participation:
     """What a worker says to the servers of itself. Said again to all of them when they change."""
 
     def __init__(
-        self, placement: Placement, link: Link, *, policy: Policy, is_late: bool, wait_seconds: float
+        self,
+        routes: ServerRoutes,
+        replay: Replay,
+        link: Link,
+        *,
+        policy: Policy,
+        is_late: bool,
+        wait_seconds: float,
+        is_in_loop: Callable[[], bool],
     ) -> None:
-        """`is_late`: the job was whole before this worker came; it enters with its first commit."""
-        self._placement, self._link = placement, link
+        """`is_late`: the job was complete before this worker joined; it enters with its first commit. `is_in_loop`:
+        whether the script is in a loop over a loader."""
+        self._routes, self._replay, self._link, self._is_in_loop = routes, replay, link, is_in_loop
         self._policy, self._wait_seconds = policy, wait_seconds
-        self.redo: Redo | None = None  # set by the exchange, which needs both
         self._stretch, self._rested = 0, False
         self._is_active, self._is_away = True, False
         self.is_late, self.is_leaving = is_late, False
@@ -35,7 +43,6 @@ class TakingPart:
         self.back_at: int | None = None  # where it stands from its next commit on
         self.num_void = 0  # commits with nothing in them to make before the next one
         self.entered_at = 0  # the job's steps before its first commit since it last entered
-        self.is_in_loop: Callable[[], bool] = lambda: False  # over a loader
 
     @property
     def phase(self) -> int:
@@ -61,7 +68,7 @@ class TakingPart:
         if self.must_enter:
             if faults.armed is not None:
                 faults.reach("enter.asked")
-            loop = self.phase // LOOP * LOOP if self.is_in_loop() else -1
+            loop = self.phase // LOOP * LOOP if self._is_in_loop() else -1
             answer = self._link.call(Enter(self._num_entries, loop), self._wait_seconds)
             assert isinstance(answer, Entered)
             # Who has paused is in its loop's rounds again, not in a phase of its own behind them.
@@ -72,8 +79,7 @@ class TakingPart:
             self.num_void = answer.num_void if self._policy.stands_still else 0
             self._num_entries += 1
         elif is_bounded:
-            assert self.redo is not None
-            answers = self.redo.again(lambda: self._placement.ask_all(AskPlace()), self._wait_seconds)
+            answers = self._replay.again(lambda: self._routes.ask_all(AskPlace()), self._wait_seconds)
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
     def pause(self, *, if_active: bool = False, if_awaited: bool = False) -> None:
@@ -84,7 +90,7 @@ class TakingPart:
         maybe for it. The next commit enters again, beside the others.
         """
         has_paused = (self._rested and self.phase % LOOP > 0) or (if_active and not self._is_active)
-        if has_paused or (if_awaited and not self._placement.is_awaited(_WHY_SECONDS)):
+        if has_paused or (if_awaited and not self._routes.is_awaited(_WHY_SECONDS)):
             return
         if self.phase % LOOP < LOOP - 1:  # the last one is the loop's end
             self._rest_from(self.phase)
@@ -97,12 +103,12 @@ class TakingPart:
 
     def _rest_from(self, phase: int) -> None:
         self._stretch, self._rested, self._is_active = phase, True, False
-        self._tell_anew()
+        self._tell_again()
 
     def step_aside(self) -> int:
         """In no round at all until its next commit; the phase that it would be in."""
         self._is_active, self._is_away = False, True
-        self._tell_anew()
+        self._tell_again()
         return self.phase
 
     def pass_barrier(self, passed: Passed) -> None:
@@ -111,26 +117,24 @@ class TakingPart:
         self._is_active, self._is_away = not passed.is_away, passed.is_away
         self._enters_again = passed.is_away and self._policy.in_rounds
 
-    def _tell_anew(self) -> None:
-        assert self.redo is not None
-        self.redo.again(self.tell, self._wait_seconds)
+    def _tell_again(self) -> None:
+        self._replay.again(self.tell, self._wait_seconds)
 
     def tell(self) -> None:
         """Who rests or is away says so to every server; one who came late and has not entered is not counted."""
         if self._is_active or self.is_late or self.is_leaving:
             return
         if self._rested:
-            self._placement.ask_all(Rest(self._stretch, False))
+            self._routes.ask_all(Rest(self._stretch, False))
         if self._is_away:
-            self._placement.ask_all(Rest(self._stretch, True))
+            self._routes.ask_all(Rest(self._stretch, True))
 
     def leave(self) -> None:
         """No round waits for it any more."""
         if self.is_late or self.is_leaving:
             return
-        assert self.redo is not None
         self.is_leaving = True
         try:
-            self.redo.again(lambda: self._placement.ask_all(Leave()), self._wait_seconds)
+            self._replay.again(lambda: self._routes.ask_all(Leave()), self._wait_seconds)
         except FencedError:
             return  # it was taken already

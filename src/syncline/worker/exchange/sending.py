@@ -16,29 +16,25 @@ from syncline.extensions import load
 from syncline.net.rpc import Call, Stamp
 from syncline.net.transport import Buffer, buffer_of
 from syncline.stats import PushBytes
-from syncline.worker.commit import CommitFlow
-from syncline.worker.copies import Copies
-from syncline.worker.exchange import Push
-from syncline.worker.incoming import Incoming
-from syncline.worker.landing import Landing
-from syncline.worker.lane import ServerLane
-from syncline.worker.placement import Placement
-from syncline.worker.residuals import encoder_of
-from syncline.worker.sinks import Sink, Wanted
-from syncline.worker.ticket import ServersTicket
+from syncline.worker.exchange.commit import CommitFlow, Push, ServerCommit, ServersTicket
+from syncline.worker.exchange.receiver import EncodedAnswer, Receiver
+from syncline.worker.exchange.residuals import encoder_of
+from syncline.worker.exchange.routes import ServerRoutes
+from syncline.worker.exchange.targets import Target, WantedSlices
+from syncline.worker.exchange.values import SliceCopies
 
 _MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
 
 
-class Sending:
+class CommitSender:
     """Puts tickets on their way, the first time and again. Bytes that were sent early need not go twice."""
 
-    def __init__(self, placement: Placement, copies: Copies, stamp: Stamp, config: JobConfig) -> None:
+    def __init__(self, routes: ServerRoutes, copies: SliceCopies, stamp: Stamp, config: JobConfig) -> None:
         policy, codecs = policy_of(config), codecs_of(config, load)
-        self._placement, self._copies, self._stamp = placement, copies, stamp
+        self._routes, self._copies, self._stamp = routes, copies, stamp
         self._stands_still, self._has_spare, self._in_rounds = policy.stands_still, policy.spare > 0, policy.in_rounds
         self._has_window, self._is_ring = config.window > 0, config.exchange == "ring"
-        self.encoder = encoder_of(codecs, placement.layout, checks_finite=config.check_finite)
+        self.encoder = encoder_of(codecs, routes.layout, checks_finite=config.check_finite)
         self._decoder = coder_of(codecs.pull, codecs)
         if self.encoder is not None:
             self.encoder.stage_anew = self.forget
@@ -58,13 +54,13 @@ class Sending:
     def stage(self, draft: ServersTicket, slices: Sequence[Slice]) -> None:
         """Sends slices early where a socket carries them; where they are added up early, servers are told of those in
         shared memory too."""
-        placement, known = self._placement, dict[int, Encoded | None]()
-        sums_early = placement.sums_early and self.encoder is None
+        routes, known = self._routes, dict[int, Encoded | None]()
+        sums_early = routes.sums_early and self.encoder is None
         if sums_early:
             self._stale.update(part.id for part in slices if part.id in self._told)
             self._told.update(part.id for part in slices)
-        for server, endpoint in placement.endpoints.items():
-            taken = [(self._is_shared(server, p, draft.slot), p) for p in slices if placement.takes(server, p)]
+        for server, endpoint in routes.endpoints.items():
+            taken = [(self._is_shared(server, p, draft.slot), p) for p in slices if routes.takes(server, p)]
             parts = [part for is_shared, part in taken if not is_shared]
             ready = [part.id for is_shared, part in taken if is_shared and sums_early]
             if not (parts or ready):
@@ -83,9 +79,9 @@ class Sending:
             self._sent.update((server, part.id) for part in parts)
 
     def _is_shared(self, server: str, part: Slice, slot: int) -> bool:
-        hatch = self._placement.hatch
+        hatch = self._routes.hatch
         is_handed = hatch is not None and part.segment in hatch.segments
-        return is_handed or self._placement.arenas.is_shared(server, part.segment, slot)
+        return is_handed or self._routes.arenas.is_shared(server, part.segment, slot)
 
     # -- encoding -----------------------------------------------------------------------------------------
 
@@ -97,13 +93,13 @@ class Sending:
             return [None] * len(parts)
         for part in parts:
             if part.id not in known:
-                data = self._placement.arenas.bytes_of(part, slot)
+                data = self._routes.arenas.bytes_of(part, slot)
                 known[part.id] = self.encoder.encode(part, data, pushed)
         return [known[part.id] for part in parts]
 
     def _load(self, parts: Sequence[Slice], encoded: Sequence[Encoded | None], slot: int) -> _Load:
         """What travels of these slices, each encoded or as it lies."""
-        arenas, buffers = self._placement.arenas, list[Buffer]()
+        arenas, buffers = self._routes.arenas, list[Buffer]()
         for part, found in zip(parts, encoded, strict=True):
             buffers += [arenas.view(part, slot)] if found is None else map(buffer_of, found.buffers)
         if self.encoder is None or all(found is None for found in encoded):
@@ -113,10 +109,10 @@ class Sending:
     def _lie_decoded(self, ticket: ServersTicket) -> None:
         """Whoever reads the arena is to find there what others are sent: of a spread slice, or a push made again."""
         assert self.encoder is not None
-        placement, layout, arenas = self._placement, self._placement.layout, self._placement.arenas
+        routes, layout, arenas = self._routes, self._routes.layout, self._routes.arenas
         for part in [part for part in layout.slices() if part.id in ticket.encoded]:
-            near = [name for name in placement.names if arenas.is_shared(name, part.segment, ticket.slot)]
-            if any(placement.takes(name, part) for name in near):
+            near = [name for name in routes.names if arenas.is_shared(name, part.segment, ticket.slot)]
+            if any(routes.takes(name, part) for name in near):
                 data, coder = arenas.bytes_of(part, ticket.slot), self.encoder.coder
                 coder.decode(layout.segments[part.segment], part, ticket.encoded[part.id], data)
 
@@ -124,14 +120,18 @@ class Sending:
 
     def send(self, ticket: ServersTicket, before: ServersTicket | None) -> CommitFlow:
         """`before`: the open ticket of the clock before, which is told to count first."""
-        names, known = self._placement.names, dict[int, Encoded | None](ticket.encoded)
+        names, known = self._routes.names, dict[int, Encoded | None](ticket.encoded)
         if not ticket.generation:
             self._go_by(ticket)
         at_once = len(names) == 1 or self._is_ring
-        ticket.lanes = lanes = [self._lane(server, ticket, at_once, known) for server in names]
+        ticket.server_commits = server_commits = [
+            self._server_commit(server, ticket, at_once, known) for server in names
+        ]
         earlier = before.flow if before is not None else None
-        decider = self._decider(lanes) if self._has_spare else None
-        ticket.flow = flow = CommitFlow(ticket.clock, lanes, earlier, ticket.flow.squared_norm, decider, at_once)
+        decider = self._decider(server_commits) if self._has_spare else None
+        ticket.flow = flow = CommitFlow(
+            ticket.clock, server_commits, earlier, ticket.flow.squared_norm, decider, at_once
+        )
         if self.encoder is not None and not ticket.generation:
             ticket.encoded = self.encoder.commit(self._counted(ticket.push))
         if ticket.encoded:
@@ -158,14 +158,20 @@ class Sending:
 
     def has_landed(self, ticket: ServersTicket) -> None:
         """It is answered. Where it counted for nothing, late or by another worker's overflow, so do its residuals."""
-        answers = [lane.answer for lane in ticket.lanes if lane.answer is not None]
+        answers = [
+            server_commit.answer for server_commit in ticket.server_commits if server_commit.answer is not None
+        ]
         if self.encoder is not None and any(answer.late or answer.skipped for answer in answers):
             self.encoder.take_back(ticket.encoded)
 
-    def _decider(self, lanes: Sequence[ServerLane]) -> ServerLane | None:
+    def _decider(self, server_commits: Sequence[ServerCommit]) -> ServerCommit | None:
         """With several servers: the lane of the one that decides who is in a round, the primary of slice 0."""
-        server = self._placement.primaries.get(0)
-        return next((lane for lane in lanes if lane.server == server), None) if len(lanes) > 1 else None
+        server = self._routes.primaries.get(0)
+        return (
+            next((server_commit for server_commit in server_commits if server_commit.server == server), None)
+            if len(server_commits) > 1
+            else None
+        )
 
     def forget(self) -> None:
         """Servers or slices have changed: nothing is staged anywhere, and nothing is known of who reads what."""
@@ -175,25 +181,25 @@ class Sending:
         if self.encoder is not None:
             self.encoder.forget()
 
-    def _lane(
+    def _server_commit(
         self, server: str, ticket: ServersTicket, at_once: bool, known: dict[int, Encoded | None]
-    ) -> ServerLane:
+    ) -> ServerCommit:
         parts, shared_bytes = self._parts_to_send(server, ticket.push, ticket.slot)
         if not ticket.generation:  # else it is made again, out of the same memory
             self._shared_bytes += shared_bytes
         if self._sent:
             parts = [part for part in parts if (server, part.id) not in self._sent]
-        landing = self._landing(server, ticket.sink, ticket.slot) if ticket.sink is not None else None
-        number = len(self._placement.layout.segments)
+        receiver = self._receiver(server, ticket.target, ticket.slot) if ticket.target is not None else None
+        number = len(self._routes.layout.segments)
         if ticket.generation:  # as it was sent before
             encoded = [ticket.encoded.get(part.id) for part in parts]
         else:
             encoded = self._encode(parts, ticket.slot, ticket.push.pushed, known)
         carried = self._load(parts, encoded, ticket.slot)
-        message = _stage_message(ticket, parts, landing, carried, commit=at_once, num_segments=number)
+        message = _stage_message(ticket, parts, receiver, carried, commit=at_once, num_segments=number)
         self._socket_bytes += sum(map(len, carried.buffers))
-        endpoint = self._placement.endpoints[server]
-        return ServerLane(server, endpoint, message, carried.buffers, landing, self._early.get(server, ()))
+        endpoint = self._routes.endpoints[server]
+        return ServerCommit(server, endpoint, message, carried.buffers, receiver, self._early.get(server, ()))
 
     def _parts_to_send(self, server: str, push: Push, slot: int) -> tuple[list[Slice], int]:
         """The slices whose bytes this server cannot read in place, and the bytes that it can; the arena is there
@@ -201,10 +207,10 @@ class Sending:
         key = (server, push.pushed, slot)
         found = self._unshared.get(key)
         if found is None:
-            layout, arenas = self._placement.layout, self._placement.arenas
+            layout, arenas = self._routes.layout, self._routes.arenas
             touched = layout.slices_with(push.pushed)
-            handed = self._placement.hatch.segments if self._placement.hatch is not None else ()
-            hosted = [p for p in self._placement.taken[server] if p.id in touched and p.segment not in handed]
+            handed = self._routes.hatch.segments if self._routes.hatch is not None else ()
+            hosted = [p for p in self._routes.taken[server] if p.id in touched and p.segment not in handed]
             for segment in {part.segment for part in hosted}:
                 arenas.array(layout.segments[segment], slot)
             if len(self._unshared) >= _MOST_PLANS:
@@ -214,25 +220,27 @@ class Sending:
             found = self._unshared[key] = (parts, num_bytes)
         return found
 
-    def _landing(self, server: str, sink: Sink, slot: int) -> Landing:
-        reader, hosted = self._placement.readers[server], self._placement.read[server]
-        wanted = sink.wanted.get(server)
+    def _receiver(self, server: str, target: Target, slot: int) -> Receiver:
+        reader, hosted = self._routes.readers[server], self._routes.read[server]
+        wanted = target.wanted.get(server)
         if wanted is None or wanted.hosted is not hosted:
-            wanted = self._want(server, hosted, sink, lambda part: sink.fetches(part) or reader.maps(part))
+            wanted = self._want(server, hosted, target, lambda part: target.fetches(part) or reader.maps(part))
         slot_of_window = slot if self._has_window else None
-        incoming = Incoming(self._decoder, self._placement.layout) if self._decoder is not None else None
-        return Landing(
-            reader, wanted, sink, settled=self._stands_still, slot=slot_of_window, incoming=incoming,
-            hatch=self._placement.hatch,
+        incoming = EncodedAnswer(self._decoder, self._routes.layout) if self._decoder is not None else None
+        return Receiver(
+            reader, wanted, target, settled=self._stands_still, slot=slot_of_window, incoming=incoming,
+            hatch=self._routes.hatch,
         )  # fmt: skip
 
-    def _want(self, server: str, hosted: Sequence[Slice], sink: Sink, maps: Callable[[Slice], bool]) -> Wanted:
-        before = sink.wanted.get(server)
+    def _want(
+        self, server: str, hosted: Sequence[Slice], target: Target, maps: Callable[[Slice], bool]
+    ) -> WantedSlices:
+        before = target.wanted.get(server)
         if before is not None:
             for number, found in before.landed().items():
-                sink.kept.setdefault(number, found)
-        self._copies.landed_in(sink)
-        wanted = sink.wanted[server] = Wanted(hosted, sink, maps)
+                target.kept.setdefault(number, found)
+        self._copies.landed_in(target)
+        wanted = target.wanted[server] = WantedSlices(hosted, target, maps)
         return wanted
 
 
@@ -247,7 +255,7 @@ class _Load(NamedTuple):
 def _stage_message(
     ticket: ServersTicket,
     parts: Sequence[Slice],
-    landing: Landing | None,
+    receiver: Receiver | None,
     carried: _Load,
     *,
     commit: bool,
@@ -267,8 +275,8 @@ def _stage_message(
         back_at=ticket.back_at,
         slices=[part.id for part in parts],
         commit=commit,
-        pull=landing.pull if commit and landing is not None else [],
-        parts=commit and landing is not None and landing.in_parts,
+        pull=receiver.pull if commit and receiver is not None else [],
+        parts=commit and receiver is not None and receiver.in_parts,
         uses=ticket.uses,
         num_segments=num_segments,
         codec=carried.codec,

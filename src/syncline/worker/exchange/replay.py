@@ -1,8 +1,8 @@
-"""Redo: when servers change, a worker takes over the newest roster and makes again whatever is open.
+"""Replay: when servers change, a worker takes over the newest roster and sends again whatever is open.
 
-A server that is gone, or that answers `Refresh`, makes the script's own thread do this, wherever it waits: there is a
-newer roster soon, or the same server can be reached again. What is repeated is decided upon by the clocks on each
-slice: what a server has already is answered at once.
+A server that is gone, or that answers `Refresh`, makes the script's own thread do this, wherever it waits: a newer
+roster arrives soon, or the same server can be reached again. The clocks on each slice decide what a replayed commit
+changes: a server answers at once for what it has already.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from syncline.core.wire.control import AskRoster, Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, Refresh, SynclineError, WaitTimeout
 from syncline.net.rpc import Stamp
-from syncline.worker.placement import Placement
+from syncline.worker.exchange.routes import ServerRoutes
 from syncline.worker.rosters import Rosters
 
 T = TypeVar("T")
@@ -25,12 +25,12 @@ _MOMENT, _LONGEST_MOMENT = 0.05, 0.5
 _ASK_SECONDS = 2.0
 
 
-class Redo:
+class Replay:
     """Keeps an exchange on the newest roster. Used by the thread that uses the exchange."""
 
     def __init__(
         self,
-        placement: Placement,
+        routes: ServerRoutes,
         rosters: Rosters,
         stamp: Stamp,
         *,
@@ -38,15 +38,15 @@ class Redo:
         check: Callable[[], None],
         fenced: Callable[[FencedError], None],
         give_up: Callable[[], None],
-        make_anew: Callable[[], None],
+        replay_open: Callable[[], None],
     ) -> None:
         """`ask` asks the coordinator once; `check` raises how the job has ended for this worker, if it has.
 
-        `give_up` lets go of all that is under way, `make_anew` says it again on the new placement.
+        `give_up` lets go of all that is under way, `replay_open` says it again on the new placement.
         """
-        self._placement, self._rosters, self._stamp = placement, rosters, stamp
+        self._routes, self._rosters, self._stamp = routes, rosters, stamp
         self._ask, self._check, self._fenced = ask, check, fenced
-        self._give_up, self._make_anew = give_up, make_anew
+        self._give_up, self._replay_open = give_up, replay_open
         self.roster: Roster = rosters.newest  # the one in force
         self._is_broken = False  # what is open must be made again, even if the next roster is as this one
 
@@ -57,17 +57,17 @@ class Redo:
     def take_over(self) -> None:
         """The newest roster is in force after this, and what is open is under way by it."""
         roster = self._rosters.newest
-        if self._placement.differs(roster):
+        if self._routes.differs(roster):
             self._is_broken = True
         if self._is_broken:
-            self._placement.drop(roster)
+            self._routes.drop(roster)
             self._give_up()
         # Nothing is said for the old placement any more.
         self._stamp.generation = max(roster.generation, self._stamp.generation)
-        self._placement.follow(roster)
+        self._routes.follow(roster)
         self.roster = roster
         if self._is_broken:
-            self._make_anew()
+            self._replay_open()
             self._is_broken = False
             if faults.armed is not None:
                 faults.reach("refresh.done")
