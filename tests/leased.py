@@ -16,9 +16,9 @@ from syncline.core.leasing.ranges import Span
 from syncline.core.wire.leases import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Recall
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
-from syncline.worker.leases import Uses
-from syncline.worker.samples import Samples
-from syncline.worker.times import StepClock
+from syncline.worker.data.leases import Uses
+from syncline.worker.data.samples import Samples
+from syncline.worker.waits import StepClock
 
 SECONDS = PATIENCE
 

@@ -24,7 +24,7 @@ from syncline.testing.local import LocalJob
 from syncline.worker.collectives import peers as peers_module
 from syncline.worker.collectives.incoming import PeerMessages
 from syncline.worker.collectives.peers import PeerLink, Peers
-from syncline.worker.rosters import Rosters
+from syncline.worker.session import Rosters
 
 
 @pytest.fixture

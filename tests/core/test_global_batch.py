@@ -10,7 +10,7 @@ from syncline.core.leasing.loader import Loader
 from syncline.core.leasing.shares import equal_parts
 from syncline.core.slice_state import Identity
 from syncline.core.wire.leases import GivenLease
-from syncline.worker.portion import Piece, Portion
+from syncline.worker.data.leases import Piece, Portion
 
 
 @pytest.mark.parametrize("in_rounds", [True, False])

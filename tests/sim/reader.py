@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.core.members import Member
 from syncline.core.rounds import LOOP
 from syncline.core.wire.leases import AskLease, GivenLease, LeaveEpoch
-from syncline.worker.leases import Uses
-from syncline.worker.portion import Piece, Portion
+from syncline.worker.data.leases import Piece, Portion, Uses
 
 from .handing import LOADER
 from .worker import Open, Worker

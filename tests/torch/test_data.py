@@ -15,7 +15,7 @@ from tests.leased import FakeJob, LeaseQueue, alone, order
 from torch.utils.data import Dataset, TensorDataset
 
 import syncline.torch.data
-import syncline.worker.numbers
+import syncline.worker.data.loop
 from syncline.core.wire.leases import LeaveEpoch
 from syncline.errors import ConfigError
 from syncline.testing import local_job
@@ -68,7 +68,7 @@ def test_each_iter_is_the_next_epoch_in_another_order() -> None:
 def test_the_order_is_the_same_whatever_the_block_in_which_it_is_evaluated(
     block_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syncline.worker.numbers, "BLOCK_SAMPLES", block_samples)
+    monkeypatch.setattr(syncline.worker.data.loop, "BLOCK_SAMPLES", block_samples)
     loader = DataLoader(Numbers(100), 7, True, job=alone())
     assert flat(lists(loader)) == order(100, 0, 0)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from tests.torch.test_data import Numbers, flat, train
 
 from syncline.errors import ConfigError
 from syncline.torch.data import DataLoader
-from syncline.worker.samples import Samples
+from syncline.worker.data.samples import Samples
 
 
 def run(loader: DataLoader[Any], job: FakeJob, num_epochs: int) -> dict[int, list[int]]:

@@ -13,7 +13,7 @@ from tests.torch.test_validate import Counting, Numbers
 
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
-from syncline.worker import validating
+from syncline.worker import validation
 from syncline.worker.job import Job
 
 
@@ -30,7 +30,7 @@ def step(model: Counting, opt: DistributedOptimizer) -> None:
 def test_rounds_are_whole_however_long_a_save_takes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who left them while the cut of a save was awaited was in other rounds afterwards than the others, by chance: on
     a starved machine the same samples made more steps."""
-    monkeypatch.setattr(validating, "ASIDE_SECONDS", 0.0)
+    monkeypatch.setattr(validation, "ASIDE_SECONDS", 0.0)
     asked: list[bool] = []
 
     def work(job: Job) -> float:

@@ -69,8 +69,8 @@ from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Peer, buffer_of
-from syncline.worker.hearing import FromCoordinator
 from syncline.worker.job import Job
+from syncline.worker.session import FromCoordinator
 
 
 class TwinServer:

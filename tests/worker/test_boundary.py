@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.worker.boundary import Boundary, Position
+from syncline.worker.checkpoint.boundary import Boundary, Position
 
 
 class Noting:

@@ -14,7 +14,7 @@ from syncline.core.wire.checkpoints import Noted
 from syncline.core.wire.control import Report
 from syncline.core.wire.leases import AskLeaseAcks, Uses
 from syncline.errors import StoreError
-from syncline.worker import saves
+from syncline.worker.checkpoint import saves
 
 
 def test_the_end_of_a_save_may_come_before_its_beginning(house):

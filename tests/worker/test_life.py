@@ -6,7 +6,7 @@ import pytest
 
 from syncline.core.wire.control import GivenLife
 from syncline.errors import ConfigError
-from syncline.worker.life import CANNOT_RESUME, CannotResume, Life, checked_step
+from syncline.worker.steps import CANNOT_RESUME, CannotResume, Life, checked_step
 
 
 def test_a_first_life_needs_no_position() -> None:

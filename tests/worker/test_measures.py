@@ -11,8 +11,7 @@ from syncline.config import resolve
 from syncline.core.metrics import MOST_METRICS, Metrics, Steer
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, ConnectionLost
-from syncline.worker.measures import Measures
-from syncline.worker.steering import Steering, with_factor
+from syncline.worker.metrics import Measures, Steering, with_factor
 
 
 class FakeCall:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from syncline.core.leasing.ranges import Span
 from syncline.core.wire.leases import GivenLease
-from syncline.worker.leases import Uses
-from syncline.worker.portion import Portion
+from syncline.worker.data.leases import Portion, Uses
 
 
 def portion() -> Portion:

@@ -20,7 +20,7 @@ from syncline.core.wire.checkpoints import Finish, Noted, Save, Saved, WriteScri
 from syncline.core.wire.message import Done
 from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, StoreError, WaitTimeout
-from syncline.worker.boundary import Boundary
+from syncline.worker.checkpoint.boundary import Boundary
 
 SECONDS = PATIENCE
 

@@ -29,8 +29,8 @@ from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.worker.collectives.peers import Peers
-from syncline.worker.hearing import FromCoordinator
 from syncline.worker.job import Job
+from syncline.worker.session import FromCoordinator
 
 
 class InProcess:

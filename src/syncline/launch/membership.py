@@ -28,7 +28,7 @@ from syncline.net.connection import SocketConnection
 from syncline.net.link import Link
 from syncline.net.rpc import Call, Endpoint, Service, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.worker.hearing import FromCoordinator
+from syncline.worker.session import FromCoordinator
 
 #: A member may start before its coordinator listens. Where that listens already, and is silent, it is starting too:
 #: then a member waits as long as for the job to be whole.

@@ -29,9 +29,8 @@ from syncline.net.connection import SocketConnection
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Memory, Peer
 from syncline.worker.collectives.peers import Peers
-from syncline.worker.hearing import FromCoordinator
 from syncline.worker.job import Job
-from syncline.worker.rosters import Rosters
+from syncline.worker.session import FromCoordinator, Rosters
 
 
 class Sockets:

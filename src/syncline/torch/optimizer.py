@@ -31,11 +31,11 @@ from syncline.torch.schedulers import Schedulers
 from syncline.torch.state import load_state, read_average, read_state
 from syncline.torch.streams import Side, open_side
 from syncline.torch.validation import take_part_in
+from syncline.worker.checkpoint.script_state import Part
 from syncline.worker.current import current_job
 from syncline.worker.exchange.commit import Push
 from syncline.worker.job import Job
-from syncline.worker.script import Part
-from syncline.worker.steering import with_factor
+from syncline.worker.metrics import with_factor
 
 #: Steps between two looks at what a script has written to parameters, beside other workers.
 _LOOK_STEPS = 32

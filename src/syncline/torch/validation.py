@@ -14,7 +14,7 @@ from syncline.core.wire.validation import AVERAGE, OWN, WEIGHTS
 from syncline.data.source import Source
 from syncline.torch.batches import tensors
 from syncline.torch.weights import load_state_dict
-from syncline.worker.validating import Validating
+from syncline.worker.validation import Validating
 
 
 class Pulls(Protocol):

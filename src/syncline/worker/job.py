@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -20,30 +20,38 @@ from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, S
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats
-from syncline.worker.asking import Asking
-from syncline.worker.boundary import STEP
-from syncline.worker.calling import ValidationCalled
+from syncline.worker.checkpoint.boundary import STEP
+from syncline.worker.checkpoint.rng_state import OwnStream
+from syncline.worker.checkpoint.saves import Memory
 from syncline.worker.collectives.peers import Peers
 from syncline.worker.collectives.verbs import Collectives
 from syncline.worker.current import forget
-from syncline.worker.device import choose_device
+from syncline.worker.data.loop import tell_unused
+from syncline.worker.data.samples import CoordinatorAsks, Samples
 from syncline.worker.exchange.commit import left
 from syncline.worker.exchange.finite import FiniteCheck
 from syncline.worker.exchange.residuals import keep_residuals
 from syncline.worker.exchange.servers import ServersExchange
-from syncline.worker.hearing import FromCoordinator
 from syncline.worker.kv import KeyValue
-from syncline.worker.life import CannotResume, Life, checked_step
-from syncline.worker.loop import tell_unused
-from syncline.worker.measures import Measures
-from syncline.worker.memory import Memory
-from syncline.worker.progress import Progress
+from syncline.worker.metrics import Measures
 from syncline.worker.reporting import Reporting
-from syncline.worker.rosters import place_of
-from syncline.worker.samples import CoordinatorAsks, Samples
-from syncline.worker.seeding import OwnStream
-from syncline.worker.steps import steps
-from syncline.worker.validating import Measure, Validated, Validating
+from syncline.worker.session import Asking, FromCoordinator, place_of
+from syncline.worker.steps import CannotResume, Life, Progress, checked_step, steps
+from syncline.worker.validation import Measure, Validated, Validating
+from syncline.worker.waits import ValidationCalled
+
+
+def choose_device(said: str, members: Iterable[Member], host: str, local_rank: int) -> str:
+    """What was said at launch; `auto`: a GPU of its own, where there are enough for all workers of this host."""
+    torch = sys.modules.get("torch")
+    if said != "auto":
+        if said.startswith("cuda") and torch is not None and not torch.cuda.is_available():
+            raise ConfigError(f"--device {said}: torch sees no GPU here; leave it out, or say cpu")
+        return said
+    num_local = sum(member.role == "worker" and member.host == host for member in members)
+    num_gpus = torch.cuda.device_count() if torch is not None else 0
+    # Those who have finished keep their ranks, and are no members any more.
+    return f"cuda:{local_rank}" if num_gpus >= max(num_local, local_rank + 1) else "cpu"
 
 
 class Job:

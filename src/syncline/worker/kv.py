@@ -26,7 +26,7 @@ from syncline.worker.exchange.finite import LOOK_BYTES, copy_finite
 from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.exchange.targets import ArrayTarget
 from syncline.worker.exchange.values import KeptArrays
-from syncline.worker.steering import with_factor
+from syncline.worker.metrics import with_factor
 
 
 class Given:

@@ -29,7 +29,7 @@ from syncline.worker.collectives.rendezvous import (
     repeat,
 )
 from syncline.worker.collectives.shared_memory import SharedMemories
-from syncline.worker.hearing import FromCoordinator
+from syncline.worker.session import FromCoordinator
 
 if TYPE_CHECKING:
     from syncline.worker.job import Job

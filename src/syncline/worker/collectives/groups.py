@@ -25,7 +25,7 @@ from syncline.net import frame
 from syncline.net.rpc import Endpoint
 from syncline.worker.collectives.peers import PeerLink, PeerStream
 from syncline.worker.collectives.values import Reducer
-from syncline.worker.rosters import Rosters, ranked
+from syncline.worker.session import Rosters, ranked
 
 
 @dataclasses.dataclass(frozen=True)

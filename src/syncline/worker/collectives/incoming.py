@@ -15,10 +15,10 @@ from syncline.errors import FrameError, WaitTimeout
 from syncline.net import shm
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer
-from syncline.worker.calling import ValidationCalled
 from syncline.worker.collectives.groups import Attempt
 from syncline.worker.collectives.peers import MOST_MEMORIES, Key, PeerLink, Peers, PeerStream
-from syncline.worker.hearing import FromCoordinator
+from syncline.worker.session import FromCoordinator
+from syncline.worker.waits import ValidationCalled
 
 if TYPE_CHECKING:
     from syncline.worker.job import Job

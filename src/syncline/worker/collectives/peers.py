@@ -20,7 +20,7 @@ from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Buffer, Connection, Memory, Peer
 from syncline.stats import WireStats
 from syncline.worker.arrays import Bytes
-from syncline.worker.rosters import Rosters
+from syncline.worker.session import Rosters
 
 #: A roster may reach the one who asks sooner than the one who is asked.
 _ROSTER_SECONDS = 3.0

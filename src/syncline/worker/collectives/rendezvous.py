@@ -29,7 +29,7 @@ from syncline.worker.collectives.groups import CachedCall, GroupLinks
 from syncline.worker.collectives.incoming import PeerGone, PeerMessages, PeerWait
 from syncline.worker.collectives.peers import Key, PeerLink, Peers, PeerStream
 from syncline.worker.collectives.shared_memory import SharedMemories
-from syncline.worker.rosters import ranked
+from syncline.worker.session import ranked
 
 NOTHING: Bytes = np.empty(0, np.uint8)
 

@@ -41,7 +41,7 @@ from syncline.worker.collectives.values import (
     put,
     value_of,
 )
-from syncline.worker.hearing import FromCoordinator
+from syncline.worker.session import FromCoordinator
 
 if TYPE_CHECKING:
     from syncline.worker.job import Job

@@ -17,7 +17,7 @@ from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, Refresh, SynclineError, WaitTimeout
 from syncline.net.rpc import Stamp
 from syncline.worker.exchange.routes import ServerRoutes
-from syncline.worker.rosters import Rosters
+from syncline.worker.session import Rosters
 
 T = TypeVar("T")
 #: For the coordinator's word on a broken connection, before it is asked and the server is dialled again.

@@ -17,7 +17,7 @@ from syncline.core.codecs.pieces import NOT_SENT, Encoded, Place, SliceCoder, Un
 from syncline.core.layout import Layout, Parameter, Ranges, Segment, Slice, in_ranges
 from syncline.errors import StoreError
 from syncline.worker.arrays import Bytes
-from syncline.worker.script import Part, ScriptState
+from syncline.worker.checkpoint.script_state import Part, ScriptState
 
 
 class _Pending(NamedTuple):

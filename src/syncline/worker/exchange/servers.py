@@ -24,6 +24,7 @@ from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import PushBytes, WireStats
 from syncline.worker.arrays import Bytes
+from syncline.worker.data.leases import Uses
 from syncline.worker.exchange.commit import MENDED, Push, ServersTicket, left
 from syncline.worker.exchange.finite import FiniteCheck
 from syncline.worker.exchange.participation import Participation
@@ -32,10 +33,8 @@ from syncline.worker.exchange.routes import ServerRoutes
 from syncline.worker.exchange.sending import CommitSender
 from syncline.worker.exchange.targets import ArrayTarget, Target
 from syncline.worker.exchange.values import KeptArrays, SliceCopies, pull, read_state, upload, write_state
-from syncline.worker.hearing import FromCoordinator
-from syncline.worker.leases import Uses
-from syncline.worker.times import StepClock
-from syncline.worker.waits import LOUD_SECONDS, Waits
+from syncline.worker.session import FromCoordinator
+from syncline.worker.waits import LOUD_SECONDS, StepClock, Waits
 
 T = TypeVar("T")
 _LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0

@@ -1,4 +1,6 @@
-"""`job.report`: a worker's metrics on their way to the coordinator, and what the job's rules make of them."""
+"""`job.report`: a worker's metrics on their way to the coordinator, and what the job's rules make of them: that
+training stops, or another learning rate.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,48 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.core.conditions import METRIC
 from syncline.core.metrics import MOST_METRICS, Metrics, Steer
+from syncline.core.rule import Option
 from syncline.errors import ConfigError, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Call
-from syncline.worker.steering import Steering
 
 if TYPE_CHECKING:
     from syncline.worker.job import Job
+
+
+class Steering:
+    """Heard from the coordinator, in any thread; looked at by the script's own."""
+
+    def __init__(self) -> None:
+        self._steer = Steer()
+        self._lock = threading.Lock()
+
+    def hear(self, steer: Steer) -> None:
+        """What was said before it, and comes later, changes nothing."""
+        with self._lock:
+            if steer.number > self._steer.number:
+                self._steer = steer
+
+    @property
+    def stop(self) -> str:
+        """Why training ends; empty: it goes on."""
+        return self._steer.stop
+
+    @property
+    def factor(self) -> float:
+        """On every learning rate."""
+        return self._steer.factor
+
+
+def with_factor(
+    changed: Mapping[str, Option], registered: Mapping[str, Option], factor: float
+) -> Mapping[str, Option]:
+    """Hyperparameters that differ from the registered ones, when learning rates are multiplied by a factor."""
+    rate = changed.get("lr", registered.get("lr"))
+    if factor == 1.0 or not isinstance(rate, int | float):
+        return changed
+    return {**changed, "lr": rate * factor}
+
 
 #: Reports that a coordinator which is away has still to hear; of more, the oldest go.
 MOST_OPEN = 10_000

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from syncline.errors import ConfigError, StoreError
-from syncline.worker import chance
 from syncline.worker.arrays import Bytes
-from syncline.worker.boundary import Position
-from syncline.worker.encoding import Encoder, decode, to_json
+from syncline.worker.checkpoint import rng_state
+from syncline.worker.checkpoint.boundary import Position
+from syncline.worker.checkpoint.encoding import Encoder, decode, to_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ class ScriptState(MutableMapping[str, Any]):
             "format": 1,
             "position": list(position),
             "facts": facts,
-            "random": {"value": encoder.encode(chance.take(_gpu(self._device())), "random states")},
+            "random": {"value": encoder.encode(rng_state.take(_gpu(self._device())), "random states")},
             "state": state,
             "parts": parts,
         }
@@ -182,7 +182,7 @@ class ScriptState(MutableMapping[str, Any]):
             if saved.is_own or not self._parts[name].is_own:
                 self._parts[name].put_back(self._value(saved, saved.tree["parts"][name]))
         if random and saved.is_own and "random" in saved.tree:
-            chance.put_back(self._value(saved, saved.tree["random"]), _gpu(self._device()))
+            rng_state.put_back(self._value(saved, saved.tree["random"]), _gpu(self._device()))
             self.random_restored()
 
     def _value(self, saved: SavedState, state: Any) -> Any:

@@ -1,19 +1,28 @@
-"""A worker's loop over an epoch: what the script has got of its leases, and what becomes of the rest at the end."""
+"""A worker's loop over an epoch: what the script has got of its leases, and what becomes of the rest at the end.
+
+`LeasedNumbers` and `LeasedShards` give the samples of each batch: by number in the order of the epoch, or from shards
+that are read in sequence.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from syncline.core.leasing.leases import SHARD_POSITIONS
 from syncline.core.leasing.loader import Loader
+from syncline.core.leasing.order import ChunkedOrder, Order
 from syncline.errors import SynclineError
-from syncline.worker.boundary import Position
-from syncline.worker.leases import Reading
-from syncline.worker.portion import Piece
-from syncline.worker.samples import Samples
+from syncline.worker.checkpoint.boundary import Position
+from syncline.worker.data.leases import Piece, Reading
+from syncline.worker.data.samples import Samples
 
 
 class TakesSamples(Protocol):
@@ -151,3 +160,55 @@ def tell_unused(job: TakesSamples) -> None:
             "batches(alone=True)); to train, call step() inside the loop"
         )
     job.samples.has_unused = False
+
+
+#: How many samples the order is evaluated for at once: enough that numpy's cost per call vanishes, little
+#: enough that the first batch does not wait (a block takes 1 ms).
+BLOCK_SAMPLES = 4096
+
+
+class LeasedNumbers:
+    """The samples of each batch; none when there is no more, for now or at all."""
+
+    def __init__(self, loop: Loop, order: Order | ChunkedOrder) -> None:
+        self._loop, self._order = loop, order
+        self._lease = self._begin = 0
+        self._samples = np.empty(0, dtype=np.int64)  # of that lease, from there on
+
+    def next(self) -> npt.NDArray[np.int64] | None:
+        piece = self._loop.next()
+        if piece is None:
+            return None
+        at = piece.begin - self._begin
+        if piece.lease != self._lease or at + len(piece) > len(self._samples):
+            self._lease, self._begin, at = piece.lease, piece.begin, 0
+            upto = min(len(piece.span), max(piece.end, piece.begin + BLOCK_SAMPLES))
+            self._samples = self._order.at(piece.span.positions(piece.begin, upto))
+        return self._samples[at : at + len(piece)]
+
+
+T = TypeVar("T")
+#: The samples of a shard from a sample on.
+OpenShard = Callable[[int, int], Iterator[T]]
+
+
+class LeasedShards(Generic[T]):
+    """The samples of each batch; none when there is no more, for now or at all. Batches do not cross shards."""
+
+    def __init__(self, loop: Loop, open_shard: OpenShard[T]) -> None:
+        self._loop, self._open_shard = loop, open_shard
+        self._samples: Iterator[T] = iter(())
+        self._at = (0, 0)  # lease and place that come next in them
+
+    def next(self) -> list[T] | None:
+        while (piece := self._loop.next()) is not None:
+            samples = self._read(piece)
+            if len(samples) == len(piece) or self._loop.ends_shard(len(samples)):
+                return samples
+        return None
+
+    def _read(self, piece: Piece) -> list[T]:
+        if (piece.lease, piece.begin) != self._at:
+            self._samples = self._open_shard(*divmod(piece.span.start + piece.begin, SHARD_POSITIONS))
+        self._at = (piece.lease, piece.end)
+        return list(itertools.islice(self._samples, len(piece)))
