@@ -16,6 +16,7 @@ from syncline.core.leasing.ranges import Span
 from syncline.core.wire.leases import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Recall
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
+from syncline.worker.checkpoint.boundary import Boundary
 from syncline.worker.data.leases import Uses
 from syncline.worker.data.samples import Samples
 from syncline.worker.waits import StepClock
@@ -221,7 +222,8 @@ class FakeJob:
         self.own_step = self.num_rests = self.num_pauses = self.num_caught_up = 0
         self.noticed: list[str] = []
         self.times = StepClock()
-        self.samples = Samples(self, Uses(), self.times, self)
+        boundary = Boundary(lambda: 0, lambda: False, lambda: False)
+        self.samples = Samples(self, Uses(), self.times, self, boundary)
 
     @property
     def in_rounds(self) -> bool:

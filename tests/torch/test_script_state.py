@@ -234,7 +234,7 @@ def test_between_two_averages_it_is_no_boundary_without_a_loader_either(made):
     for _ in range(4):
         script.model(torch.rand(4, 1)).sum().backward()
         script.opt.step()
-        clean.append(job.boundary.is_clean())
+        clean.append(job.boundary.is_clean)
     assert clean == [False, True, False, True]
 
 

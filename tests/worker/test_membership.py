@@ -221,7 +221,7 @@ def test_a_beat_says_what_has_landed(house: Callable[..., Any]) -> None:
     twin = house(1, policy="async", window=2)
     register(twin)
     tickets = [push(twin) for _ in range(2)]
-    assert twin.hearing.beat().step == 0
+    assert twin.hearing.heartbeat().step == 0
     for ticket in tickets:
         ticket.wait()
-    assert twin.hearing.beat().step == 2
+    assert twin.hearing.heartbeat().step == 2

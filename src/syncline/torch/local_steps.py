@@ -27,7 +27,7 @@ class LocalSteps:
         self._steps, self._weight = 0, 0.0
         self._tracked: Sequence[Tracked] = ()
         job.before_rest(self.flush)
-        job.memory.hold_back(lambda: self._steps > 0)
+        job.boundary.hold_back(lambda: self._steps > 0)
 
     def begin(
         self, tracked: Sequence[Tracked], flat: FlatMemory, synchronise: Callable[[float, Ranges], None]

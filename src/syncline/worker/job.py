@@ -20,22 +20,21 @@ from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, S
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats
-from syncline.worker.checkpoint.boundary import STEP
+from syncline.worker.checkpoint.boundary import STEP, Boundary
 from syncline.worker.checkpoint.rng_state import OwnStream
 from syncline.worker.checkpoint.saves import Memory
 from syncline.worker.collectives.peers import Peers
 from syncline.worker.collectives.verbs import Collectives
 from syncline.worker.current import forget
 from syncline.worker.data.loop import tell_unused
-from syncline.worker.data.samples import CoordinatorAsks, Samples
-from syncline.worker.exchange.commit import left
+from syncline.worker.data.samples import CoordinatorAsks, LoopHooks, Samples
 from syncline.worker.exchange.finite import FiniteCheck
 from syncline.worker.exchange.residuals import keep_residuals
 from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.kv import KeyValue
 from syncline.worker.metrics import Measures
 from syncline.worker.reporting import Reporting
-from syncline.worker.session import Asking, FromCoordinator, place_of
+from syncline.worker.session import Asking, FromCoordinator, WhileWaiting, WorkerParts, left, place_of
 from syncline.worker.steps import CannotResume, Life, Progress, checked_step, steps
 from syncline.worker.validation import Measure, Validated, Validating
 from syncline.worker.waits import ValidationCalled
@@ -79,53 +78,79 @@ class Job:
         self.name, self.folder = me.name, folder  #: its own; where the job's files go
         self._me, self._link, self._hearing, self._say = me, link, hearing, say
         self._on_close = on_close
-        self._asking = Asking(self, link, hearing)
+        self._closed = threading.Event()
         self._place = (0, 1, 0)  # rank, world size, local rank
-        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
-        hearing.rosters.listen(self._take_place)
-        hearing.begin(link, joined, me.name, beats=beats and not embedded)
-        self._take_place(hearing.rosters.newest)
-        finite = FiniteCheck(self.config, me.name, say)
-        self.exchange = ServersExchange(
-            self.config, hearing, link, dial, stamp, name=me.name, is_late=joined.late, say=say, finite=finite
-        )
-        hearing.on_failure = self.exchange.break_off
-        self.reporting = Reporting(self, link)
-        self.measures = Measures(self, link, hearing.steering, say)
-        hearing.copies, hearing.beat = self.exchange, self.reporting.beat
-        self.kv = KeyValue(
-            self.exchange, self.ask, self.name, self.commits, self.stepped, self.leave_if_asked,
-            lambda: self.lr_factor,
-        )  # fmt: skip
         self.own_step = 0  #: steps that this worker has made, in all its lives
         self._turns: dict[str, int] = {}
-        asks = CoordinatorAsks(self.ask, link)
-        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
-        self.own_stream = OwnStream(me.name, me.incarnation if joined.late else 0)  #: with `seed_everything`
-        self.samples.begins_training = self.own_stream.begin
-        self._progress = Progress(self, joined.seconds)
-        self._memory = Memory(self, link, hearing, say, is_late=joined.late)
-        self.boundary = self._memory.boundary
-        self.state = self._memory.state  #: what the script wants to have again when the job is taken up
-        keep_residuals(self.exchange.encoder, self.state, lambda: self.world_size, say)
-        self.validating = Validating(self, hearing)
-        self.collectives = Collectives(self, me, hearing, peers)  #: `syncline.collectives` of this worker
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
-        self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
-        self._closed = threading.Event()
         self._device: str | None = None
         self._noticed: set[str] = set()
         self._last_committer: Hashable = None
         self._have_finished: set[Hashable] = set()  # committers, of the last step before a rule stops the script
         self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
         self._rates: list[Callable[[], Mapping[str, Any]]] = []  # of optimizers
+        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
+        hearing.rosters.listen(self._take_place)
+        hearing.begin(link, joined, me.name, beats=beats and not embedded)
+        self._take_place(hearing.rosters.newest)
+        self._make_parts(joined, dial, stamp, peers)
         self.life = Life(self._ask_life(joined), in_rounds=self.in_rounds)
         self.own_step = self.life.own_step * self.config.sync_every
         self.exchange.has_stepped_to(self.life.step)
         if not embedded:
             self.reporting.begin(self._closed)
             self._memory.notes.begin(self._closed)
+
+    def _make_parts(
+        self, joined: Joined, dial: Callable[[Member], Endpoint], stamp: Stamp, peers: Peers | None
+    ) -> None:
+        """Each part gets what it needs when it is made; from the last line on they answer the coordinator."""
+        name, link, hearing, say = self.name, self._link, self._hearing, self._say
+        finite = FiniteCheck(self.config, name, say)
+        self.exchange = exchange = ServersExchange(
+            self.config, hearing, link, dial, stamp, name=name, is_late=joined.late, say=say, finite=finite
+        )
+        uses = exchange.uses
+        self.boundary = Boundary(lambda: exchange.clock, lambda: uses.num_loops > 0, lambda: uses.is_any_held)
+        meanwhile = WhileWaiting(
+            leave_if_retiring=self.leave_if_retiring,
+            follow=exchange.follow,
+            look_for_validation=self.look_for_validation,
+        )
+        self._asking = Asking(
+            name, self.config.wait_seconds, link, hearing, exchange.waits, self.boundary, self._closed, meanwhile
+        )
+        self.measures = Measures(self, link, hearing.steering, say)
+        self.kv = KeyValue(
+            exchange, self.ask, name, self.commits, self.stepped, self.leave_if_asked, lambda: self.lr_factor
+        )
+        self.own_stream = OwnStream(name, self._me.incarnation if joined.late else 0)  #: with `seed_everything`
+        self.validating = Validating(self)
+        hooks = LoopHooks(
+            begins_training=self.own_stream.begin,
+            between=self.validating.look_at_a_boundary,
+            behind_epoch=self.validating.behind_epoch,
+        )
+        asks = CoordinatorAsks(self.ask, link)
+        self.samples = Samples(asks, uses, exchange.times, self, self.boundary, hooks)
+        self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
+        self._progress = Progress(self.config, self.samples, lambda: self.step, joined.seconds)
+        self._memory = Memory(self, link, hearing, self.own_stream, say, is_late=joined.late)
+        self.state = self._memory.state  #: what the script wants to have again when the job is taken up
+        keep_residuals(exchange.encoder, self.state, lambda: self.world_size, say)
+        self.collectives = Collectives(self, self._me, hearing, peers)  #: `syncline.collectives` of this worker
+        self.reporting = Reporting(self, link)
+        hearing.attach(
+            WorkerParts(
+                break_off=exchange.break_off,
+                heartbeat=self.reporting.beat,
+                copies=exchange,
+                samples=self.samples,
+                saves=self._memory.saves,
+                validation=self.validating,
+            )
+        )
 
     def _ask_life(self, joined: Joined) -> GivenLife:
         """Of a worker that was there when the job began, nothing is to ask."""
@@ -244,7 +269,7 @@ class Job:
         are leased like samples, so that a worker that is started again goes on where the job is. The loop ends early
         when a rule stops the training. The n-th loop of a script is the n-th of the job.
         """
-        return steps(self, count)
+        return steps(self, count, self.exchange.enter)
 
     def resume_at(self, step: int | None = None) -> int:
         """For a loop of your own: says that the script goes on at this step, so that it can be started again.
@@ -365,7 +390,7 @@ class Job:
                 pacing.hold(self.leave_if_retiring, self.exchange.times)
         if not self.exchange.uses.num_loops:
             self.validating.look_at_a_boundary()
-            if self.boundary.on_stop is not None and self.should_stop:
+            if self.boundary.notes_stop and self.should_stop:
                 self.boundary.stops(STEP)  # what is saved last is from here: `Stopped` comes in the middle of a step
 
     def _end_if_stopped(self, committer: Hashable) -> None:
@@ -390,9 +415,13 @@ class Job:
         """Likewise, wherever it waits for others."""
         if self._hearing.is_retiring and not self._closed.is_set():
             self._hearing.pacing.hear(Pace(self.name))
-            self._hearing.is_retiring, self._hearing.has_retired = False, True  # what is sent now may come by here
+            self._hearing.retires_now()  # first: what is sent now may come by here
             self.close()
             raise SystemExit(0)
+
+    def look_for_validation(self) -> None:
+        """The script waits for others: raises ValidationCalled where they wait for it in a validation."""
+        self.validating.while_waiting()
 
     def rest(self, *, leaves: bool = True) -> None:
         """Takes part in no round until the next push: this worker has finished its part, here an epoch of it.

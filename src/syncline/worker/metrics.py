@@ -9,17 +9,16 @@ import difflib
 import math
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from syncline.config import JobConfig
 from syncline.core.conditions import METRIC
 from syncline.core.metrics import MOST_METRICS, Metrics, Steer
 from syncline.core.rule import Option
+from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Call
-
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
 
 
 class Steering:
@@ -62,10 +61,23 @@ MOST_OPEN = 10_000
 MOST_LETTERS = 200
 
 
+class MeasuredJob(Protocol):
+    """What is needed of the job whose metrics are reported."""
+
+    name: str
+    config: JobConfig
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def samples_taken(self) -> int: ...
+    def ask(self, message: Message, /) -> Message: ...
+
+
 class Measures:
     """Of one job. A report waits for nobody; one that got lost with a coordinator is said again, in order."""
 
-    def __init__(self, job: Job, link: Link, steering: Steering, say: Callable[[str], None]) -> None:
+    def __init__(self, job: MeasuredJob, link: Link, steering: Steering, say: Callable[[str], None]) -> None:
         self._job, self._link, self._steering, self._say = job, link, steering, say
         self._lock = threading.RLock()
         self._number = 0

@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
+from syncline.config import JobConfig
 from syncline.core.wire.control import AskStats, GivenStats, Heartbeat, Report
+from syncline.core.wire.message import Message
 from syncline.errors import SynclineError
 from syncline.net.link import Link
 from syncline.stats import JobStats, WireStats, apply_seconds
+from syncline.worker.checkpoint.boundary import Boundary
+from syncline.worker.collectives.verbs import Collectives
+from syncline.worker.data.samples import Samples
+from syncline.worker.exchange.servers import ServersExchange
+from syncline.worker.metrics import Measures
+from syncline.worker.steps import Life
 
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
+
+class ReportingJob(Protocol):
+    """What is needed of the job that is reported on."""
+
+    name: str
+    config: JobConfig
+    exchange: ServersExchange
+    boundary: Boundary
+    samples: Samples
+    collectives: Collectives
+    measures: Measures
+    life: Life
+    own_step: int
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def samples_taken(self) -> int: ...
+    def rates(self) -> dict[str, float]: ...
+    def ask(self, message: Message, /) -> Message: ...
 
 
-def job_stats(job: Job, answer: GivenStats, wire: WireStats) -> JobStats:
+def job_stats(job: ReportingJob, answer: GivenStats, wire: WireStats) -> JobStats:
     """What `job.stats()` says, by the coordinator's answer. `wire`: of the way to the coordinator."""
     servers, exchange = tuple(answer.servers), job.exchange
     pushes = sum(server.staleness_count for server in servers)
@@ -59,7 +85,7 @@ REPORT_SECONDS = 0.5
 class Reporting:
     """Of one job. Reports are made where the script comes by anyway, and by a thread now and then."""
 
-    def __init__(self, job: Job, link: Link) -> None:
+    def __init__(self, job: ReportingJob, link: Link) -> None:
         self._job, self._link = job, link
 
     def begin(self, closed: threading.Event) -> None:

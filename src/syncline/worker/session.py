@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from syncline.core.members import Member, by_name
 from syncline.core.metrics import Steer
@@ -41,16 +42,21 @@ from syncline.core.wire.validation import (
     LocalCandidate,
     WriteCandidate,
 )
-from syncline.errors import ConnectionLost, FencedError, JobFailed, ProtocolError, SynclineError, WaitTimeout
+from syncline.errors import (
+    ConfigError,
+    ConnectionLost,
+    FencedError,
+    JobFailed,
+    ProtocolError,
+    SynclineError,
+    WaitTimeout,
+)
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
-from syncline.worker.exchange.commit import left
+from syncline.worker.checkpoint.boundary import Boundary
 from syncline.worker.metrics import Steering
-from syncline.worker.waits import StepClock
-
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
+from syncline.worker.waits import StepClock, Waits
 
 
 class Rosters:
@@ -173,11 +179,33 @@ class ReadsSamples(Protocol):
         """Whether that was all, once these two are asked for after this."""
 
 
-class Saves(Protocol):
+class HandlesSaves(Protocol):
     """What sees to this worker's part in saves."""
 
     def hear(self, request: Request) -> None:
         """Expect, WriteScript or EndSave."""
+
+
+class HandlesValidation(Protocol):
+    """What sees to this worker's part in validations."""
+
+    def hear(self, called: Called) -> None:
+        """Others wait for this worker in a validation."""
+
+    def write_candidate(self, request: Request) -> None:
+        """Writes this worker's own model; may take long."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerParts:
+    """The parts of a job that answer the coordinator."""
+
+    break_off: Callable[[], None]  #: the job has failed, or this worker is out: nobody waits for servers any more
+    heartbeat: Callable[[], Heartbeat]
+    copies: GivesCopies
+    samples: ReadsSamples
+    saves: HandlesSaves
+    validation: HandlesValidation
 
 
 class FromCoordinator:
@@ -191,13 +219,7 @@ class FromCoordinator:
         self.is_retiring = self.has_retired = False
         self.pacing = Pacing(self.check)
         self.steering = Steering()
-        self.on_failure: Callable[[], None] = lambda: None
-        self.beat: Callable[[], Heartbeat] = Heartbeat
-        self.copies: GivesCopies | None = None
-        self.samples: ReadsSamples | None = None
-        self.hear_call: Callable[[Called], None] = lambda called: None
-        self.write_own: Callable[[Request], None] = lambda request: None
-        self.saves: Saves | None = None
+        self._parts: WorkerParts | None = None  # until the job is there
         self._has_begun = False
         self._life = ("", 0)
 
@@ -212,14 +234,28 @@ class FromCoordinator:
         link.begin(
             name,
             joined.incarnation,
-            beat=self._make_beat if beats else None,
+            beat=self.heartbeat if beats else None,
             beat_seconds=joined.config.beat_seconds,
             silent_seconds=SILENT * joined.config.deadline_seconds,
             on_roster=self.rosters.hear,
         )
 
-    def _make_beat(self) -> Heartbeat:
-        return self.beat()  # set when the job is there
+    def attach(self, parts: WorkerParts) -> None:
+        """The job is there: from now on its parts answer the coordinator."""
+        self._parts = parts
+        if self.evicted is not None or (self.over is not None and self.over.failed):
+            parts.break_off()
+
+    def heartbeat(self) -> Heartbeat:
+        """What a heartbeat says now."""
+        return self._parts.heartbeat() if self._parts is not None else Heartbeat()
+
+    def retires_now(self) -> bool:
+        """Whether this worker was asked to leave; if so, it has taken that up."""
+        if not self.is_retiring:
+            return False
+        self.is_retiring, self.has_retired = False, True
+        return True
 
     def check(self) -> None:
         """Raises how it ended for this worker, if it has."""
@@ -234,7 +270,7 @@ class FromCoordinator:
         raise ProtocolError(f"{type(message).__name__} has no payload")
 
     def handle(self, request: Request) -> None:
-        message = request.message
+        message, parts = request.message, self._parts
         if isinstance(message, Over):
             self._end(message)
         elif isinstance(message, Roster):
@@ -247,17 +283,20 @@ class FromCoordinator:
         elif isinstance(message, Steer):
             self.steering.hear(message)
         elif isinstance(message, Called):
-            self.hear_call(message)
+            if parts is not None:
+                parts.validation.hear(message)
         elif isinstance(message, WriteCandidate):
-            threading.Thread(target=self.write_own, args=(request,), name="own", daemon=True).start()
+            if parts is not None:
+                write = parts.validation.write_candidate
+                threading.Thread(target=write, args=(request,), name="candidate", daemon=True).start()
         elif isinstance(message, Recall):
-            request.reply(self.samples.give_back(message) if self.samples is not None else GaveBack([]))
+            request.reply(parts.samples.give_back(message) if parts is not None else GaveBack([]))
         elif isinstance(message, AskLeaseAcks):
-            request.reply(self._uses(self.samples) if self.samples is not None else Uses([]))
+            request.reply(self._uses(parts.samples) if parts is not None else Uses([]))
         elif isinstance(message, AskCopies | GiveCopies):
             threading.Thread(target=self._see_to_copies, args=(request, message), name="copies", daemon=True).start()
-        elif isinstance(message, Expect | WriteScript | EndSave) and self.saves is not None:
-            self.saves.hear(request)
+        elif isinstance(message, Expect | WriteScript | EndSave) and parts is not None:
+            parts.saves.hear(request)
         else:
             raise ProtocolError(f"a worker does not answer {type(message).__name__}")
 
@@ -267,12 +306,13 @@ class FromCoordinator:
 
     def _see_to_copies(self, request: Request, message: AskCopies | GiveCopies) -> None:
         try:
-            if self.copies is None:
+            if self._parts is None:
                 raise ProtocolError("this worker has no copies yet")
+            copies = self._parts.copies
             if isinstance(message, AskCopies):
-                request.reply(GivenCopies(self.copies.copies_of(message.slices)))
+                request.reply(GivenCopies(copies.copies_of(message.slices)))
             else:
-                self.copies.give_copies(message.copies, message.target)
+                copies.give_copies(message.copies, message.target)
                 request.reply(Done())
         except Exception as error:  # whatever it is, the coordinator waits for an answer
             request.refuse(error)
@@ -285,7 +325,7 @@ class FromCoordinator:
         if self.evicted is None:
             self.evicted = error
             self.heard.set()
-            self.on_failure()
+            self._break_off()
 
     def gone(self, reason: str) -> None:
         """The coordinator did not come back."""
@@ -296,7 +336,11 @@ class FromCoordinator:
             self.over = over
             self.heard.set()
             if over.failed:
-                self.on_failure()
+                self._break_off()
+
+    def _break_off(self) -> None:
+        if self._parts is not None:
+            self._parts.break_off()
 
 
 #: How long a broken connection waits for the coordinator's word on why.
@@ -314,27 +358,48 @@ _FOR_OTHERS = (AskLife, Barrier, Register, Uploaded, AskLease, Attend, Begin, As
 _ASIDE = (Barrier, AskLease, Attend, Begin, AskReading)
 
 
-class Asking:
-    """Of one job, in its script's thread."""
+def left(name: str) -> ConfigError:
+    """This worker is asked for something after its end."""
+    return ConfigError(
+        f"{name} has left its job: job.close() was called, `with job:` has ended, or syncline.Stopped was raised; "
+        "step, push and pull before that"
+    )
 
-    def __init__(self, job: Job, link: Link, hearing: FromCoordinator) -> None:
-        self._job, self._link, self._hearing = job, link, hearing
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WhileWaiting:
+    """What a worker does now and then while it waits for the coordinator's answer."""
+
+    leave_if_retiring: Callable[[], None]  #: ends the script of a worker that was asked to leave
+    follow: Callable[[], None]  #: a server that has joined meanwhile must not wait for this worker
+    look_for_validation: Callable[[], None]  #: raises ValidationCalled where others wait for it in a validation
+
+
+class Asking:
+    """What one job asks the coordinator, in its script's thread."""
+
+    def __init__(
+        self, name: str, wait_seconds: float, link: Link, hearing: FromCoordinator, waits: Waits, boundary: Boundary,
+        closed: threading.Event, meanwhile: WhileWaiting,
+    ) -> None:  # fmt: skip
+        """`closed`: the worker has left the job."""
+        self._name, self._wait_seconds, self._link, self._hearing = name, wait_seconds, link, hearing
+        self._waits, self._boundary, self._closed, self._meanwhile = waits, boundary, closed, meanwhile
 
     def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> Message:
         """The coordinator's answer; `meanwhile` is called now and then, where others are waited for.
 
         ValidationCalled: it is to be asked again, behind the validation.
         """
-        job = self._job
-        if job.is_closed:
-            raise left(job.name)
+        if self._closed.is_set():
+            raise left(self._name)
         what = _WAITS.get(type(message), type(message).__name__.lower())
-        seconds = job.config.wait_seconds
-        called_away = job.validating.while_waiting  # others may be in a validation, and wait for this one
+        seconds = self._wait_seconds
+        called_away = self._meanwhile.look_for_validation
         try:
-            with job.exchange.waits.of(what):
+            with self._waits.of(what):
                 if isinstance(message, AskLease) and message.waits:
-                    with job.boundary.waiting():
+                    with self._boundary.waiting():
                         return self._link.call(message, seconds, self._while_resting(called_away))
                 if isinstance(message, Barrier):
                     return self._link.call(message, seconds, self._while_resting(called_away))
@@ -343,7 +408,7 @@ class Asking:
         except WaitTimeout:
             why = self._why()
             words = why if "has waited" in why else f"{what} has waited {seconds:g} s: {why}"
-            raise WaitTimeout(f"{job.name}: {words}") from None
+            raise WaitTimeout(f"{self._name}: {words}") from None
         except FencedError as error:
             self._hearing.fenced(error)
             raise
@@ -353,14 +418,14 @@ class Asking:
     def _look(self) -> None:
         """Nobody comes any more to a job that has failed, and who is to leave waits no longer."""
         self._hearing.check()
-        self._job.leave_if_retiring()
+        self._meanwhile.leave_if_retiring()
 
     def _while_resting(self, meanwhile: Callable[[], None]) -> Callable[[], None]:
         """A server that has come meanwhile, and knows nobody, must not wait for this one."""
 
         def look() -> None:
             self._look()
-            self._job.exchange.follow()
+            self._meanwhile.follow()
             meanwhile()
 
         return look

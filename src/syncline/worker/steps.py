@@ -9,18 +9,15 @@ job knows that it was not made before: in a loop over leases (a loader, `job.ste
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
 
+from syncline.config import JobConfig
 from syncline.core.leasing.loader import MOST_SAMPLES, Loader
 from syncline.core.stopping import rules_of
 from syncline.core.wire.control import GivenLife
 from syncline.errors import ConfigError
-from syncline.worker.data.loop import Loop
-
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
-
+from syncline.worker.data.loop import Loop, TakesSamples
+from syncline.worker.data.samples import Samples
 
 #: A worker's process ends with this when its script cannot go on in this life: it is no death.
 CANNOT_RESUME = 76
@@ -104,19 +101,19 @@ def checked_step(step: object) -> int:
 class Progress:
     """Of one worker; it asks nobody."""
 
-    def __init__(self, job: Job, seconds: float) -> None:
-        """`seconds`: how long the job has trained so far."""
-        self._job = job
-        self._rules = rules_of(job.config)
+    def __init__(self, config: JobConfig, samples: Samples, step: Callable[[], int], seconds: float) -> None:
+        """`step`: the job's steps so far. `seconds`: how long the job has trained so far."""
+        self._samples, self._step = samples, step
+        self._rules = rules_of(config)
         self._began_at = time.monotonic() - seconds
 
     def now(self) -> float:
         """From 0 to 1; ConfigError where nothing says how long the run is."""
         known = []
-        if self._job.samples.run_done >= 0:
-            known.append(self._job.samples.run_done)
+        if self._samples.run_done >= 0:
+            known.append(self._samples.run_done)
         if self._rules.max_steps:
-            known.append(self._job.step / self._rules.max_steps)
+            known.append(self._step() / self._rules.max_steps)
         if self._rules.max_seconds:
             known.append((time.monotonic() - self._began_at) / self._rules.max_seconds)
         if not known:
@@ -127,19 +124,22 @@ class Progress:
         return min(1.0, max(known))
 
 
-def steps(job: Job, count: object) -> Iterator[int]:
-    """The numbers of the steps that are this worker's to make. The loop is opened here and now."""
+def steps(job: TakesSamples, count: object, enter: Callable[[], object]) -> Iterator[int]:
+    """The numbers of the steps that are this worker's to make. The loop is opened here and now.
+
+    `enter`: a worker that joined late takes part in rounds after this; the others wait for it.
+    """
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_SAMPLES:
         raise ConfigError(f"job.steps({count!r}): give the number of steps, an int from 0 on")
     name = job.samples.name_steps()
     job.samples.begin_run(name, 0, 1)
-    return _steps(job, Loop(job, name, 0, Loader(count, 1, is_steps=True))) if count else iter(())
+    return _steps(job, Loop(job, name, 0, Loader(count, 1, is_steps=True)), enter) if count else iter(())
 
 
-def _steps(job: Job, loop: Loop) -> Iterator[int]:
+def _steps(job: TakesSamples, loop: Loop, enter: Callable[[], object]) -> Iterator[int]:
     with loop:
         if job.in_rounds and not loop.reading.is_finished:
-            job.exchange.enter()  # one that came late: the others wait for it before it asks which step is next
+            enter()  # before it asks which step is next
         while (piece := loop.next()) is not None:
             if loop.is_over:
                 return

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from syncline.config import JobConfig
 from syncline.core.conditions import METRIC
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.units import Interval, interval
+from syncline.core.wire.message import Message
 from syncline.core.wire.validation import (
     OWN,
     AskReading,
@@ -38,30 +40,67 @@ from syncline.store.tensors import TensorWriter
 from syncline.worker import arrays
 from syncline.worker.arrays import Array, Bytes
 from syncline.worker.checkpoint import rng_state
-from syncline.worker.session import FromCoordinator
+from syncline.worker.checkpoint.boundary import Boundary
+from syncline.worker.exchange.servers import ServersExchange
+from syncline.worker.kv import KeyValue
 from syncline.worker.waits import ValidationCalled
 
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
+
+class Model(Protocol):
+    """What an adapter has in this worker, as a validation sees it."""
+
+    def pull(self, *, average: bool) -> None:
+        """Brings the job's parameters; with the average that servers keep, of the same moment."""
+
+    def having(self, candidate: str, folder: str) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, it has the weights of this candidate; `folder`: of one that is on disk."""
+
+    def forget(self) -> None:
+        """What was brought besides the parameters may go."""
+
+    def note_own(self) -> None:
+        """With local steps: what it has now is its own, and is about to be averaged."""
+
+    def own(self) -> dict[str, Array]:
+        """What was noted, by its names in the job; where nothing was, what it has."""
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, nothing is learned."""
 
 
-class HasOwn(Protocol):
-    """A model of which a copy can be kept."""
+class ValidatingJob(Protocol):
+    """What validations need of a job."""
 
-    def note_own(self) -> None: ...
-    def own(self) -> dict[str, Array]: ...
+    name: str
+    config: JobConfig
+    exchange: ServersExchange
+    kv: KeyValue
+    boundary: Boundary
+    own_step: int
+
+    @property
+    def in_rounds(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def is_chief(self) -> bool: ...
+    @property
+    def known_device(self) -> str: ...
+    def ask(self, message: Message, meanwhile: Callable[[], None] = ..., /) -> Message: ...
+    def send_all(self) -> None: ...
+    def catch_up(self) -> None: ...
 
 
 class OwnModel:
     """Noted at every averaging; of the validation that was last, kept until it is known whether it is the best."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ValidatingJob) -> None:
         self._job = job
         config = job.config
         self.is_wanted = config.sync_every > 1 and bool(config.best and config.checkpoint)
         self._kept: tuple[int, dict[str, Array]] = (0, {})
 
-    def keep(self, turn: int, models: list[HasOwn]) -> None:
+    def keep(self, turn: int, models: list[Model]) -> None:
         """What is validated now may be asked for: with it what all workers have in common."""
         found: dict[str, Array] = {}
         for model in models:
@@ -113,28 +152,6 @@ ASIDE_SECONDS = 1.0
 Measure = Callable[[Any], Mapping[str, Any]]
 
 
-class Model(Protocol):
-    """What an adapter has in this worker, as a validation sees it."""
-
-    def pull(self, *, average: bool) -> None:
-        """Brings the job's parameters; with the average that servers keep, of the same moment."""
-
-    def having(self, candidate: str, folder: str) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, it has the weights of this candidate; `folder`: of one that is on disk."""
-
-    def forget(self) -> None:
-        """What was brought besides the parameters may go."""
-
-    def note_own(self) -> None:
-        """With local steps: what it has now is its own, and is about to be averaged."""
-
-    def own(self) -> dict[str, Array]:
-        """What was noted, by its names in the job; where nothing was, what it has."""
-
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, nothing is learned."""
-
-
 class Validated:
     """A validation set of the job: what `job.validate` returns."""
 
@@ -160,17 +177,15 @@ class Validated:
 class Validating:
     """All sets of a job, in one worker."""
 
-    def __init__(self, job: Job, hearing: FromCoordinator) -> None:
+    def __init__(self, job: ValidatingJob) -> None:
         self._job = job
-        hearing.hear_call = self.hear
-        job.samples.between, job.samples.behind_epoch = self.look_at_a_boundary, self.behind_epoch
         self._sets: dict[str, Validated] = {}
         self._called = Called(0)
         self._done = 0  # the turn of the last one that this worker came to
         self._is_inside = False
         self._first_loader = ""  # the training's
         self._own = OwnModel(job)
-        hearing.write_own = self._own.write
+        self.write_candidate = self._own.write  #: for the best checkpoint, in a thread of its own
         self._models: list[Callable[[], Model | None]] = []
         self._kept: list[Model] = []  # a validation behind the end of the script needs them still
         self.read: Callable[[Any, Sequence[int], Any], Any] = read_samples  #: a batch of a data set, by its samples

@@ -27,13 +27,16 @@ class Watcher(Protocol):
 class Boundary:
     """Passed by the script's thread at every batch; costs a look at a flag while nobody watches."""
 
-    def __init__(self) -> None:
-        self.clock: Callable[[], int] = lambda: 0  #: commits begun so far
-        self.is_clean: Callable[[], bool] = lambda: True  #: whether all that was read is in them
+    def __init__(
+        self, clock: Callable[[], int], is_in_loop: Callable[[], bool], is_any_held: Callable[[], bool]
+    ) -> None:
+        """`clock`: commits begun so far. `is_in_loop`: over a loader of ours. `is_any_held`: whether the script has
+        read something that is in no commit."""
+        self.clock, self.is_in_loop, self._is_any_held = clock, is_in_loop, is_any_held
         self.stride = 0  #: commits between the last two boundaries that were apart; 0: there was one at most
-        self.is_in_loop: Callable[[], bool] = lambda: False
-        self.comes_to_place: Callable[[], object] = lambda: None  #: called by the script, before it stands
-        self.on_stop: Callable[[Position, int], None] | None = None  #: called where training ends by a rule
+        self._pending: list[Callable[[], bool]] = []
+        self._before_place: list[Callable[[], object]] = []
+        self._on_stop: Callable[[Position, int], None] | None = None
         self._lock = threading.RLock()
         self._watchers: tuple[Watcher, ...] = ()
         self._last = -1  # the clock at the boundary before
@@ -41,6 +44,28 @@ class Boundary:
         self._position = STEP
         self._waits_at: Position | None = None
         self._turns: dict[tuple[str, str], int] = {}
+
+    def hold_back(self, is_pending: Callable[[], bool]) -> None:
+        """While this is so, something is under way that no commit has: the script is at no boundary."""
+        self._pending.append(is_pending)
+
+    def before_place(self, action: Callable[[], object]) -> None:
+        """The script calls this before it waits at a barrier or a save."""
+        self._before_place.append(action)
+
+    def note_stop(self, action: Callable[[Position, int], None]) -> None:
+        """Calls this where training ends by a rule."""
+        self._on_stop = action
+
+    @property
+    def notes_stop(self) -> bool:
+        """Whether the end of training by a rule is still to be noted."""
+        return self._on_stop is not None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether all that the script has read is in commits."""
+        return not (self._is_any_held() or any(is_pending() for is_pending in self._pending))
 
     @property
     def last(self) -> int:
@@ -85,14 +110,14 @@ class Boundary:
         """Training ends here by a rule: what the script does from now on, through epochs that it does not read, is
         not what a job does that goes on from here. Outside of loops the last one counts: each of several optimizers
         may still finish its step."""
-        hook, clock = self.on_stop, self.clock()
+        action, clock = self._on_stop, self.clock()
         if position != STEP:
-            self.on_stop = None
+            self._on_stop = None
         elif clock == self._stopped_at:
             return
         self._stopped_at = clock
-        if hook is not None and self.is_clean():
-            hook(position, clock)
+        if action is not None and self.is_clean:
+            action(position, clock)
 
     def hands_out(self) -> None:
         """The script gets a batch."""
@@ -119,6 +144,11 @@ class Boundary:
         self._turns[kind, name] = turn
         return kind, name, turn
 
+    def comes_to_place(self) -> None:
+        """The script is about to wait at a barrier or a save."""
+        for action in self._before_place:
+            action()
+
     def standing(self, position: Position | None = None) -> contextlib.AbstractContextManager[None]:
         """As `waiting`; but in a loop its batch is read already, and what is behind this wait belongs to that one: it
         is no boundary."""
@@ -133,6 +163,6 @@ class Boundary:
 
     def _look(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
         with self._lock:
-            if self.is_clean():
+            if self.is_clean:
                 for watcher in self._watchers:
                     watcher.at(position, after, clock, waits=waits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,6 @@ from syncline.worker.arrays import Bytes
 from syncline.worker.checkpoint.boundary import Boundary, Position
 from syncline.worker.checkpoint.encoding import TREE, from_json
 from syncline.worker.checkpoint.script_state import SavedState, ScriptState
-
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
-
 
 #: Where a script may stand, besides its loops, when it comes to the place again.
 PLACES = ("barrier", "save")
@@ -57,7 +53,7 @@ class TakenUp:
         self._state = state
         if not self.is_over:
             self._boundary.watch(self)
-            self._boundary.comes_to_place = lambda: self.name  # what was saved is read: others may look at the place
+            self._boundary.before_place(lambda: self.name)  # reads what was saved: others may look at the place
 
     def saved(self) -> SavedState | None:
         """What this worker's script saved, or the chief's where it saved nothing. In the script's thread."""
@@ -195,10 +191,12 @@ class Notes:
     """Of one job. A thread says when it is time; the next boundary takes the note and sends it."""
 
     def __init__(
-        self, job: Job, link: Link, state: ScriptState, facts: Callable[[], dict[str, Any]],
-        say: Callable[[str], None],
+        self, boundary: Boundary, link: Link, state: ScriptState, facts: Callable[[], dict[str, Any]],
+        say: Callable[[str], None], *, own_step: Callable[[], int], is_resumed: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._job, self._link, self._state, self._facts, self._say = job, link, state, facts, say
+        """`own_step`: steps that this worker has made. `is_resumed`: nothing is being put back any more."""
+        self._boundary, self._link, self._state, self._facts, self._say = boundary, link, state, facts, say
+        self._own_step, self._is_resumed = own_step, is_resumed
         self._noted = -1  # the worker's step at the last note
         self._cost_seconds = (0.0, 0.0)  # of the last two: one of them may have looked for schedulers
         self._told: set[str] = set()
@@ -209,19 +207,20 @@ class Notes:
 
     def _run(self, closed: threading.Event) -> None:
         while not closed.wait(max(NOTE_SECONDS, TIMES_AS_LONG * min(self._cost_seconds))):
-            if self._job.own_step != self._noted and self._state.has_any and self._link.is_open:
-                self._job.boundary.watch(self)
-                self._job.boundary.look_where_it_waits()
+            if self._own_step() != self._noted and self._state.has_any and self._link.is_open:
+                self._boundary.watch(self)
+                self._boundary.look_where_it_waits()
 
     # -- what the boundary calls --------------------------------------------------------------------------
 
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
-        if not self._job.memory.taken_up.is_over:
+        if not self._is_resumed():
             return  # what is here is being put back
-        self._job.boundary.unwatch(self)
-        if self._noted == self._job.own_step:
+        self._boundary.unwatch(self)
+        own_step = self._own_step()
+        if self._noted == own_step:
             return
-        began, self._noted = time.monotonic(), self._job.own_step
+        began, self._noted = time.monotonic(), own_step
         try:
             note = self._state.take(position, after, clock, self._facts(), MOST_BYTES)
             tensors = [(dtype, list(shape), data.tobytes()) for dtype, shape, data in note.tensors]

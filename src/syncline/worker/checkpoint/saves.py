@@ -8,13 +8,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from syncline import faults
+from syncline.config import JobConfig
 from syncline.core.checkpoint.manifest import SavedScript
 from syncline.core.wire.checkpoints import EndSave, Expect, Finish, Noted, Save, Saved, WriteScript, WrittenScript
+from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, ConnectionLost, FencedError, StoreError, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Request
@@ -23,12 +25,10 @@ from syncline.store.tensors import TensorWriter
 from syncline.worker.checkpoint.boundary import END, Boundary, Position
 from syncline.worker.checkpoint.encoding import TREE
 from syncline.worker.checkpoint.resume import Notes, TakenUp
+from syncline.worker.checkpoint.rng_state import OwnStream
 from syncline.worker.checkpoint.script_state import Note, ScriptState
+from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.session import FromCoordinator
-
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
-
 
 #: With more than this in notes the script waits at its boundary for the cut, for so long in all; then the oldest go,
 #: down to so many: a cut that is still to come lies behind them.
@@ -276,54 +276,67 @@ class _Leaves(Exception):  # no error
     """This worker was asked to leave meanwhile."""
 
 
+class CheckpointedJob(Protocol):
+    """What a job's checkpoints need of it."""
+
+    name: str
+    config: JobConfig
+    exchange: ServersExchange
+    boundary: Boundary
+    own_step: int
+
+    @property
+    def known_device(self) -> str: ...
+    def ask(self, message: Message, /) -> Message: ...
+    def settle(self) -> None: ...
+    def explain(self, error: SynclineError) -> SynclineError: ...
+
+
 class Memory:
-    """The parts of it, put together for one job."""
+    """What a job saves of its script and puts back: the parts of this package, put together for one job."""
 
     def __init__(
-        self, job: Job, link: Link, hearing: FromCoordinator, say: Callable[[str], None], *, is_late: bool
-    ) -> None:
-        """`is_late`: this worker joined a running job: what others, or an earlier life of it, noted is put back."""
+        self, job: CheckpointedJob, link: Link, hearing: FromCoordinator, stream: OwnStream,
+        say: Callable[[str], None], *, is_late: bool,
+    ) -> None:  # fmt: skip
+        """`is_late`: this worker joined a running job: notes of others, or of an earlier life of it, are put back."""
         self._job, self._link, self._hearing, self._say = job, link, hearing, say
         self._has_told = False  # that a save is made later
-        self._pending: list[Callable[[], bool]] = []
         self._num_saves = 0  # outside of loops
-        exchange, boundary = job.exchange, job.samples.boundary
-        self.boundary = boundary
-        boundary.clock = lambda: exchange.clock
-        boundary.is_in_loop = lambda: exchange.uses.num_loops > 0
-        boundary.is_clean = lambda: not (exchange.uses.is_any_held or any(some() for some in self._pending))
+        exchange, boundary = job.exchange, job.boundary
         has_saves = bool(job.config.checkpoint or job.config.resume)
         may_be = has_saves or is_late
         self.taken_up = TakenUp(job.name, boundary, job.ask, may_be=may_be, is_late=is_late)
-        self.state = ScriptState(self.taken_up.saved, lambda: self.taken_up.is_over, lambda: job.known_device)
-        self.state.random_restored = job.own_stream.restored
+        self.state = ScriptState(
+            self.taken_up.saved, lambda: self.taken_up.is_over, lambda: job.known_device, stream.restored
+        )
         self.taken_up.begin(self.state)
-        saves = hearing.saves = Saves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
-        boundary.on_stop = saves.note_stop if has_saves else None
-        self.notes = Notes(job, link, self.state, self._facts, say)
+        self.saves = Saves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
+        if has_saves:
+            boundary.note_stop(self.saves.note_stop)
+        self.notes = Notes(
+            boundary, link, self.state, self._facts, say,
+            own_step=lambda: job.own_step, is_resumed=lambda: self.taken_up.is_over,
+        )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
         before = self.taken_up.own_step
         return {"own_step": before + self._job.own_step, "before": before}
 
-    def hold_back(self, is_pending: Callable[[], bool]) -> None:
-        """While this is so, something is under way that no commit has: the script is at no boundary."""
-        self._pending.append(is_pending)
-
     def save(self) -> str:
         job, message = self._job, Save(f"{self._job.name} called job.save()")
         if not job.config.checkpoint:
             raise ConfigError("job.save(): this job has no place for checkpoints; start it with --checkpoint DIR")
-        if not self.boundary.is_clean():
+        if not self._job.boundary.is_clean:
             self._link.try_call(message)
             return ""
         place: Position | None = None
-        if not self.boundary.is_in_loop():
+        if not self._job.boundary.is_in_loop():
             self._num_saves += 1
             place = ("save", "", self._num_saves)
-            self.boundary.comes_to_place()
+            self._job.boundary.comes_to_place()
         job.settle()
-        with self.boundary.waiting(place):
+        with self._job.boundary.waiting(place):
             if name := self.taken_up.name:
                 return name  # it stands where it was saved, or is on its way there
             answer = job.ask(message)
@@ -341,7 +354,7 @@ class Memory:
         try:
             # Others may have longer to do, an evaluation for one: that is nothing to tell of.
             waits = self._job.exchange.waits.of("the last save", loud_seconds=60.0)
-            with waits, self.boundary.waiting(END):
+            with waits, self._job.boundary.waiting(END):
                 self._link.call(Finish(), _FINISH_SECONDS, self._while_finishing)
         except (_Leaves, FencedError):
             return
@@ -349,8 +362,6 @@ class Memory:
             raise self._job.explain(error) from None
 
     def _while_finishing(self) -> None:
-        hearing = self._hearing
-        hearing.check()
-        if hearing.is_retiring:
-            hearing.is_retiring, hearing.has_retired = False, True
+        self._hearing.check()
+        if self._hearing.retires_now():
             raise _Leaves

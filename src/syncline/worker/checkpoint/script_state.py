@@ -73,16 +73,21 @@ class ScriptState(MutableMapping[str, Any]):
     tensors). In a job that was taken up, what is assigned gets what was saved under its name, at once."""
 
     def __init__(
-        self, saved: Callable[[], SavedState | None], is_over: Callable[[], bool], device: Callable[[], Any]
+        self,
+        saved: Callable[[], SavedState | None],
+        is_over: Callable[[], bool],
+        device: Callable[[], Any],
+        random_restored: Callable[[], None],
     ) -> None:
-        """`saved`: what is to be put back. `is_over`: from then on only to what comes for the first time."""
+        """`saved`: what is to be put back. `is_over`: from then on only to what comes for the first time.
+        `random_restored` is called when the random states are those that were saved."""
         self._held: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
         self._claimed: set[str] = set()
         self.left_out: set[str] = set()  #: what was too large for a note
         self.num_loaded = 0  #: objects of the script, and its schedulers, that got back what was saved
         self._saved, self._is_over, self._device = saved, is_over, device
-        self.random_restored: Callable[[], None] = lambda: None  #: called when the random states are those saved
+        self._random_restored = random_restored
 
     # -- as the script sees it ----------------------------------------------------------------------------
 
@@ -183,7 +188,7 @@ class ScriptState(MutableMapping[str, Any]):
                 self._parts[name].put_back(self._value(saved, saved.tree["parts"][name]))
         if random and saved.is_own and "random" in saved.tree:
             rng_state.put_back(self._value(saved, saved.tree["random"]), _gpu(self._device()))
-            self.random_restored()
+            self._random_restored()
 
     def _value(self, saved: SavedState, state: Any) -> Any:
         if type(state) is not dict or len(state) != 1:

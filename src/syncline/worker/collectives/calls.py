@@ -7,7 +7,7 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from syncline.core.collectives import disagreement
 from syncline.core.members import Member
@@ -17,7 +17,7 @@ from syncline.errors import CollectiveError, ConfigError, SynclineError, WaitTim
 from syncline.stats import WireStats
 from syncline.worker.arrays import Array
 from syncline.worker.collectives.groups import CachedCall, Group, GroupLinks, World
-from syncline.worker.collectives.incoming import LOOK_SECONDS, PeerWait
+from syncline.worker.collectives.incoming import LOOK_SECONDS, CallingJob, PeerWait
 from syncline.worker.collectives.peers import Peers
 from syncline.worker.collectives.rendezvous import (
     JointCall,
@@ -30,9 +30,6 @@ from syncline.worker.collectives.rendezvous import (
 )
 from syncline.worker.collectives.shared_memory import SharedMemories
 from syncline.worker.session import FromCoordinator
-
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
 
 
 class Ticket:
@@ -130,7 +127,7 @@ T = TypeVar("T")
 class Calls:
     """Of one worker. Its calls are made one after the other, in the order in which its script makes them."""
 
-    def __init__(self, job: Job, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
+    def __init__(self, job: CallingJob, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
         self.job, self._me, self._hearing, self._peers = job, me, hearing, peers
         self.world = World(me, hearing.rosters)
         self.queue = TicketQueue("collectives")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
+from syncline.config import JobConfig
 from syncline.core.collectives import check_heard, described, is_inline, wanted
 from syncline.core.units import listed
 from syncline.core.wire.collectives import Broken, Chunk, Describe, Goodbye, Share, Through, Unshare
@@ -15,14 +16,12 @@ from syncline.errors import FrameError, WaitTimeout
 from syncline.net import shm
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer
+from syncline.worker.checkpoint.boundary import Boundary
 from syncline.worker.collectives.groups import Attempt
 from syncline.worker.collectives.peers import MOST_MEMORIES, Key, PeerLink, Peers, PeerStream
+from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.session import FromCoordinator
 from syncline.worker.waits import ValidationCalled
-
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
-
 
 #: The most that comes in one chunk.
 CHUNK_BYTES = 512 << 10
@@ -185,10 +184,24 @@ class PeerGone(Exception):
         self.link, self.reason = link, reason
 
 
+class CallingJob(Protocol):
+    """What collectives need of a job."""
+
+    name: str
+    config: JobConfig
+    exchange: ServersExchange
+    boundary: Boundary
+
+    def leave_if_asked(self) -> None: ...
+    def look_for_validation(self) -> None: ...
+
+
 class PeerWait:
     """The waits of one call, in the thread that makes it: the script's own, or that of what is not waited for."""
 
-    def __init__(self, job: Job, hearing: FromCoordinator, peers: Peers, what: str, *, is_script: bool) -> None:
+    def __init__(
+        self, job: CallingJob, hearing: FromCoordinator, peers: Peers, what: str, *, is_script: bool
+    ) -> None:
         self._job, self._hearing, self._peers = job, hearing, peers
         self._what, self._is_script = what, is_script
         self._said: Describe | None = None
@@ -258,7 +271,7 @@ class PeerWait:
 
     def _tell(self) -> None:
         try:
-            self._job.validating.while_waiting()
+            self._job.look_for_validation()
         except ValidationCalled as called:
             self.end()
             called.answer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from syncline.worker.arrays import Array, Bytes, from_bytes, is_torch
 from syncline.worker.collectives import transfer
 from syncline.worker.collectives.calls import Calls
 from syncline.worker.collectives.groups import Group, GroupLinks, choose, kind_of, plain
+from syncline.worker.collectives.incoming import CallingJob
 from syncline.worker.collectives.pairs import Pairs
 from syncline.worker.collectives.peers import Peers
 from syncline.worker.collectives.rendezvous import JointCall, LocalCall, Make, StartedCall, gathered
@@ -43,14 +44,11 @@ from syncline.worker.collectives.values import (
 )
 from syncline.worker.session import FromCoordinator
 
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
-
 
 class Collectives:
     """`job.collectives`: what the workers of a job do together, with no server between them."""
 
-    def __init__(self, job: Job, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
+    def __init__(self, job: CallingJob, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
         self._calls = Calls(job, me, hearing, peers)
         self._pairs = Pairs(self._calls, me) if peers is not None else None
 

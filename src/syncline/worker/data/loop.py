@@ -56,7 +56,7 @@ class Loop:
     def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader, seed: int | None = None) -> None:
         self._job, self._data = job, data
         tell_unused(job)
-        job.samples.begins_training()
+        job.samples.hooks.begins_training()
         self.reading: Reading = job.samples.open(loader, epoch, data, seed)
         self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
         self._ahead: Piece | None = None  # the first of them, which was waited for before the loop began
@@ -116,7 +116,7 @@ class Loop:
     def comes_back(self) -> None:
         """The script comes for its next batch, nothing of which is read for it yet: a boundary."""
         self._job.samples.boundary.passed(self._position)
-        self._job.samples.between()
+        self._job.samples.hooks.between()
         if self.is_over:
             self._job.samples.boundary.stops(self._position)
 
@@ -143,7 +143,7 @@ class Loop:
             return
         if not is_left_early:
             self._job.rest()  # also one that made no step: behind the loop all are level
-            self._job.samples.behind_epoch(self.reading.loader, self.reading.epoch)
+            self._job.samples.hooks.behind_epoch(self.reading.loader, self.reading.epoch)
         elif failed:
             self._job.samples.rests_first = True  # should the script go on; else what it has stays its own to the end
         elif not self._job.samples.is_over:

@@ -78,11 +78,25 @@ class CoordinatorAsks:
         self.ask, self.try_ask = ask, link.try_call
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopHooks:
+    """What a job does around the loops of its script."""
+
+    begins_training: Callable[[], None] = lambda: None  #: before anything is read for a loop
+    between: Callable[[], None] = lambda: None  #: between two batches, with all that was read in steps
+    behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None  #: a loop has come to its end
+
+
 class Samples:
     """All that a job's loaders have in common."""
 
-    def __init__(self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses) -> None:
+    def __init__(
+        self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses, boundary: Boundary,
+        hooks: LoopHooks = LoopHooks(),
+    ) -> None:  # fmt: skip
+        """`boundary`: where the script stands between two batches."""
         self._asks, self.uses, self._times, self._worker = asks, uses, times, worker
+        self.boundary, self.hooks = boundary, hooks
         self.rests_first = False  #: a loop was left by an error: behind it all are level again
         self.has_unused = False  #: a loop read samples, no step used them, and the user is still to be told
         self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
@@ -101,10 +115,6 @@ class Samples:
         self._names: set[str] = set()
         self._begun: set[object] = set()
         self._num_step_loops = 0
-        self.boundary = Boundary()  #: where its script stands between two batches
-        self.between: Callable[[], None] = lambda: None  #: two batches, with all that was read in steps
-        self.behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None
-        self.begins_training: Callable[[], None] = lambda: None  #: called before anything is read for a loop
         self.passes = Passes()  #: over sources that are read by themselves, without a loader
 
     def name_loader(self, name: str) -> str:

@@ -20,7 +20,6 @@ from syncline.core.wire.leases import Use
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import AskClip, CommitStaged, Committed, GiveClip, Stage
 from syncline.errors import (
-    ConfigError,
     ConnectionLost,
     FencedError,
     ProtocolError,
@@ -32,14 +31,6 @@ from syncline.net.rpc import Call, Endpoint, Latch
 from syncline.net.transport import Buffer
 from syncline.worker.exchange.receiver import Receiver
 from syncline.worker.exchange.targets import Target
-
-
-def left(name: str) -> ConfigError:
-    """This worker is asked for something after its end."""
-    return ConfigError(
-        f"{name} has left its job: job.close() was called, `with job:` has ended, or syncline.Stopped was raised; "
-        "step, push and pull before that"
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import PushBytes, WireStats
 from syncline.worker.arrays import Bytes
 from syncline.worker.data.leases import Uses
-from syncline.worker.exchange.commit import MENDED, Push, ServersTicket, left
+from syncline.worker.exchange.commit import MENDED, Push, ServersTicket
 from syncline.worker.exchange.finite import FiniteCheck
 from syncline.worker.exchange.participation import Participation
 from syncline.worker.exchange.replay import Replay
@@ -33,7 +33,7 @@ from syncline.worker.exchange.routes import ServerRoutes
 from syncline.worker.exchange.sending import CommitSender
 from syncline.worker.exchange.targets import ArrayTarget, Target
 from syncline.worker.exchange.values import KeptArrays, SliceCopies, pull, read_state, upload, write_state
-from syncline.worker.session import FromCoordinator
+from syncline.worker.session import FromCoordinator, left
 from syncline.worker.waits import LOUD_SECONDS, StepClock, Waits
 
 T = TypeVar("T")
