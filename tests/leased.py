@@ -17,8 +17,8 @@ from syncline.core.wire.leases import AskLease, EndShard, GivenLease, LeaveEpoch
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
 from syncline.worker.checkpoint.boundary import Boundary
-from syncline.worker.data.leases import Uses
-from syncline.worker.data.samples import Samples
+from syncline.worker.data.leases import LeaseAcks
+from syncline.worker.data.samples import WorkerSamples
 from syncline.worker.waits import StepClock
 
 SECONDS = PATIENCE
@@ -144,7 +144,7 @@ class LeaseQueue:
 
     def commit(self, job: FakeJob) -> None:
         with self.change:
-            self.leasing.used(job.samples.uses.take())
+            self.leasing.used(job.samples.lease_acks.take())
             self.change.notify_all()
             if not self.in_rounds:
                 return
@@ -223,7 +223,7 @@ class FakeJob:
         self.noticed: list[str] = []
         self.times = StepClock()
         boundary = Boundary(lambda: 0, lambda: False, lambda: False)
-        self.samples = Samples(self, Uses(), self.times, self, boundary)
+        self.samples = WorkerSamples(self, LeaseAcks(), self.times, self, boundary)
 
     @property
     def in_rounds(self) -> bool:
@@ -241,7 +241,7 @@ class FakeJob:
         """A commit of all that was read."""
         self.own_step += 1
         self.times.lap("compute")
-        self.times.made_step(self.samples.uses.samples)
+        self.times.made_step(self.samples.lease_acks.samples)
         self.desk.commit(self)
 
     def rest(self, *, leaves: bool = True) -> None:

@@ -17,7 +17,7 @@ from tests.patience import PATIENCE
 from syncline.core.wire.leases import LeaveEpoch
 from syncline.torch.data import DataLoader
 from syncline.worker import waits
-from syncline.worker.data.leases import Uses
+from syncline.worker.data.leases import LeaseAcks
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -344,7 +344,7 @@ def test_what_is_between_two_loops_is_no_time_of_work(ticks: Ticks) -> None:
 
 def test_what_was_used_is_known_until_nobody_asks_for_it() -> None:
     """With coordinator and servers the end of an epoch may be forgotten: only workers know then what they used."""
-    uses = Uses()
+    uses = LeaseAcks()
     for lease in (1, 2, 3):
         uses.answered([(lease, 0, 4)], is_late=False)
     uses.forget({1})

@@ -97,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
         self._remember()
-        take_part_in(self._job.validating, self, model)
+        take_part_in(self._job.validation, self, model)
 
     def _is_as_in_torch(self, items: Sequence[Tracked]) -> bool:
         """Whether this optimizer has a state of its own, also when another one has the same parameters. It has in an
@@ -243,8 +243,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         out since the last step, else 1. With a loader of your own, give the number of samples in the step's batches.
         """
         self._job.commits(id(self))
-        if not self._job.memory.taken_up.is_over:
-            self._job.memory.taken_up.begins_step()
+        if not self._job.checkpoints.resume.is_over:
+            self._job.checkpoints.resume.begins_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -119,7 +119,7 @@ def check_finite(name: str, array: Array, who: str) -> None:
         )
 
 
-#: A thread is worth waking for at least this much; nobody copies more at once, so that all end together.
+#: A thread is worth waking for at least this much; no thread copies more at once, so that all end together.
 LEAST_BYTES, MOST_BYTES = 4 << 20, 8 << 20
 Pair = tuple[Bytes, Bytes]
 T = TypeVar("T")

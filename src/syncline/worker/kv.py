@@ -183,7 +183,7 @@ class KeyValue:
         """Adds parameters to the job and returns their values there: the chief's.
 
         `rule` is one rule for all or a rule per name. In `sync`, a round's gradients are averaged by their
-        weights (`reduce="mean"`) or added up (`"sum"`). Who is not the chief waits for the chief. Once a layout
+        weights (`reduce="mean"`) or added up (`"sum"`). Other workers wait for the chief. Once a layout
         exists it wins; another one is an error; calling again adds parameters.
         """
         self._leave_if_asked()
@@ -377,7 +377,7 @@ class KeyValue:
     def _finish(self, plan: PullPlan) -> PulledValues:
         for name, data in plan.late.items():
             arrays.fill(plan.result[name], data)
-        if plan.own:  # its sink goes, these arrays stay
+        if plan.own:  # its target goes, these arrays stay
             self._exchange.keep(plan.target, plan.target.slices(), plan.kept(self.layout))
         result = PulledValues()
         result.update(plan.result)

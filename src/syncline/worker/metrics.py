@@ -21,7 +21,7 @@ from syncline.net.link import Link
 from syncline.net.rpc import Call
 
 
-class Steering:
+class RuleSignals:
     """Heard from the coordinator, in any thread; looked at by the script's own."""
 
     def __init__(self) -> None:
@@ -75,10 +75,11 @@ class MeasuredJob(Protocol):
 
 
 class Measures:
-    """Of one job. A report waits for nobody; one that got lost with a coordinator is said again, in order."""
+    """The metrics of one job. A report does not wait; one that was lost with a coordinator is sent again, in
+    order."""
 
-    def __init__(self, job: MeasuredJob, link: Link, steering: Steering, say: Callable[[str], None]) -> None:
-        self._job, self._link, self._steering, self._say = job, link, steering, say
+    def __init__(self, job: MeasuredJob, link: Link, signals: RuleSignals, say: Callable[[str], None]) -> None:
+        self._job, self._link, self._signals, self._say = job, link, signals, say
         self._lock = threading.RLock()
         self._number = 0
         self._open: collections.deque[Metrics] = collections.deque(maxlen=MOST_OPEN)  # not answered yet
@@ -150,7 +151,7 @@ class Measures:
 
     def _hear(self, answer: object) -> None:
         if isinstance(answer, Steer):
-            self._steering.hear(answer)
+            self._signals.hear(answer)
 
     # -- what can be reported -----------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class Measures:
     @property
     def should_stop(self) -> bool:
         """Whether training is over by a rule. `--max-steps` each worker sees by itself, and says so to the others."""
-        if self._steering.stop:
+        if self._signals.stop:
             return True
         most = self._job.config.max_steps
         if not most or self._job.step < most:
@@ -191,7 +192,7 @@ class Measures:
     @property
     def stopped_by(self) -> str:
         """Which rule it was, on what value."""
-        return self._steering.stop or f"--max-steps {self._job.config.max_steps}: step {self._job.step}"
+        return self._signals.stop or f"--max-steps {self._job.config.max_steps}: step {self._job.step}"
 
 
 def _number(name: str, value: Any) -> float:

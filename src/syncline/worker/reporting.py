@@ -16,10 +16,10 @@ from syncline.net.link import Link
 from syncline.stats import JobStats, WireStats, apply_seconds
 from syncline.worker.checkpoint.boundary import Boundary
 from syncline.worker.collectives.verbs import Collectives
-from syncline.worker.data.samples import Samples
+from syncline.worker.data.samples import WorkerSamples
 from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.metrics import Measures
-from syncline.worker.steps import Life
+from syncline.worker.steps import WorkerLife
 
 
 class ReportingJob(Protocol):
@@ -29,10 +29,10 @@ class ReportingJob(Protocol):
     config: JobConfig
     exchange: ServersExchange
     boundary: Boundary
-    samples: Samples
+    samples: WorkerSamples
     collectives: Collectives
     measures: Measures
-    life: Life
+    life: WorkerLife
     own_step: int
 
     @property
@@ -44,7 +44,7 @@ class ReportingJob(Protocol):
 
 
 def job_stats(job: ReportingJob, answer: GivenStats, wire: WireStats) -> JobStats:
-    """What `job.stats()` says, by the coordinator's answer. `wire`: of the way to the coordinator."""
+    """What `job.stats()` says, by the coordinator's answer. `wire`: of the connection to the coordinator."""
     servers, exchange = tuple(answer.servers), job.exchange
     pushes = sum(server.staleness_count for server in servers)
     stale = sum(server.staleness_sum for server in servers)
@@ -82,7 +82,7 @@ def job_stats(job: ReportingJob, answer: GivenStats, wire: WireStats) -> JobStat
 REPORT_SECONDS = 0.5
 
 
-class Reporting:
+class WorkerReporting:
     """Of one job. Reports are made where the script comes by anyway, and by a thread now and then."""
 
     def __init__(self, job: ReportingJob, link: Link) -> None:

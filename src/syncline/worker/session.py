@@ -55,7 +55,7 @@ from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
 from syncline.worker.checkpoint.boundary import Boundary
-from syncline.worker.metrics import Steering
+from syncline.worker.metrics import RuleSignals
 from syncline.worker.waits import StepClock, Waits
 
 
@@ -113,7 +113,7 @@ def place_of(me: Member, roster: Roster) -> tuple[int, int, int] | None:
 LOOK_SECONDS = 0.2
 
 
-class Pacing:
+class StepPacing:
     """Set by the thread that hears the coordinator; heeded by the script's own, between two steps."""
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -200,7 +200,7 @@ class HandlesValidation(Protocol):
 class WorkerParts:
     """The parts of a job that answer the coordinator."""
 
-    break_off: Callable[[], None]  #: the job has failed, or this worker is out: nobody waits for servers any more
+    break_off: Callable[[], None]  #: the job has failed, or this worker is out: waits for servers end
     heartbeat: Callable[[], Heartbeat]
     copies: GivesCopies
     samples: ReadsSamples
@@ -208,8 +208,9 @@ class WorkerParts:
     validation: HandlesValidation
 
 
-class FromCoordinator:
-    """A worker's ear. Whatever takes long is done in a thread of its own, never in the one that reads."""
+class CoordinatorHandlers:
+    """Handles what the coordinator says to a worker. What takes long runs in a thread of its own, never in the one
+    that reads."""
 
     def __init__(self) -> None:
         self.rosters = Rosters()
@@ -217,8 +218,8 @@ class FromCoordinator:
         self.evicted: FencedError | None = None
         self.heard = threading.Event()  # how it ended
         self.is_retiring = self.has_retired = False
-        self.pacing = Pacing(self.check)
-        self.steering = Steering()
+        self.pacing = StepPacing(self.check)
+        self.signals = RuleSignals()
         self._parts: WorkerParts | None = None  # until the job is there
         self._has_begun = False
         self._life = ("", 0)
@@ -281,7 +282,7 @@ class FromCoordinator:
         elif isinstance(message, Pace):
             self.pacing.hear(message)
         elif isinstance(message, Steer):
-            self.steering.hear(message)
+            self.signals.hear(message)
         elif isinstance(message, Called):
             if parts is not None:
                 parts.validation.hear(message)
@@ -352,7 +353,7 @@ _WAITS: dict[type[Message], str] = {
     Save: "a save",
     **dict.fromkeys((Come, Attend, Begin, AskValidationShard, LocalCandidate, AskReading), "the validation"),
 }
-#: What may wait for other workers: who is to leave waits no longer.
+#: What may wait for other workers: one that was asked to leave waits no longer.
 _FOR_OTHERS = (AskLife, Barrier, Register, Uploaded, AskLease, Attend, Begin, AskReading)
 #: Meanwhile no round waits for this worker, or there is none.
 _ASIDE = (Barrier, AskLease, Attend, Begin, AskReading)
@@ -375,15 +376,15 @@ class WhileWaiting:
     look_for_validation: Callable[[], None]  #: raises ValidationCalled where others wait for it in a validation
 
 
-class Asking:
+class CoordinatorSession:
     """What one job asks the coordinator, in its script's thread."""
 
     def __init__(
-        self, name: str, wait_seconds: float, link: Link, hearing: FromCoordinator, waits: Waits, boundary: Boundary,
-        closed: threading.Event, meanwhile: WhileWaiting,
+        self, name: str, wait_seconds: float, link: Link, handlers: CoordinatorHandlers, waits: Waits,
+        boundary: Boundary, closed: threading.Event, meanwhile: WhileWaiting,
     ) -> None:  # fmt: skip
         """`closed`: the worker has left the job."""
-        self._name, self._wait_seconds, self._link, self._hearing = name, wait_seconds, link, hearing
+        self._name, self._wait_seconds, self._link, self._handlers = name, wait_seconds, link, handlers
         self._waits, self._boundary, self._closed, self._meanwhile = waits, boundary, closed, meanwhile
 
     def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> Message:
@@ -410,18 +411,18 @@ class Asking:
             words = why if "has waited" in why else f"{what} has waited {seconds:g} s: {why}"
             raise WaitTimeout(f"{self._name}: {words}") from None
         except FencedError as error:
-            self._hearing.fenced(error)
+            self._handlers.fenced(error)
             raise
         except ConnectionLost as error:
             raise self.explain(error) from None
 
     def _look(self) -> None:
-        """Nobody comes any more to a job that has failed, and who is to leave waits no longer."""
-        self._hearing.check()
+        """A wait ends when the job has failed, or when this worker was asked to leave."""
+        self._handlers.check()
         self._meanwhile.leave_if_retiring()
 
     def _while_resting(self, meanwhile: Callable[[], None]) -> Callable[[], None]:
-        """A server that has come meanwhile, and knows nobody, must not wait for this one."""
+        """A server that has joined meanwhile, and knows no worker, must not wait for this one."""
 
         def look() -> None:
             self._look()
@@ -439,9 +440,9 @@ class Asking:
 
     def explain(self, error: SynclineError) -> SynclineError:
         """Why a connection broke, by the coordinator's word if it comes soon."""
-        self._hearing.heard.wait(VERDICT_SECONDS)
+        self._handlers.heard.wait(VERDICT_SECONDS)
         try:
-            self._hearing.check()
+            self._handlers.check()
         except SynclineError as found:
             return found
         return error

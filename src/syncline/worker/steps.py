@@ -17,7 +17,7 @@ from syncline.core.stopping import rules_of
 from syncline.core.wire.control import GivenLife
 from syncline.errors import ConfigError
 from syncline.worker.data.loop import Loop, TakesSamples
-from syncline.worker.data.samples import Samples
+from syncline.worker.data.samples import WorkerSamples
 
 #: A worker's process ends with this when its script cannot go on in this life: it is no death.
 CANNOT_RESUME = 76
@@ -45,7 +45,7 @@ class CannotResume(SystemExit):
         self.reason = reason
 
 
-class Life:
+class WorkerLife:
     """One life of a worker's name, from its joining to its end."""
 
     def __init__(self, given: GivenLife, *, in_rounds: bool) -> None:
@@ -98,10 +98,10 @@ def checked_step(step: object) -> int:
     return step
 
 
-class Progress:
-    """Of one worker; it asks nobody."""
+class RunProgress:
+    """The progress of the run, as one worker knows it without asking."""
 
-    def __init__(self, config: JobConfig, samples: Samples, step: Callable[[], int], seconds: float) -> None:
+    def __init__(self, config: JobConfig, samples: WorkerSamples, step: Callable[[], int], seconds: float) -> None:
         """`step`: the job's steps so far. `seconds`: how long the job has trained so far."""
         self._samples, self._step = samples, step
         self._rules = rules_of(config)

@@ -91,7 +91,7 @@ class ValidatingJob(Protocol):
     def catch_up(self) -> None: ...
 
 
-class OwnModel:
+class LocalCandidates:
     """Noted at every averaging; of the validation that was last, kept until it is known whether it is the best."""
 
     def __init__(self, job: ValidatingJob) -> None:
@@ -150,6 +150,8 @@ AHEAD_STEPS = 2
 ASIDE_SECONDS = 1.0
 #: fn(batch) -> means over the batch, by name.
 Measure = Callable[[Any], Mapping[str, Any]]
+#: (data set, numbers of samples, collate function) -> a batch.
+ReadSamples = Callable[[Any, Sequence[int], Any], Any]
 
 
 class Validated:
@@ -174,7 +176,7 @@ class Validated:
         return self.latest
 
 
-class Validating:
+class WorkerValidation:
     """All sets of a job, in one worker."""
 
     def __init__(self, job: ValidatingJob) -> None:
@@ -184,11 +186,11 @@ class Validating:
         self._done = 0  # the turn of the last one that this worker came to
         self._is_inside = False
         self._first_loader = ""  # the training's
-        self._own = OwnModel(job)
-        self.write_candidate = self._own.write  #: for the best checkpoint, in a thread of its own
+        self._local = LocalCandidates(job)
+        self.write_candidate = self._local.write  #: for the best checkpoint, in a thread of its own
         self._models: list[Callable[[], Model | None]] = []
         self._kept: list[Model] = []  # a validation behind the end of the script needs them still
-        self.read: Callable[[Any, Sequence[int], Any], Any] = read_samples  #: a batch of a data set, by its samples
+        self._read: ReadSamples = read_samples
 
     def add(
         self, fn: Measure, dataset: Any, every: str | int, batch_size: int, collate_fn: Any, name: str
@@ -214,8 +216,10 @@ class Validating:
         self._kept = self._known_models()
         return found
 
-    def add_model(self, find: Callable[[], Model | None]) -> None:
-        """An adapter has made one; `find` gives it as long as it is there."""
+    def add_model(self, find: Callable[[], Model | None], read: ReadSamples) -> None:
+        """An adapter has made a model; `find` gives it as long as it is there. `read`: how batches are read for
+        it."""
+        self._read = read
         self._models.append(find)
         self._kept = self._known_models() if self._sets else []
 
@@ -261,7 +265,7 @@ class Validating:
 
     def before_average(self) -> None:
         """With local steps: what this worker has is its own until now."""
-        if self._own.is_wanted and self._sets:
+        if self._local.is_wanted and self._sets:
             for model in self._known_models():
                 model.note_own()
 
@@ -319,7 +323,7 @@ class Validating:
     def _attend(self, turn: int) -> None:
         job = self._job
         if not job.in_rounds:
-            job.exchange.rest(is_pause=True, if_active=True)  # nobody is to wait for it
+            job.exchange.rest(is_pause=True, if_active=True)  # no round is to wait for it
         asked = time.monotonic()
 
         def stand_aside() -> None:
@@ -341,8 +345,8 @@ class Validating:
             self._note(dict.fromkeys(begun.sets, begun.step), 0)
             states = rng_state.take(job.known_device)
             try:
-                if self._own.is_wanted:
-                    self._own.keep(turn, list(self._known_models()))
+                if self._local.is_wanted:
+                    self._local.keep(turn, list(self._known_models()))
                     self._validate_own(turn, begun)
                 self._take_part(turn, begun)
             finally:
@@ -417,7 +421,7 @@ class Validating:
         sums: dict[str, float] = {}
         for first in range(begin, end, one.batch_size):
             samples = range(first, min(first + one.batch_size, end))
-            found = one.measure(self.read(one.dataset, samples, one.collate))
+            found = one.measure(self._read(one.dataset, samples, one.collate))
             if not isinstance(found, Mapping) or not found:
                 raise ConfigError(
                     f"job.validate: fn returned {found!r:.80}: it must return a dict of means over the batch, e.g. "

@@ -71,7 +71,7 @@ LOUD_SECONDS, AGAIN_SECONDS = 1.0, 10.0
 
 
 @dataclasses.dataclass(slots=True)
-class Waiting:
+class CurrentWait:
     """One wait of the script's own thread."""
 
     what: str  # step, pull, barrier, registration
@@ -96,7 +96,7 @@ class Waits:
     ) -> None:  # fmt: skip
         """`ask` asks the coordinator, `ask_servers` the servers: in words, why."""
         self._name, self._ask, self._ask_servers, self._say = name, ask, ask_servers, say
-        self._now: Waiting | None = None
+        self._now: CurrentWait | None = None
 
     @contextlib.contextmanager
     def of(
@@ -105,7 +105,7 @@ class Waits:
     ) -> Iterator[None]:  # fmt: skip
         """While this lasts, the script waits for that; `why`: it knows why, in words."""
         before = self._now
-        self._now = Waiting(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
+        self._now = CurrentWait(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ class Waits:
         if self._now is now:  # it may be over by now
             self._say(reason)
 
-    def _why(self, now: Waiting) -> str:
+    def _why(self, now: CurrentWait) -> str:
         if now.why is not None:
             return f"{now.text} has waited {time.monotonic() - now.began:.1f} s {now.why()}"
         with contextlib.suppress(SynclineError):

@@ -14,7 +14,7 @@ END: Position = ("end", "", 0)
 
 
 class Watcher(Protocol):
-    """Who looks at a script's boundaries."""
+    """Looks at a script's boundaries."""
 
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
         """The script is at a boundary, the first one behind the clock `after`; `waits`: it waits there for others,
@@ -25,7 +25,7 @@ class Watcher(Protocol):
 
 
 class Boundary:
-    """Passed by the script's thread at every batch; costs a look at a flag while nobody watches."""
+    """Passed by the script's thread at every batch; costs a look at a flag while there is no watcher."""
 
     def __init__(
         self, clock: Callable[[], int], is_in_loop: Callable[[], bool], is_any_held: Callable[[], bool]
@@ -82,7 +82,7 @@ class Boundary:
             self._watchers = tuple(known for known in self._watchers if known is not watcher)
 
     def watch_while(self, watcher: Watcher, is_wanted: Callable[[], bool]) -> None:
-        """It looks from now on, or no more. Who comes last with this sees what is wanted now."""
+        """The watcher looks from now on, or no more: as is wanted at the last of several calls."""
         with self._lock:
             (self.watch if is_wanted() else self.unwatch)(watcher)
 
@@ -133,7 +133,7 @@ class Boundary:
             self.look_where_it_waits()
             yield
         finally:
-            with self._lock:  # not while somebody looks
+            with self._lock:  # not while a watcher looks
                 self._waits_at = before
 
     def place(self, kind: str, name: str) -> Position:

@@ -1,7 +1,7 @@
 """What a script gets back after a restart: from a checkpoint, or from notes that it sent to the coordinator.
 
 Notes are taken by the script's own thread at a boundary, in at most 1 % of its time, and not at every step. In a job
-that resumed, `Resume` puts the saved state back until the script goes on from there.
+that resumed, `ScriptResume` puts the saved state back until the script goes on from there.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from syncline.store.tensors import TensorReader
 from syncline.worker.arrays import Bytes
 from syncline.worker.checkpoint.boundary import Boundary, Position
 from syncline.worker.checkpoint.encoding import TREE, from_json
-from syncline.worker.checkpoint.script_state import SavedState, ScriptState
+from syncline.worker.checkpoint.script_state import SavedScriptState, ScriptState
 
 #: Where a script may stand, besides its loops, when it comes to the place again.
 PLACES = ("barrier", "save")
 
 
-class TakenUp:
-    """Puts the script's state back at every boundary up to the place where it was noted, or the first batch.
+class ScriptResume:
+    """Puts the script's state back at every boundary, up to the place where it was noted or to the first batch.
 
-    So what the script does on its way there, a scheduler stepped in loops over epochs that are finished, is undone.
+    So what the script does on its way there is undone: for example a scheduler that steps through finished epochs.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TakenUp:
         self._name, self._boundary, self._ask = name, boundary, ask
         self._is_late = is_late
         self._state: ScriptState | None = None
-        self._saved: SavedState | None = None
+        self._saved: SavedScriptState | None = None
         self._is_known = not may_be
         self._reached = False
         self.own_step = 0  #: steps that this worker had made before
@@ -55,13 +55,13 @@ class TakenUp:
             self._boundary.watch(self)
             self._boundary.before_place(lambda: self.name)  # reads what was saved: others may look at the place
 
-    def saved(self) -> SavedState | None:
+    def saved(self) -> SavedScriptState | None:
         """What this worker's script saved, or the chief's where it saved nothing. In the script's thread."""
         if not self._is_known:
             self._is_known = True
             answer = self._ask(AskResume())
             if not isinstance(answer, GivenResume):
-                raise ProtocolError(f"{type(answer).__name__} is no answer about what was taken up")
+                raise ProtocolError(f"{type(answer).__name__} is no answer about what is resumed")
             behind = read_script(self._name, answer.folder, answer.digest) if answer.folder else None
             self._saved = self._noted(answer, behind) or behind
             if self._saved is None:
@@ -70,7 +70,7 @@ class TakenUp:
                 self.own_step = self._saved.own_step
         return self._saved
 
-    def _noted(self, answer: GivenResume, behind: SavedState | None = None) -> SavedState | None:
+    def _noted(self, answer: GivenResume, behind: SavedScriptState | None = None) -> SavedScriptState | None:
         if answer.note is None:
             return None
         found = noted_script(answer.note, answer.noted_by, is_own=answer.noted_by == self._name)
@@ -134,7 +134,7 @@ class TakenUp:
             self._saved = None
 
 
-def noted_script(note: NoteScript, name: str, *, is_own: bool) -> SavedState:
+def noted_script(note: NoteScript, name: str, *, is_own: bool) -> SavedScriptState:
     """What a worker has noted of its script, checked as a file is."""
     tensors = [np.frombuffer(data, np.uint8).copy() for _, _, data in note.tensors]
 
@@ -143,13 +143,13 @@ def noted_script(note: NoteScript, name: str, *, is_own: bool) -> SavedState:
             raise StoreError(f"the note of {name} has no tensor {str(number)[:40]}")
         return tensors[number]
 
-    found = SavedState(f"the note of {name}", from_json(note.tree), read, is_own)
+    found = SavedScriptState(f"the note of {name}", from_json(note.tree), read, is_own)
     before = found.tree["facts"].get("before", 0)
     found.own_step = before if type(before) is int else 0  # the job itself knows what was made since
     return found
 
 
-def read_script(name: str, url: str, digest: str) -> SavedState | None:
+def read_script(name: str, url: str, digest: str) -> SavedScriptState | None:
     """What a checkpoint has of this worker's script, read and checked; None: no script was saved with it."""
     folder = open_folder(url)
     manifest, _ = read_manifest(folder, digest)
@@ -168,7 +168,7 @@ def read_script(name: str, url: str, digest: str) -> SavedState | None:
         except KeyError:
             raise StoreError(f"{manifest.name}: {script.file.name} has no tensor {str(number)[:40]}") from None
 
-    return SavedState(manifest.name, tree, read, is_own=script.worker == name)
+    return SavedScriptState(manifest.name, tree, read, is_own=script.worker == name)
 
 
 def _script_of(name: str, scripts: Sequence[SavedScript]) -> SavedScript | None:
@@ -188,7 +188,7 @@ MOST_BYTES = 8 << 20
 
 
 class Notes:
-    """Of one job. A thread says when it is time; the next boundary takes the note and sends it."""
+    """Notes of one job's script. A thread says when one is due; the next boundary takes the note and sends it."""
 
     def __init__(
         self, boundary: Boundary, link: Link, state: ScriptState, facts: Callable[[], dict[str, Any]],

@@ -59,7 +59,7 @@ def seed_everything(seed: int) -> None:
     sets and splits come out equal. From then on each worker has a stream of its own, which follows from the seed
     and the worker's name, so that noise, dropout and augmentation differ between workers and equal runs are equal.
     Training begins with the first loop over a loader of ours (not under `torch.no_grad()`), or with the first step.
-    A worker that starts again gets a new stream; a job that is taken up goes on with the saved ones.
+    A worker that starts again gets a new stream; a job that resumes goes on with the saved ones.
     """
     global _given, _last_given
     try:

@@ -24,18 +24,18 @@ from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter
 from syncline.worker.checkpoint.boundary import END, Boundary, Position
 from syncline.worker.checkpoint.encoding import TREE
-from syncline.worker.checkpoint.resume import Notes, TakenUp
+from syncline.worker.checkpoint.resume import Notes, ScriptResume
 from syncline.worker.checkpoint.rng_state import OwnStream
 from syncline.worker.checkpoint.script_state import Note, ScriptState
 from syncline.worker.exchange.servers import ServersExchange
-from syncline.worker.session import FromCoordinator
+from syncline.worker.session import CoordinatorHandlers
 
 #: With more than this in notes the script waits at its boundary for the cut, for so long in all; then the oldest go,
 #: down to so many: a cut that is still to come lies behind them.
 MOST_NOTED_BYTES, HELD_SECONDS, LEAST_NOTES = 256 << 20, 5.0, 2
 
 
-class Saves:
+class ScriptSaves:
     """Notes are kept from `Expect` on, until it is known which of them is the cut's."""
 
     def __init__(
@@ -292,35 +292,35 @@ class CheckpointedJob(Protocol):
     def explain(self, error: SynclineError) -> SynclineError: ...
 
 
-class Memory:
+class ScriptCheckpoints:
     """What a job saves of its script and puts back: the parts of this package, put together for one job."""
 
     def __init__(
-        self, job: CheckpointedJob, link: Link, hearing: FromCoordinator, stream: OwnStream,
+        self, job: CheckpointedJob, link: Link, handlers: CoordinatorHandlers, stream: OwnStream,
         say: Callable[[str], None], *, is_late: bool,
     ) -> None:  # fmt: skip
         """`is_late`: this worker joined a running job: notes of others, or of an earlier life of it, are put back."""
-        self._job, self._link, self._hearing, self._say = job, link, hearing, say
+        self._job, self._link, self._handlers, self._say = job, link, handlers, say
         self._has_told = False  # that a save is made later
         self._num_saves = 0  # outside of loops
         exchange, boundary = job.exchange, job.boundary
         has_saves = bool(job.config.checkpoint or job.config.resume)
         may_be = has_saves or is_late
-        self.taken_up = TakenUp(job.name, boundary, job.ask, may_be=may_be, is_late=is_late)
+        self.resume = ScriptResume(job.name, boundary, job.ask, may_be=may_be, is_late=is_late)
         self.state = ScriptState(
-            self.taken_up.saved, lambda: self.taken_up.is_over, lambda: job.known_device, stream.restored
+            self.resume.saved, lambda: self.resume.is_over, lambda: job.known_device, stream.restored
         )
-        self.taken_up.begin(self.state)
-        self.saves = Saves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
+        self.resume.begin(self.state)
+        self.saves = ScriptSaves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
         if has_saves:
             boundary.note_stop(self.saves.note_stop)
         self.notes = Notes(
             boundary, link, self.state, self._facts, say,
-            own_step=lambda: job.own_step, is_resumed=lambda: self.taken_up.is_over,
+            own_step=lambda: job.own_step, is_resumed=lambda: self.resume.is_over,
         )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
-        before = self.taken_up.own_step
+        before = self.resume.own_step
         return {"own_step": before + self._job.own_step, "before": before}
 
     def save(self) -> str:
@@ -337,7 +337,7 @@ class Memory:
             self._job.boundary.comes_to_place()
         job.settle()
         with self._job.boundary.waiting(place):
-            if name := self.taken_up.name:
+            if name := self.resume.name:
                 return name  # it stands where it was saved, or is on its way there
             answer = job.ask(message)
         assert isinstance(answer, Saved)
@@ -362,6 +362,6 @@ class Memory:
             raise self._job.explain(error) from None
 
     def _while_finishing(self) -> None:
-        self._hearing.check()
-        if self._hearing.retires_now():
+        self._handlers.check()
+        if self._handlers.retires_now():
             raise _Leaves

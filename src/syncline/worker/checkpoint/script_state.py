@@ -1,4 +1,4 @@
-"""`job.state`: what a script wants to have again when its job is taken up; and what else is saved of it."""
+"""`job.state`: what a script gets back when its job resumes; and what else is saved of it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Note:
 
 
 @dataclasses.dataclass
-class SavedState:
+class SavedScriptState:
     """A script's state as a checkpoint has it. `is_own`: this worker saved it itself."""
 
     name: str  # of the checkpoint
     tree: dict[str, Any]
     read: Callable[[int], Bytes]
     is_own: bool
-    behind: SavedState | None = None  # has what is not in this
+    behind: SavedScriptState | None = None  # has what is not in this
 
-    def having(self, name: str) -> SavedState | None:
+    def having(self, name: str) -> SavedScriptState | None:
         """Which of the two has the script's object or value of this name."""
         return next((one for one in (self, self.behind) if one is not None and name in one.tree["state"]), None)
 
@@ -70,11 +70,11 @@ class Part:
 
 class ScriptState(MutableMapping[str, Any]):
     """By name: objects with `state_dict` and `load_state_dict`, or plain data (numbers, texts, lists, dicts, arrays,
-    tensors). In a job that was taken up, what is assigned gets what was saved under its name, at once."""
+    tensors). In a job that resumed, what is assigned gets at once what was saved under its name."""
 
     def __init__(
         self,
-        saved: Callable[[], SavedState | None],
+        saved: Callable[[], SavedScriptState | None],
         is_over: Callable[[], bool],
         device: Callable[[], Any],
         random_restored: Callable[[], None],
@@ -138,8 +138,8 @@ class ScriptState(MutableMapping[str, Any]):
         then begins from what the script says."""
         self._parts[name] = part
 
-    def wants(self, saved: SavedState) -> bool:
-        """Whether there is anything in it that nobody has asked for so far."""
+    def wants(self, saved: SavedScriptState) -> bool:
+        """Whether there is anything in it that the script has not asked for so far."""
         return not self._claimed.issuperset(saved.names) or not saved.tree["parts"].keys() <= self._parts.keys()
 
     @property
@@ -179,7 +179,7 @@ class ScriptState(MutableMapping[str, Any]):
         else:
             into[name] = {kind: encoded}
 
-    def put_back(self, saved: SavedState, *, random: bool = True) -> None:
+    def put_back(self, saved: SavedScriptState, *, random: bool = True) -> None:
         """All that was saved of what is here; the random states last, since loading may draw."""
         for name in self._held.keys() & set(saved.names):
             self._load(saved, name)
@@ -190,12 +190,12 @@ class ScriptState(MutableMapping[str, Any]):
             rng_state.put_back(self._value(saved, saved.tree["random"]), _gpu(self._device()))
             self._random_restored()
 
-    def _value(self, saved: SavedState, state: Any) -> Any:
+    def _value(self, saved: SavedScriptState, state: Any) -> Any:
         if type(state) is not dict or len(state) != 1:
             raise StoreError(f"{saved.name}: a script's state cannot be read")
         return decode(next(iter(state.values())), saved.read, self._device())
 
-    def _load(self, saved: SavedState, name: str) -> None:
+    def _load(self, saved: SavedScriptState, name: str) -> None:
         saved = saved.having(name) or saved
         state, held = saved.tree["state"][name], self._held[name]
         found = self._value(saved, state)

@@ -29,7 +29,7 @@ from syncline.worker.collectives.rendezvous import (
     repeat,
 )
 from syncline.worker.collectives.shared_memory import SharedMemories
-from syncline.worker.session import FromCoordinator
+from syncline.worker.session import CoordinatorHandlers
 
 
 class Ticket:
@@ -125,11 +125,11 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Of one worker. Its calls are made one after the other, in the order in which its script makes them."""
+    """The calls of one worker, made one after the other, in the order in which its script makes them."""
 
-    def __init__(self, job: CallingJob, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
-        self.job, self._me, self._hearing, self._peers = job, me, hearing, peers
-        self.world = World(me, hearing.rosters)
+    def __init__(self, job: CallingJob, me: Member, handlers: CoordinatorHandlers, peers: Peers | None) -> None:
+        self.job, self._me, self._handlers, self._peers = job, me, handlers, peers
+        self.world = World(me, handlers.rosters)
         self.queue = TicketQueue("collectives")
         self._busy = threading.Lock()
         self._roster: Roster | None = None
@@ -144,7 +144,7 @@ class Calls:
     @property
     def peers(self) -> Peers:
         if self._peers is None:
-            raise ConfigError("this job has no ways between its workers")
+            raise ConfigError("this job has no links between its workers")
         return self._peers
 
     @property
@@ -167,7 +167,7 @@ class Calls:
         return frozenset(member.incarnation for member in self.world.members(None)[0])
 
     def waiting(self, what: str, *, is_script: bool) -> PeerWait:
-        return PeerWait(self.job, self._hearing, self.peers, what, is_script=is_script)
+        return PeerWait(self.job, self._handlers, self.peers, what, is_script=is_script)
 
     def again(
         self, kind: Hashable, numbers: Array, group: Group | None
@@ -194,7 +194,7 @@ class Calls:
         queue: TicketQueue | None = None,
         started: StartedCall | None = None,
     ) -> Any:
-        """Does the work now, or gives a ticket for it. What was called before on the same lane is done before."""
+        """Does the work now, or gives a ticket for it. What was called before on the same queue is done first."""
         queue = queue or self.queue
         if not wait:
             return queue.add(Ticket(what, lambda: work(False)))
@@ -246,7 +246,7 @@ class Calls:
         return self._roster is self.world.roster and self._version == self.rendezvous.heard.attempt.version
 
     def _group_links(self, group: Group | None) -> GroupLinks:
-        """Who takes part: as before, while nobody has come or gone."""
+        """The members that take part; the same object while no worker has joined or left."""
         if not self._is_current:
             self._roster, self._version, self._groups = self.world.roster, self.rendezvous.heard.attempt.version, {}
         found = self._groups.get(group)
@@ -258,7 +258,8 @@ class Calls:
         return found
 
     def _await_others(self, group_links: GroupLinks, waiting: PeerWait) -> None:
-        """Until the roster says who takes part now. Who is gone without a word has died in it."""
+        """Until the roster says which workers take part now. A worker that is gone without a goodbye has died in the
+        call."""
         before = group_links.members
 
         def changed() -> list[Member] | None:
@@ -293,7 +294,7 @@ class Calls:
     # -- the end ------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Finishes what is open, and says goodbye: whoever calls a collective next does it without this one."""
+        """Finishes what is open, and says goodbye: later collectives go without this worker."""
         self.queue.settle()
         if self._peers is not None:
             self._peers.tell_all(Goodbye())

@@ -30,7 +30,7 @@ from syncline.worker.session import Rosters, ranked
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Some workers of the job, as they were when it was made: who dies or leaves is in it all the same."""
+    """Some workers of the job, as they were when the group was made: a worker that dies or leaves stays in it."""
 
     members: tuple[Member, ...]
 
@@ -70,7 +70,8 @@ class World:
         return self._rosters.newest
 
     def members(self, group: Group | None) -> tuple[list[Member], int]:
-        """Who takes part in a call, in the order of ranks; and the generation, if that is everyone."""
+        """The members that take part in a call, in the order of ranks; and the generation, if these are all
+        workers."""
         if group is None:
             roster = self.roster
             live = {member.incarnation for member in roster.members}
@@ -96,7 +97,8 @@ class World:
 
 
 class Attempt:
-    """Of one worker. Everything in it is changed and read under the lock of all ways."""
+    """The attempt of one worker: how often all have restarted together, and which calls failed since. Everything in
+    it is changed and read under the lock of all links."""
 
     def __init__(self, me: int) -> None:
         self._me = me
@@ -149,7 +151,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class CachedCall:
-    """What is said of a call every time, but for its number: the same by all ranks, or they do not agree."""
+    """The description of a repeated call, but for its number: all ranks send the same bytes, or they disagree."""
 
     def __init__(self, said: Describe, reducer: Reducer | None = None) -> None:
         self.reducer = reducer
@@ -164,7 +166,7 @@ class CachedCall:
 
 
 def plain(x: Any) -> np.ndarray[Any, Any] | None:
-    """The numbers of an array or tensor where they lie, if they are few and NumPy knows them."""
+    """The numbers of an array or tensor in place, if they are few and NumPy has their dtype."""
     if type(x) is not np.ndarray:
         torch = sys.modules.get("torch")
         if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.layout is not torch.strided:
@@ -184,7 +186,7 @@ def kind_of(verb: str, op: str, numbers: np.ndarray[Any, Any], *, of_torch: bool
 
 
 class GroupLinks:
-    """The members of a group; by their places in it."""
+    """The members of a group and the links to them, by their places in it."""
 
     def __init__(self, members: Sequence[Member], me: int, generation: int, there: frozenset[int]) -> None:
         """`me`: an incarnation. `generation`: of the roster, if these are all workers; else 0. `there`: the
@@ -210,7 +212,7 @@ class GroupLinks:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are ways to all others."""
+        """Whether there are links to all others."""
         for link in self.links.values():
             if link.lost:
                 return False

@@ -20,7 +20,7 @@ from syncline.worker.checkpoint.boundary import Boundary
 from syncline.worker.collectives.groups import Attempt
 from syncline.worker.collectives.peers import MOST_MEMORIES, Key, PeerLink, Peers, PeerStream
 from syncline.worker.exchange.servers import ServersExchange
-from syncline.worker.session import FromCoordinator
+from syncline.worker.session import CoordinatorHandlers
 from syncline.worker.waits import ValidationCalled
 
 #: The most that comes in one chunk.
@@ -30,7 +30,7 @@ _MOST_BROKEN = 256
 
 
 class PeerMessages:
-    """An ear for all ways. Everything in it is changed under their lock."""
+    """Handles what other workers say on all links. Everything in it is changed under their lock."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers, self._change = peers, peers.change
@@ -89,7 +89,7 @@ class PeerMessages:
             self._num_uncounted = sum(self.numbers.values())
             self.attempt.restart(number, group)
 
-    # -- what ways call -----------------------------------------------------------------------------------
+    # -- what links call ----------------------------------------------------------------------------------
 
     def landing(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         if isinstance(message, Describe):
@@ -121,8 +121,8 @@ class PeerMessages:
             if key is None:
                 raise FrameError("a chunk of nothing that was described")
             while not self.is_over(key) and not link.lost:
-                if stream.landing is not None and stream.heard == key:
-                    return stream.landing.place(chunk.offset, num_bytes)
+                if stream.receiver is not None and stream.heard == key:
+                    return stream.receiver.place(chunk.offset, num_bytes)
                 self._change.wait(1.0)
         return memoryview(bytearray(num_bytes))  # of a call that this worker has given up
 
@@ -148,8 +148,8 @@ class PeerMessages:
 
     def _note(self, link: PeerLink, stream: PeerStream, message: Message) -> None:
         if isinstance(message, Chunk):
-            if stream.landing is not None and stream.heard == stream.last:
-                stream.landing.came()
+            if stream.receiver is not None and stream.heard == stream.last:
+                stream.receiver.came()
         elif isinstance(message, Through):
             stream.through.add((message.group, message.number))
         elif isinstance(message, Broken):
@@ -200,9 +200,9 @@ class PeerWait:
     """The waits of one call, in the thread that makes it: the script's own, or that of what is not waited for."""
 
     def __init__(
-        self, job: CallingJob, hearing: FromCoordinator, peers: Peers, what: str, *, is_script: bool
+        self, job: CallingJob, handlers: CoordinatorHandlers, peers: Peers, what: str, *, is_script: bool
     ) -> None:
-        self._job, self._hearing, self._peers = job, hearing, peers
+        self._job, self._handlers, self._peers = job, handlers, peers
         self._what, self._is_script = what, is_script
         self._said: Describe | None = None
         self._links: Iterable[PeerLink] = ()
@@ -239,7 +239,7 @@ class PeerWait:
                 self.look([link.name], now - began > self._job.config.wait_seconds)
 
     def until_any(self, ready: Callable[[], T | None], names: list[str]) -> T:
-        """The same for something that no way brings: a new one, say."""
+        """The same for something that no link brings, such as a new link."""
         change, deadline = self._peers.change, time.monotonic() + self._job.config.wait_seconds
         while True:
             found = ready()
@@ -258,7 +258,7 @@ class PeerWait:
 
     def look(self, names: list[str], is_late: bool) -> None:
         """Now and then: how it has ended for this worker, what others say, a validation that waits for this one."""
-        self._hearing.check()
+        self._handlers.check()
         self._for = names
         if is_late:
             seconds = self._job.config.wait_seconds

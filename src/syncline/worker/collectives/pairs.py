@@ -37,7 +37,7 @@ _MOST_OFFERS = 16
 
 
 class Pairs:
-    """An ear for what is offered to this worker, and its own two verbs."""
+    """`send` and `recv`: handles what is offered to this worker, and makes its own offers."""
 
     def __init__(self, calls: Calls, me: Member) -> None:
         self._calls, self._me = calls, me
@@ -243,7 +243,7 @@ class Pairs:
         for queue in list(self._queues.values()):
             queue.close()
 
-    # -- what ways call -----------------------------------------------------------------------------------
+    # -- what links call ----------------------------------------------------------------------------------
 
     def landing(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         if isinstance(message, Offer):

@@ -24,7 +24,7 @@ from syncline.worker.session import Rosters
 
 #: A roster may reach the one who asks sooner than the one who is asked.
 _ROSTER_SECONDS = 3.0
-#: Who waits to be dialled asks for it again after this long.
+#: A worker that waits to be dialled knocks again after this long.
 _KNOCK_SECONDS = 2.0
 #: For a worker that has just joined to hear that it has.
 _JOIN_SECONDS, _JOIN_LOOK_SECONDS = 10.0, 0.02
@@ -34,7 +34,7 @@ class Connector(Protocol):
     """How another worker is reached, over whatever transport."""
 
     def connect(self, member: Member) -> Connection:
-        """A connection to this worker, proved by both; a ConnectionLost when there is no way."""
+        """A connection to this worker, proved by both; ConnectionLost when it cannot be reached."""
 
     def knock(self, member: Member) -> None:
         """Asks this worker to connect to us; a ConnectionLost when it cannot be told."""
@@ -44,7 +44,7 @@ class Connector(Protocol):
 
 
 class PeerHandler(Protocol):
-    """Hears what other workers say, in the thread that brings it. A ProtocolError closes the way it came on."""
+    """Hears what other workers say, in the thread that brings it. A ProtocolError closes the link it came on."""
 
     def landing(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         """Where the bytes that come with a message go."""
@@ -54,7 +54,7 @@ class PeerHandler(Protocol):
 
 
 class PeerLink:
-    """To one life of another worker."""
+    """A connection to one life of another worker."""
 
     def __init__(
         self, member: Member, handlers: dict[type[Message], PeerHandler], change: threading.Condition
@@ -64,7 +64,7 @@ class PeerLink:
         self.lost = ""  # why there is nothing more to come
         self.has_left = False  # it has said so
         self.shares_memory = False  #: whether it is on this host, as proved by what the connection can carry
-        self.waiter_reads = False  #: whether nothing is heard until somebody reads
+        self.waiter_reads = False  #: whether nothing is received until the waiting thread reads
         self._endpoint: Endpoint | None = None
 
     def begin(self, connection: Connection, stamp: Stamp) -> None:
@@ -80,7 +80,7 @@ class PeerLink:
         self._endpoint.send(0, 0, message, buffers, payload_bytes, attachment)
 
     def read(self, seconds: float) -> bool:
-        """Hears one message, where nobody else does."""
+        """Receives one message, where no other thread does."""
         return self._endpoint is not None and not self.lost and self._endpoint.read(seconds)
 
     @property
@@ -96,7 +96,7 @@ class PeerLink:
         return self._endpoint.stats() if self._endpoint is not None else WireStats()
 
     def handler(self, message: Message) -> PeerHandler:
-        """Who hears a message of this kind."""
+        """The handler of messages of this kind."""
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ProtocolError(f"a worker does not say {type(message).__name__} to a worker")
@@ -110,7 +110,7 @@ class PeerLink:
 
 
 class _Service:
-    """What the endpoint of a way calls."""
+    """What the endpoint of a link calls."""
 
     def __init__(self, link: PeerLink) -> None:
         self._link = link
@@ -130,12 +130,12 @@ class _Service:
 
 
 class Peers:
-    """All ways of one worker. Of two, the later member dials; the other asks it to, by knocking."""
+    """All links of one worker. Of two workers the later member dials; the other asks it to, by knocking."""
 
     def __init__(self, rosters: Rosters, stamp: Stamp, connector: Connector, say: Callable[[str], None]) -> None:
         self.rosters, self._stamp, self._connector, self._say = rosters, stamp, connector, say
         self.create_memory = connector.create_memory
-        self.lock = threading.RLock()  # of all ways and what is heard on them
+        self.lock = threading.RLock()  # of all links and what is heard on them
         self.change = threading.Condition(self.lock)
         self.handlers: dict[type[Message], PeerHandler] = {}
         self.live: frozenset[int] = frozenset()  # incarnations, by the newest roster
@@ -161,7 +161,7 @@ class Peers:
     # -- making them --------------------------------------------------------------------------------------
 
     def link(self, member: Member) -> PeerLink | None:
-        """The way to this worker; None: it was asked to make one, and `change` is notified when it is there."""
+        """The link to this worker; None: it was asked to dial, and `change` is notified when the link is there."""
         with self.change:
             link = self._links.get(member.incarnation)
             if link is not None and not link.lost:
@@ -178,7 +178,7 @@ class Peers:
         return None
 
     def known(self, incarnation: int) -> PeerLink | None:
-        """The way to this one, if there is one now."""
+        """The link to this worker, if there is one now."""
         link = self.last_link(incarnation)
         return link if link is not None and not link.lost else None
 
@@ -228,7 +228,7 @@ class Peers:
             link.close()
 
     def accept(self, connection: Connection) -> None:
-        """Another worker has connected, and proved who it is; whoever the roster does not have is refused."""
+        """Another worker has connected, and proved who it is; a worker that is not in the roster is refused."""
         peer = connection.peer
         member = self._member(peer)
         if member is None:
@@ -263,7 +263,7 @@ class Peers:
     # -- the end ------------------------------------------------------------------------------------------
 
     def forget_gone(self) -> None:
-        """Ways to those who are gone are given back."""
+        """Closes the links to workers that are gone."""
         with self.change:
             gone = [link for number, link in self._links.items() if number not in self.live]
             for link in gone:
@@ -273,7 +273,7 @@ class Peers:
             link.close()
 
     def tell_all(self, message: Message) -> None:
-        """Says something on every way that is open."""
+        """Sends a message on every open link."""
         for link in list(self._links.values()):
             try:
                 link.send(message)
@@ -308,14 +308,14 @@ class ChunkReceiver(Protocol):
 
 
 class PeerStream:
-    """Of one way; changed and read under the lock of all ways."""
+    """What came over one link; changed and read under the lock of all links."""
 
     def __init__(self) -> None:
         self.checked: tuple[object, int] = (None, 0)  # a description that was found sound, and the bytes with it
         self.said: collections.deque[tuple[Describe, Sequence[Buffer]]] = collections.deque()
         self.last: Key | None = None  # what it has described last: its chunks come now
         self.heard: Key | None = None  # what of it was taken last
-        self.landing: ChunkReceiver | None = None  # for chunks of that
+        self.receiver: ChunkReceiver | None = None  # for chunks of that
         self.through: set[Key] = set()
         self.memories: dict[int, Memory] = {}  # of the other side
         self.shared: set[int] = set()  # of mine, that it knows

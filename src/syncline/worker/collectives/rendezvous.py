@@ -35,11 +35,11 @@ NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 class RetryCall(Exception):
-    """Members have come, or left between two calls: all describe it again, with those who are there."""
+    """Members have joined, or left between two calls: all describe the call again, with the present members."""
 
 
 class AgreedError(Exception):
-    """An error that all others have, or find by themselves."""
+    """An error that all other ranks have, or find by themselves."""
 
 
 class LocalCall(NamedTuple):
@@ -55,7 +55,7 @@ Make = Callable[[GroupLinks, int], LocalCall]
 
 
 class StartedCall:
-    """A call that this rank has described, and who has said the same of it: what these have given with it."""
+    """A call that this rank has described, with the data of the ranks that have described the same."""
 
     __slots__ = ("group_links", "number", "payloads")
 
@@ -69,7 +69,7 @@ class StartedCall:
 
 
 class JointCall:
-    """One call, with all who take part."""
+    """One call, with all members that take part: their descriptions, and where the data lie."""
 
     def __init__(self, group_links: GroupLinks, number: int, waiting: PeerWait) -> None:
         self.group_links, self.waiting = group_links, waiting
@@ -143,7 +143,7 @@ class _CrossedGroups(Exception):
 
 
 class Rendezvous:
-    """Of one worker, one after the other."""
+    """All rendezvous of one worker, one after the other."""
 
     def __init__(self, peers: Peers, memories: SharedMemories, name: str) -> None:
         self._peers, self._memories, self._name = peers, memories, name
@@ -167,7 +167,7 @@ class Rendezvous:
         return number
 
     def prepare(self, group_links: GroupLinks) -> None:
-        """What every description of this party says of the attempt."""
+        """What every description by this group says of the attempt."""
         heard = self.heard
         with self._peers.lock:
             group_links.attempt, group_links.failures = (
@@ -177,7 +177,7 @@ class Rendezvous:
             group_links.num_calls = heard.num_calls if STRANGER in group_links.failures else 0
 
     def end(self, group_links: GroupLinks, *, has_failed: bool = False) -> None:
-        """The script goes on after a call of this party."""
+        """The script goes on after a call of this group."""
         with self._peers.lock:
             self.heard.attempt.end(group_links.there)
             if has_failed:
@@ -238,7 +238,8 @@ class Rendezvous:
             self._end(joint, has_failed=has_failed)
 
     def _leave_out(self, group_links: GroupLinks, number: int, error: BaseException) -> None:
-        """Nothing was said of it yet. Without ways to all it fails for all; what cannot be called is not called."""
+        """Nothing was said of it yet. Without links to all members it fails for all of them; a call that cannot be
+        made is not made."""
         is_open = group_links.is_open
         with self.change:
             self.heard.current = None
@@ -260,7 +261,7 @@ class Rendezvous:
             self.heard.current = None
             self.heard.broken.pop(joint.key, None)
             for stream in joint.streams.values():
-                stream.landing = None
+                stream.receiver = None
             self.change.notify_all()
 
     # -- all describe -------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class Rendezvous:
         if reason:
             raise AgreedError(reason)
         if len(joint.group_links.sharing) > 1 and not joint.is_inline:
-            # Who has given up has said so, or will find this description: its memory is not touched any more.
+            # A rank that has given up has said so, or will find this description: its memory is not touched any more.
             self._drain(joint)
             with self.change:
                 self.check(joint)
@@ -307,7 +308,7 @@ class Rendezvous:
         group_links.open(links, {place: self.heard.stream(link) for place, link in links.items()})
 
     def wait_for_link(self, member: Member, waiting: PeerWait) -> PeerLink:
-        """The way to this worker, once there is one."""
+        """The link to this worker, once there is one."""
         return self._link(member) or waiting.until_any(lambda: self._link(member), [member.name])
 
     def _link(self, member: Member) -> PeerLink | None:
@@ -431,8 +432,8 @@ class Rendezvous:
             raise PeerGone(link, link.lost or str(error)) from None
 
     def _retreat(self, joint: JointCall) -> None:
-        """It has failed here. Returns when nobody on this host touches this worker's memory for it any more: who has
-        described it is through, or is gone."""
+        """It has failed here. Returns when no rank of this host touches this worker's memory for it any more: each
+        rank that has described the call is through, or is gone."""
         places = [place for place in joint.group_links.sharing if place != joint.place]
         for place in places:
             _mention(joint.links[place], Through(*joint.key))

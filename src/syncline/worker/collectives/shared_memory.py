@@ -69,7 +69,7 @@ class SharedMemories:
         return number, array[:num_bytes]
 
     def forget(self, purpose: str) -> None:
-        """What was kept for this is not used again: somebody may still have it in hand."""
+        """What was kept for this is not reused: another worker may still read it."""
         self._kept.pop(purpose, None)
 
     def find(self, data: Bytes) -> tuple[int, int] | None:

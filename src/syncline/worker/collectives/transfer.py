@@ -62,7 +62,7 @@ def exchange(rendezvous: Rendezvous, joint: JointCall, places: dict[int, Bytes] 
         return [_inline(joint, source, said) for source, said in enumerate(joint.said)]
     host = joint.host
     found: list[Bytes] = []
-    landings: dict[int, _InOrder] = {}
+    receivers: dict[int, _InOrder] = {}
     for source, said in enumerate(joint.said):
         start, num_bytes = wanted(said, source, me)
         if source == me or not num_bytes:
@@ -74,18 +74,18 @@ def exchange(rendezvous: Rendezvous, joint: JointCall, places: dict[int, Bytes] 
         else:
             place = (places or {}).get(source)
             found.append(make_room(num_bytes) if place is None else place)
-            landings[source] = _InOrder(found[source])
-    _expect(rendezvous, joint, landings)
+            receivers[source] = _InOrder(found[source])
+    _expect(rendezvous, joint, receivers)
     if not is_inline(joint.mine, me):
         for step in range(1, len(joint.group_links)):
             reader = (me + step) % len(joint.group_links)
             if reader not in host:
                 start, num_bytes = wanted(joint.mine, me, reader)
                 send_chunks(rendezvous, joint, reader, joint.data[start : start + num_bytes])
-    for source, landing in landings.items():
+    for source, receiver in receivers.items():
         joint.waiting.until(
             joint.links[source],
-            lambda one=landing: _whole(rendezvous, joint, one),  # type: ignore[misc]
+            lambda one=receiver: _whole(rendezvous, joint, one),  # type: ignore[misc]
         )
     return found
 
@@ -98,15 +98,15 @@ def _inline(joint: JointCall, source: int, said: Describe) -> Bytes:
     return np.frombuffer(payload[0], np.uint8) if payload else joint.data[:0]
 
 
-def _expect(rendezvous: Rendezvous, joint: JointCall, landings: dict[int, _InOrder]) -> None:
+def _expect(rendezvous: Rendezvous, joint: JointCall, receivers: dict[int, _InOrder]) -> None:
     with rendezvous.change:
-        for source, landing in landings.items():
-            joint.streams[source].landing = landing
+        for source, receiver in receivers.items():
+            joint.streams[source].receiver = receiver
         rendezvous.change.notify_all()
 
 
-def _whole(rendezvous: Rendezvous, joint: JointCall, landing: _InOrder) -> bool | None:
-    if landing.is_whole:
+def _whole(rendezvous: Rendezvous, joint: JointCall, receiver: _InOrder) -> bool | None:
+    if receiver.is_whole:
         return True
     rendezvous.check(joint)
     return None
@@ -160,7 +160,7 @@ class _Ring:
     def __init__(
         self, rendezvous: Rendezvous, joint: JointCall, reducer: Reducer, data: Bytes, ring: list[int]
     ) -> None:
-        self._rendezvous, self._meeting, self._reducer = rendezvous, joint, reducer
+        self._rendezvous, self._joint, self._reducer = rendezvous, joint, reducer
         self._size, self._at = len(ring), ring.index(joint.place)
         self._left, self._right = (ring[(self._at + link) % self._size] for link in (-1, 1))
         bounds = [share(k, self._size, len(data)) for k in range(self._size)]
@@ -191,22 +191,22 @@ class _Ring:
 
     def run(self) -> None:
         count, last = self._num_chunks, 2 * (self._size - 1) * self._num_chunks
-        landing = _Expected([target for target in self._targets if len(target)])
-        stream = self._meeting.streams[self._left]
+        receiver = _Expected([target for target in self._targets if len(target)])
+        stream = self._joint.streams[self._left]
         with self._rendezvous.change:
-            stream.landing = landing
+            stream.receiver = receiver
             self._rendezvous.change.notify_all()
         num_came = num_sent = 0
         for k in range(last + count):
             before = k - count  # what came in the step before goes on in this one
             if before >= 0 and len(self._targets[before]):
                 num_came += 1
-                self._await(landing, num_came)
+                self._await(receiver, num_came)
                 self._take(before)
             if k < last:
                 chunk = self._chunks[self._piece(k // count)][k % count]
                 if len(chunk):
-                    self._rendezvous.send(self._meeting, self._right, Chunk(num_sent), buffer_of(chunk))
+                    self._rendezvous.send(self._joint, self._right, Chunk(num_sent), buffer_of(chunk))
                     num_sent += 1
 
     def _take(self, number: int) -> None:
@@ -217,12 +217,12 @@ class _Ring:
             if step == self._size - 2:
                 self._reducer.finish(chunk)
 
-    def _await(self, landing: _Expected, count: int) -> None:
-        if landing.count < count:
-            self._meeting.waiting.until(self._meeting.links[self._left], lambda: self._has(landing, count))
+    def _await(self, receiver: _Expected, count: int) -> None:
+        if receiver.count < count:
+            self._joint.waiting.until(self._joint.links[self._left], lambda: self._has(receiver, count))
 
-    def _has(self, landing: _Expected, count: int) -> bool | None:
-        if landing.count >= count:
+    def _has(self, receiver: _Expected, count: int) -> bool | None:
+        if receiver.count >= count:
             return True
-        self._rendezvous.check(self._meeting)
+        self._rendezvous.check(self._joint)
         return None

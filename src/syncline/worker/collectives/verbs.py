@@ -42,14 +42,14 @@ from syncline.worker.collectives.values import (
     put,
     value_of,
 )
-from syncline.worker.session import FromCoordinator
+from syncline.worker.session import CoordinatorHandlers
 
 
 class Collectives:
     """`job.collectives`: what the workers of a job do together, with no server between them."""
 
-    def __init__(self, job: CallingJob, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
-        self._calls = Calls(job, me, hearing, peers)
+    def __init__(self, job: CallingJob, me: Member, handlers: CoordinatorHandlers, peers: Peers | None) -> None:
+        self._calls = Calls(job, me, handlers, peers)
         self._pairs = Pairs(self._calls, me) if peers is not None else None
 
     def group(self, ranks: Iterable[int]) -> Group:

@@ -26,7 +26,7 @@ from syncline.worker.waits import StepClock, ValidationCalled
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class BatchRange:
     """What one batch is to hold: places of a lease, which stand for positions of its span."""
 
     lease: int
@@ -77,7 +77,7 @@ class Portion:
                 _Own(given.lease, given.span, given.begin, self._size, given.step, given.origin, given.wide)
             )
 
-    def cut(self) -> Piece | None:
+    def cut(self) -> BatchRange | None:
         """The next batch; None: nothing is left here."""
         with self._lock:
             while self._own and self._own[0].begin >= self._own[0].end:
@@ -88,7 +88,7 @@ class Portion:
             self.step = own.step or self.batch
             end = min(own.begin + self.step, own.end)
             at = own.origin + own.begin // self.step * own.wide
-            piece = Piece(own.number, own.span, own.begin, end, at)
+            piece = BatchRange(own.number, own.span, own.begin, end, at)
             own.begin = end
             return piece
 
@@ -103,7 +103,7 @@ class Portion:
         """Whether it is time to ask for more: while a whole lease is still to be read."""
         return self.num_left <= self._size
 
-    def end_shard(self, piece: Piece, num_read: int) -> Piece | None:
+    def end_shard(self, piece: BatchRange, num_read: int) -> BatchRange | None:
         """Of this batch only so much was there: the shard ends with it. What of the batch there is, if anything."""
         end = piece.begin + num_read
         with self._lock:
@@ -129,7 +129,7 @@ class Portion:
         with self._lock:
             return list(self._given.items())
 
-    def leave(self, unread: Iterable[Piece]) -> dict[int, int]:
+    def leave(self, unread: Iterable[BatchRange]) -> dict[int, int]:
         """The loop is left, and these pieces were not given to the script: all leases that end early by it, where."""
         given = dict(self.give_back(keeps_begun=False))
         for piece in unread:
@@ -143,13 +143,13 @@ _AGAIN_SECONDS, _ANSWER_SECONDS = 0.25, 5.0
 CHIEF_SECONDS, _FIRST_PAUSE_SECONDS = 5.0, 0.01
 
 
-class Asks(Protocol):
+class AsksCoordinator(Protocol):
     """The way to the coordinator."""
 
     def ask(self, message: Message) -> Message:
         """Waits for the answer, as long as it takes."""
 
-    def try_ask(self, message: Message) -> Asked:
+    def try_ask(self, message: Message) -> PendingAnswer:
         """One attempt, not waited for."""
 
 
@@ -183,7 +183,7 @@ def part_of(data: Loader, worker: Pauses) -> int:
     return max(1, equal_parts(data.batch, num_workers)[min(rank, num_workers - 1)])
 
 
-class Asked(Protocol):
+class PendingAnswer(Protocol):
     """A question under way."""
 
     def arrives(self, seconds: float) -> bool:
@@ -193,8 +193,8 @@ class Asked(Protocol):
         """The answer, or what keeps it from coming."""
 
 
-class Uses:
-    """What this worker has read and not committed yet; every commit takes it along. For all loaders of a job."""
+class LeaseAcks:
+    """What this worker has read and not committed yet, for all loaders of a job; every commit acknowledges it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -210,7 +210,7 @@ class Uses:
         self._has_read = False  # in one of these
         self._over: set[int] = set()  # leases of the last epoch that is over
 
-    def read(self, piece: Piece) -> None:
+    def read(self, piece: BatchRange) -> None:
         """The script has got this batch."""
         with self._lock:
             self._read.append((piece.lease, piece.begin, piece.end))
@@ -261,9 +261,9 @@ class Uses:
             return [(lease, begin, end) for lease, places in self._late.items() for begin, end in places]
 
     def forget(self, leases: set[int]) -> None:
-        """The epoch of these leases is over; of the one before it nobody will ask any more.
+        """The epoch of these leases is over; the one before it will not be asked for any more.
 
-        Of this one somebody may: a coordinator and servers that die now know nothing of its end.
+        This one may be: a coordinator and servers that die now know nothing of its end.
         """
         with self._lock:
             leases, self._over = self._over, set(leases)
@@ -311,13 +311,13 @@ class Uses:
         return dropped
 
 
-class Reading:
+class EpochLeases:
     """This worker's loop over one epoch of a loader: batches to read, until the epoch is finished."""
 
     def __init__(
         self,
-        asks: Asks,
-        uses: Uses,
+        asks: AsksCoordinator,
+        uses: LeaseAcks,
         loader: str,
         epoch: int,
         data: Loader,
@@ -331,7 +331,7 @@ class Reading:
         self._asks, self._uses, self._data = asks, uses, data
         self._times, self._worker = times, worker
         self._portion = Portion(part_of(data, worker))
-        self._asked: Asked | None = None
+        self._asked: PendingAnswer | None = None
         self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = times.measured  # samples and seconds of work, as last said
         self._untold: list[LeaveEpoch] = []  # what the coordinator is still to hear of the end of this loop
@@ -347,7 +347,7 @@ class Reading:
     def _is_over(self) -> bool:
         return self._worker.should_stop and not self.loader.startswith(VALIDATES)
 
-    def next(self, *, may_wait: bool = True) -> Piece | None:
+    def next(self, *, may_wait: bool = True) -> BatchRange | None:
         """The next batch to read; None when the epoch or training is over, or there is none without a wait."""
         while not self._is_over:
             self._ask_ahead()
@@ -391,7 +391,7 @@ class Reading:
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:
-        """While a whole lease is still to be read, so that a coordinator that is away stops nobody."""
+        """While a whole lease is still to be read, so that training goes on without the coordinator."""
         now = time.monotonic()
         try:
             if self._asked is not None and self._asked.arrives(0):
@@ -441,7 +441,7 @@ class Reading:
         else:
             self._not_before = time.monotonic() + _AGAIN_SECONDS
 
-    def end_shard(self, piece: Piece, num_read: int) -> Piece | None:
+    def end_shard(self, piece: BatchRange, num_read: int) -> BatchRange | None:
         """Of this batch only so much was there: the shard ends with it. What of the batch there is, if anything."""
         found = self._portion.end_shard(piece, num_read)
         self._asks.ask(EndShard(self.loader, self.epoch, piece.span.start + piece.begin + num_read))
@@ -452,12 +452,12 @@ class Reading:
     def give_back(self) -> GaveBack:
         """What is not cut into batches yet is others'; in the thread that hears the coordinator.
 
-        Nothing of a shard that is begun: whoever goes on with it must read it from its first sample.
+        Nothing of a shard that is begun: the next worker must read it from its first sample.
         """
         newest = self._portion.newest  # before that: one that comes now is not given back
         return GaveBack(self._portion.give_back(keeps_begun=self._data.num_shards > 0), newest)
 
-    def leave(self, unread: list[Piece], *, passes_over: bool) -> int:
+    def leave(self, unread: list[BatchRange], *, passes_over: bool) -> int:
         """The loop is left: what was not given to the script goes back, what it made no step with is passed over. How
         many samples that are. The coordinator hears of it by `tell_left`."""
         given, numbers = self._portion.leave(unread), self._portion.numbers
@@ -472,13 +472,13 @@ class Reading:
         return sum(end - begin for _, begin, end in dropped)
 
     def tell_left(self) -> None:
-        """Again, when no answer came before: others wait for what nobody reads here any more."""
+        """Sent again when no answer came: other workers wait for what is not read here any more."""
         while self._untold:
             self._asks.ask(self._untold[0])
             del self._untold[0]
 
 
-def _opened(asks: Asks, question: OpenEpoch) -> Opened:
+def _opened(asks: AsksCoordinator, question: OpenEpoch) -> Opened:
     """The answer, as soon as the job has a seed for this loader: the chief's, or after some seconds this worker's."""
     pause, until = _FIRST_PAUSE_SECONDS, time.monotonic() + CHIEF_SECONDS
     while True:

@@ -21,8 +21,8 @@ from syncline.core.leasing.loader import Loader
 from syncline.core.leasing.order import ChunkedOrder, Order
 from syncline.errors import SynclineError
 from syncline.worker.checkpoint.boundary import Position
-from syncline.worker.data.leases import Piece, Reading
-from syncline.worker.data.samples import Samples
+from syncline.worker.data.leases import BatchRange, EpochLeases
+from syncline.worker.data.samples import WorkerSamples
 
 
 class TakesSamples(Protocol):
@@ -37,7 +37,7 @@ class TakesSamples(Protocol):
     @property
     def in_rounds(self) -> bool: ...
     @property
-    def samples(self) -> Samples: ...
+    def samples(self) -> WorkerSamples: ...
     @property
     def should_stop(self) -> bool: ...
     def rest(self, *, leaves: bool = True) -> None: ...
@@ -57,9 +57,9 @@ class Loop:
         self._job, self._data = job, data
         tell_unused(job)
         job.samples.hooks.begins_training()
-        self.reading: Reading = job.samples.open(loader, epoch, data, seed)
-        self._cut: collections.deque[Piece] = collections.deque()  # being read: the script has not got them yet
-        self._ahead: Piece | None = None  # the first of them, which was waited for before the loop began
+        self.reading: EpochLeases = job.samples.open(loader, epoch, data, seed)
+        self._cut: collections.deque[BatchRange] = collections.deque()  # being read: the script has not got them yet
+        self._ahead: BatchRange | None = None  # the first of them, which was waited for before the loop began
         self._taken, self._first_step = 0, job.own_step
         self._position: Position = ("loop", loader, epoch)
 
@@ -69,7 +69,7 @@ class Loop:
         self._ahead = self.next()
         return self._ahead is not None
 
-    def next(self) -> Piece | None:
+    def next(self) -> BatchRange | None:
         """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -101,7 +101,7 @@ class Loop:
         piece = self._cut.popleft()
         self._job.samples.boundary.hands_out()
         if self._data.is_steps:
-            self._job.samples.uses.read(piece)
+            self._job.samples.lease_acks.read(piece)
         else:
             self._taken += len(piece)
             self._job.samples.read(piece)
@@ -207,7 +207,7 @@ class LeasedShards(Generic[T]):
                 return samples
         return None
 
-    def _read(self, piece: Piece) -> list[T]:
+    def _read(self, piece: BatchRange) -> list[T]:
         if (piece.lease, piece.begin) != self._at:
             self._samples = self._open_shard(*divmod(piece.span.start + piece.begin, SHARD_POSITIONS))
         self._at = (piece.lease, piece.end)

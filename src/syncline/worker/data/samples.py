@@ -15,7 +15,7 @@ from syncline.core.wire.message import Message
 from syncline.errors import ConfigError
 from syncline.net.link import Link
 from syncline.worker.checkpoint.boundary import Boundary
-from syncline.worker.data.leases import Asks, Pauses, Piece, Reading, Uses
+from syncline.worker.data.leases import AsksCoordinator, BatchRange, EpochLeases, LeaseAcks, Pauses
 from syncline.worker.waits import StepClock
 
 _Key = tuple[int, str]  # the id of a source and the name that was given with it
@@ -87,15 +87,15 @@ class LoopHooks:
     behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None  #: a loop has come to its end
 
 
-class Samples:
+class WorkerSamples:
     """All that a job's loaders have in common."""
 
     def __init__(
-        self, asks: Asks, uses: Uses, times: StepClock, worker: Pauses, boundary: Boundary,
+        self, asks: AsksCoordinator, lease_acks: LeaseAcks, times: StepClock, worker: Pauses, boundary: Boundary,
         hooks: LoopHooks = LoopHooks(),
     ) -> None:  # fmt: skip
         """`boundary`: where the script stands between two batches."""
-        self._asks, self.uses, self._times, self._worker = asks, uses, times, worker
+        self._asks, self.lease_acks, self._times, self._worker = asks, lease_acks, times, worker
         self.boundary, self.hooks = boundary, hooks
         self.rests_first = False  #: a loop was left by an error: behind it all are level again
         self.has_unused = False  #: a loop read samples, no step used them, and the user is still to be told
@@ -109,9 +109,9 @@ class Samples:
         self._run_by, self.run_done = "", -1.0  #: how much of the run is done, 0 to 1; before that it is not known
         self._first_at = 0.0
         self._lock = threading.Lock()
-        self._readings: dict[tuple[str, int], Reading] = {}
-        self._failed: list[tuple[Reading, Piece]] = []  # batches that could not be read
-        self._left: list[Reading] = []  # loops that are over, which the coordinator has not heard yet
+        self._readings: dict[tuple[str, int], EpochLeases] = {}
+        self._failed: list[tuple[EpochLeases, BatchRange]] = []  # batches that could not be read
+        self._left: list[EpochLeases] = []  # loops that are over, which the coordinator has not heard yet
         self._names: set[str] = set()
         self._begun: set[object] = set()
         self._num_step_loops = 0
@@ -137,27 +137,29 @@ class Samples:
         self._begun.add(kind)
         return known
 
-    def open(self, loader: str, epoch: int, data: Loader, seed: int | None = None) -> Reading:
+    def open(self, loader: str, epoch: int, data: Loader, seed: int | None = None) -> EpochLeases:
         """This worker begins its loop over an epoch."""
         self.let_go()
         if self.rests_first:
             self.rests_first = False
             self._worker.rest()
-        reading = Reading(
-            self._asks, self.uses, loader, epoch, data, times=self._times, worker=self._worker, seed=seed
+        reading = EpochLeases(
+            self._asks, self.lease_acks, loader, epoch, data, times=self._times, worker=self._worker, seed=seed
         )
         with self._lock:
             self._readings[loader, epoch] = reading
         return reading
 
-    def close(self, reading: Reading, unread: list[Piece], *, passes_over: bool, failed: bool = False) -> None:
+    def close(
+        self, reading: EpochLeases, unread: list[BatchRange], *, passes_over: bool, failed: bool = False
+    ) -> None:
         """The loop over an epoch is left. `failed`: the first of what is unread could not be read.
 
         Then that batch is kept for now: should this worker end by it, the job knows at which batch.
         """
         with self._lock:
             self._readings.pop((reading.loader, reading.epoch), None)
-            self.uses.leave_loop()
+            self.lease_acks.leave_loop()
         if self.is_over:
             return
         if failed and unread:
@@ -188,15 +190,15 @@ class Samples:
 
     def used(self) -> list[Use]:
         """What commits of this worker have used so far, of leases that it may still have."""
-        return self.uses.committed()
+        return self.lease_acks.committed()
 
     def late(self) -> list[Use]:
         """Likewise, of commits that were late."""
-        return self.uses.late()
+        return self.lease_acks.late()
 
     def are_told(self) -> bool:
         """Whether that was all, once these two are asked for after this."""
-        return self.uses.are_told()
+        return self.lease_acks.are_told()
 
     # -- counting -----------------------------------------------------------------------------------------
 
@@ -221,9 +223,9 @@ class Samples:
         self.run_done = max(fraction, self.run_done) if by == self._run_by else fraction
         self._run_by = by
 
-    def read(self, piece: Piece) -> None:
+    def read(self, piece: BatchRange) -> None:
         """The script has got this batch: the next commit says so."""
-        self.uses.read(piece)
+        self.lease_acks.read(piece)
         self.took(len(piece))
 
     def took(self, num_samples: int) -> None:

@@ -29,7 +29,7 @@ from syncline.errors import (
 )
 from syncline.net.rpc import Call, Endpoint, Latch
 from syncline.net.transport import Buffer
-from syncline.worker.exchange.receiver import Receiver
+from syncline.worker.exchange.receiver import CommitReceiver
 from syncline.worker.exchange.targets import Target
 
 
@@ -47,7 +47,7 @@ class Push:
 
 
 _MOMENT = 0.002
-#: What the next roster mends: the commit is made again.
+#: Errors that the next roster mends: the commit is replayed.
 MENDED = (ConnectionLost, Refresh)
 
 
@@ -58,8 +58,8 @@ class CommitFlow:
     """The state machine of one commit over all servers.
 
     With a window there are several: what is told to count is told in the order of the clocks (`before`), whichever
-    is acknowledged first. `squared_norm`: the one it was clipped by, when it is made again. `decider`: the lane of
-    the server that decides, with spare workers. `at_once`: what is staged is committed by that.
+    is acknowledged first. `squared_norm`: of a replayed commit, the norm it was clipped by. `decider`: the part of
+    the server that decides, with spare workers. `at_once`: staging commits too.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class CommitFlow:
             self.end(error)
 
     def _see_what_broke(self) -> None:
-        """A server that is gone, or knows of a change: the others may not answer before that is seen to."""
+        """A server is gone, or knows of a reconfiguration: the others may not answer before this worker follows
+        it."""
         error = self.refusal()
         if isinstance(error, (*MENDED, FencedError)):
             self.end(error)  # anything else is told when all have answered, or when it takes long
@@ -149,7 +150,7 @@ class CommitFlow:
         return found
 
     def give_up(self) -> None:
-        """Returns when nothing more is said for this commit: it is made again."""
+        """Returns when nothing more is sent for this commit: it is replayed."""
         with self._lock:
             self._is_given_up = True
         while self._following:
@@ -247,7 +248,7 @@ class CommitFlow:
         self._follow(lambda server_commit: server_commit.clip(self.clock, norm), asking)
 
     def end(self, error: SynclineError | None) -> None:
-        """It is over, well or by this error; whatever comes after that changes nothing."""
+        """It is over, well or by this error; a later end changes nothing."""
         with self._lock:
             if self._latch.is_open:
                 return
@@ -263,7 +264,7 @@ class CommitFlow:
         return self._latch.is_open
 
     def done(self) -> bool:
-        """Whether it is over; looks at what has come where nobody else reads it."""
+        """Whether it is over; reads what has arrived where no other thread does."""
         if not self._latch.is_open:
             for server_commit in self.server_commits:
                 if server_commit.call is not None:
@@ -336,7 +337,7 @@ class ServerCommit:
         endpoint: Endpoint,
         message: Stage,
         buffers: Sequence[Buffer],
-        receiver: Receiver | None,
+        receiver: CommitReceiver | None,
         earlier: Sequence[Call],
     ) -> None:
         self.server, self._endpoint, self._message, self._buffers = server, endpoint, message, buffers
@@ -372,13 +373,13 @@ class ServerCommit:
         )
 
     def await_more(self, flow: CommitFlow, numbers: set[int], seconds: float) -> None:
-        """Something more of this lane, or of the flow that it belongs to."""
+        """Waits for something more from this server, or for the flow that it belongs to."""
         if self.is_read_by_waiter:
             if self.call is not None and not self.call.is_done:
                 self.call.read(seconds)
             else:
                 flow.go_on(seconds)
-        elif not flow.done():  # looks at the lanes that nobody else reads
+        elif not flow.done():  # reads the connections that no other thread reads
             assert self.receiver is not None
             self.receiver.wait_for(numbers, min(seconds, _LOOK_SECONDS))
 
@@ -389,7 +390,7 @@ class ServerCommit:
             self.receiver.finish(self.answer)
 
     def give_up(self) -> None:
-        """The commit is made again, with other servers: nothing lands by this lane any more."""
+        """The commit is replayed with other servers: nothing more lands from this one."""
         if self.receiver is not None:
             self.receiver.give_up()
 
@@ -398,7 +399,7 @@ _NOT_YET = CommitFlow(0, ())
 
 
 class ServersTicket:
-    """A push to the servers: all that is needed to make it again. `wait` may be called again after a WaitTimeout."""
+    """A push under way, with all that a replay needs. `wait` may be called again after a WaitTimeout."""
 
     __slots__ = (
         "_finish", "_wait_for", "back_at", "changed", "clock", "encoded", "flow", "generation", "is_early", "landed",
@@ -435,7 +436,7 @@ class ServersTicket:
             self._finish(self, timeout_seconds)
 
     def wait_for(self, slices: Collection[int]) -> None:
-        """Returns when these slices are in the sink; others may still be under way."""
+        """Returns when these slices are in the target; others may still be under way."""
         if not self.landed and not self._wait_for(self, slices):
             self.wait()
 
@@ -448,13 +449,13 @@ class ServersTicket:
         ]
 
     def failed_by(self, error: SynclineError) -> SynclineError:
-        """It cannot be sent, by a fault of the user's codec: whoever waits for it hears this."""
+        """It cannot be sent, by a fault of the user's codec: `wait` raises this."""
         self.flow = CommitFlow(self.clock, ())
         self.flow.end(error)
         return error
 
     def give_up(self) -> None:
-        """Nothing more is said for it, and nothing of it lands, until it is made again."""
+        """Nothing more is sent for it, and nothing of it lands, until it is replayed."""
         self.flow.give_up()
         for server_commit in self.server_commits:
             server_commit.give_up()

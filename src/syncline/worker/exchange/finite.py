@@ -135,7 +135,7 @@ class FinitePlan:
                     return self._first_bad_exactly()
         except (FloatingPointError, RuntimeWarning):  # as the user has set NumPy
             return self._first_bad_exactly()
-        # What lies between parameters is nobody's, and a product may overflow: only an exact look refuses.
+        # Bytes between parameters may be anything, and a product may overflow: only an exact look refuses.
         return self._first_bad_exactly() if self._groups and not self._are_groups_finite() else None
 
     def _are_groups_finite(self) -> bool:

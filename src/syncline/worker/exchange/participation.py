@@ -19,7 +19,7 @@ _WHY_SECONDS = 5.0
 
 
 class Participation:
-    """What a worker says to the servers of itself. Said again to all of them when they change."""
+    """What a worker tells the servers about itself; told again to all of them when they change."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Participation:
             loop = self.phase // LOOP * LOOP if self._is_in_loop() else -1
             answer = self._link.call(Enter(self._num_entries, loop), self._wait_seconds)
             assert isinstance(answer, Entered)
-            # Who has paused is in its loop's rounds again, not in a phase of its own behind them.
+            # A worker that paused is in its loop's rounds again, not in a phase of its own after them.
             self._stretch, self._rested = max(answer.phase, self.phase // LOOP * LOOP), False
             self.back_at = answer.back_at if is_bounded else None
             self.is_late = self._enters_again = False
@@ -121,7 +121,8 @@ class Participation:
         self._replay.again(self.tell, self._wait_seconds)
 
     def tell(self) -> None:
-        """Who rests or is away says so to every server; one who came late and has not entered is not counted."""
+        """Tells every server that this worker rests or is at a barrier; one that joined late and has not entered is
+        not counted."""
         if self._is_active or self.is_late or self.is_leaving:
             return
         if self._rested:

@@ -5,7 +5,7 @@ copy is optimistic: it counts if the server says afterwards that nothing was wri
 slice have been overtaken, the slice is pinned for the third; in a ring, where a worker reads its own server's copies,
 the server sends it instead.
 
-`Receiver` takes one commit's new parameters: slice by slice as they are applied, or all at the end.
+`CommitReceiver` takes one commit's new parameters: slice by slice as they are applied, or all at the end.
 """
 
 from __future__ import annotations
@@ -228,10 +228,10 @@ class EncodedAnswer:
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
-class Receiver:
+class CommitReceiver:
     """One commit's parameters from one server.
 
-    Settled: nobody may write the server's memory before this worker's next commit. With a slot, bytes from the
+    Settled: the server's memory is not written before this worker's next commit. With a slot, bytes from the
     socket wait in buffers of this slot until they are unloaded: the model computes on meanwhile.
     """
 
@@ -260,7 +260,7 @@ class Receiver:
 
     @property
     def in_parts(self) -> bool:
-        """Whether the sink takes slices one by one while the server still applies others."""
+        """Whether the target takes slices one by one while the server still applies others."""
         return self._settled and self._target.in_parts and bool(self._wanted.mapped)
 
     def wants(self, numbers: Collection[int]) -> set[int]:
@@ -309,7 +309,7 @@ class Receiver:
         assert isinstance(answer, Committed)
         if self._is_given_up:
             return
-        by_id = self._wanted.by_id  # without bytes, the server names slices that nobody here wants, too
+        by_id = self._wanted.by_id  # without bytes, the server names slices that this target does not want, too
         parts = [by_id[number] for number in answer.slices if number in by_id and number not in self._landed]
         remote = [part for part in parts if part.id in self._wanted.remote]
         if self._incoming is not None:

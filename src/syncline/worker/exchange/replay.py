@@ -42,7 +42,7 @@ class Replay:
     ) -> None:
         """`ask` asks the coordinator once; `check` raises how the job has ended for this worker, if it has.
 
-        `give_up` lets go of all that is under way, `replay_open` says it again on the new placement.
+        `give_up` lets go of all that is under way, `replay_open` sends it again to the new primaries.
         """
         self._routes, self._rosters, self._stamp = routes, rosters, stamp
         self._ask, self._check, self._fenced = ask, check, fenced
@@ -62,7 +62,7 @@ class Replay:
         if self._is_broken:
             self._routes.drop(roster)
             self._give_up()
-        # Nothing is said for the old placement any more.
+        # Nothing more is sent for the old roster.
         self._stamp.generation = max(roster.generation, self._stamp.generation)
         self._routes.follow(roster)
         self.roster = roster

@@ -29,18 +29,25 @@ class _Pending(NamedTuple):
     has: set[Place]
 
 
-def encoder_of(codecs: Codecs, layout: Layout, *, checks_finite: bool) -> PushEncoder | None:
+def encoder_of(
+    codecs: Codecs, layout: Layout, *, checks_finite: bool, forget_staged: Callable[[], None]
+) -> PushEncoder | None:
     """For a job that encodes what is pushed."""
     coder = coder_of(codecs.push, codecs)
-    return PushEncoder(coder, layout, checks_finite=checks_finite) if coder is not None else None
+    if coder is None:
+        return None
+    return PushEncoder(coder, layout, checks_finite=checks_finite, forget_staged=forget_staged)
 
 
 class PushEncoder:
     """Of one worker; used by the thread that uses the exchange."""
 
-    def __init__(self, coder: SliceCoder, layout: Layout, *, checks_finite: bool) -> None:
+    def __init__(
+        self, coder: SliceCoder, layout: Layout, *, checks_finite: bool, forget_staged: Callable[[], None]
+    ) -> None:
+        """`forget_staged`: what was staged early is staged again; it calls `forget`."""
         self.coder, self._layout, self._checks_finite = coder, layout, checks_finite
-        self.stage_anew: Callable[[], None] = self.forget  #: whoever stages early takes it back
+        self._forget_staged = forget_staged
         self._pending: dict[int, _Pending] = {}  # by slice, as all that follows
         self._residuals: dict[int, Floats] = {}
         self._parts: dict[int, Slice] = {}  # that have residuals
@@ -165,7 +172,7 @@ class PushEncoder:
 
     def put_back(self, saved: Mapping[str, Floats]) -> None:
         """Before the first push: these are the residuals. What was staged of it was encoded without them."""
-        self.stage_anew()
+        self._forget_staged()
         self._residuals.clear()
         self._before.clear()
         self._saved = saved

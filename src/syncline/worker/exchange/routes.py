@@ -32,7 +32,7 @@ from syncline.worker.exchange.receiver import ServerReader
 
 
 class Dialing:
-    """One connection under way. The dial itself may take ten seconds; given up, it ends where nobody waits."""
+    """One connection under way. A dial may take ten seconds; when given up, it ends in its own thread."""
 
     def __init__(self, dial: Callable[[Member], Endpoint], member: Member) -> None:
         self.member, self._dial = member, dial
@@ -62,7 +62,7 @@ class Dialing:
                 self._change.notify_all()
 
     def give_up(self, reason: str) -> None:
-        """From any thread: whoever waits need not wait any longer."""
+        """From any thread: `wait` ends now."""
         self._end(ConnectionLost(reason))
 
     def wait(self) -> Endpoint:
@@ -215,7 +215,7 @@ class ServerRoutes:
     # -- what changes it ----------------------------------------------------------------------------------
 
     def add(self, segments: Sequence[Segment], replica_sets: Iterable[ReplicaSet]) -> None:
-        """The layout has grown; `follow` makes the way to whoever hosts the new slices."""
+        """The layout has grown; `follow` connects to the servers that host the new slices."""
         for segment in segments[len(self.layout.segments) :]:
             self.layout.add(segment)
         self._seat(replica_sets)
@@ -250,8 +250,8 @@ class ServerRoutes:
         return not self.endpoints[name].is_open or incarnations.get(name) != self._incarnations[name]
 
     def drop(self, roster: Roster) -> None:
-        """Takes the roster's replica sets, and lets go of whoever is no primary by it, or another process, or
-        gone."""
+        """Takes over the roster's replica sets, and closes connections to servers that are no primaries by it, were
+        restarted, or are gone."""
         self._seat(roster.replica_sets)
         self._unseen.update(self.endpoints)
         incarnations = {member.name: member.incarnation for member in roster.members}
@@ -263,7 +263,7 @@ class ServerRoutes:
     def _close(self, name: str) -> None:
         endpoint = self.endpoints.pop(name)
         endpoint.close()
-        endpoint.read(_LAST_READ_SECONDS)  # nobody is in it after this: what comes next must not be written over
+        endpoint.read(_LAST_READ_SECONDS)  # no thread reads it after this: it would write over what comes next
         self._wire += endpoint.stats()
         self.readers.pop(name).close()
         self.arenas.forget(name)
@@ -322,7 +322,7 @@ class ServerRoutes:
         if self._deputies is None:
             return self._own
         found = self._deputies.of(number).get(self._deputies.host_of(self._own))
-        return found or self.primaries[number]  # it has no copies yet: nobody pushes it
+        return found or self.primaries[number]  # it has no copies yet: no worker pushes it
 
     def takes(self, server: str, part: Slice) -> bool:
         """Whether this server gets what is pushed of a slice."""
@@ -379,7 +379,7 @@ class ServerRoutes:
         return found
 
     def hear(self, roster: Roster) -> None:
-        """From any thread: whoever waits for a server that is out need not wait any longer."""
+        """From any thread: waits for a server that is out end now."""
         self._heard = roster
         incarnations = {member.name: member.incarnation for member in roster.members}
         for name, endpoint in list(self.endpoints.items()):

@@ -17,13 +17,13 @@ from syncline.net.rpc import Call, Stamp
 from syncline.net.transport import Buffer, buffer_of
 from syncline.stats import PushBytes
 from syncline.worker.exchange.commit import CommitFlow, Push, ServerCommit, ServersTicket
-from syncline.worker.exchange.receiver import EncodedAnswer, Receiver
+from syncline.worker.exchange.receiver import CommitReceiver, EncodedAnswer
 from syncline.worker.exchange.residuals import encoder_of
 from syncline.worker.exchange.routes import ServerRoutes
 from syncline.worker.exchange.targets import Target, WantedSlices
 from syncline.worker.exchange.values import SliceCopies
 
-_MOST_PLANS = 64  # what is worked out once for a push or a sink and kept
+_MOST_PLANS = 64  # what is worked out once for a push or a target and kept
 
 
 class CommitSender:
@@ -34,10 +34,8 @@ class CommitSender:
         self._routes, self._copies, self._stamp = routes, copies, stamp
         self._stands_still, self._has_spare, self._in_rounds = policy.stands_still, policy.spare > 0, policy.in_rounds
         self._has_window, self._is_ring = config.window > 0, config.exchange == "ring"
-        self.encoder = encoder_of(codecs, routes.layout, checks_finite=config.check_finite)
+        self.encoder = encoder_of(codecs, routes.layout, checks_finite=config.check_finite, forget_staged=self.forget)
         self._decoder = coder_of(codecs.pull, codecs)
-        if self.encoder is not None:
-            self.encoder.stage_anew = self.forget
         self._early: dict[str, list[Call]] = {}
         self._sent: set[tuple[str, int]] = set()  # server, slice
         self._told: set[int] = set()  # slices that servers may be adding up for the next commit
@@ -75,7 +73,7 @@ class CommitSender:
             self._socket_bytes += num_bytes
             self._early.setdefault(server, []).append(call)
             while call.is_read_by_waiter and not call.is_done and call.read(0.0):
-                pass  # answers that nobody reads would fill the way back
+                pass  # unread answers would fill the socket
             self._sent.update((server, part.id) for part in parts)
 
     def _is_shared(self, server: str, part: Slice, slot: int) -> bool:
@@ -165,7 +163,7 @@ class CommitSender:
             self.encoder.take_back(ticket.encoded)
 
     def _decider(self, server_commits: Sequence[ServerCommit]) -> ServerCommit | None:
-        """With several servers: the lane of the one that decides who is in a round, the primary of slice 0."""
+        """With several servers: the one that decides which commits are in a round, the primary of slice 0."""
         server = self._routes.primaries.get(0)
         return (
             next((server_commit for server_commit in server_commits if server_commit.server == server), None)
@@ -220,14 +218,14 @@ class CommitSender:
             found = self._unshared[key] = (parts, num_bytes)
         return found
 
-    def _receiver(self, server: str, target: Target, slot: int) -> Receiver:
+    def _receiver(self, server: str, target: Target, slot: int) -> CommitReceiver:
         reader, hosted = self._routes.readers[server], self._routes.read[server]
         wanted = target.wanted.get(server)
         if wanted is None or wanted.hosted is not hosted:
             wanted = self._want(server, hosted, target, lambda part: target.fetches(part) or reader.maps(part))
         slot_of_window = slot if self._has_window else None
         incoming = EncodedAnswer(self._decoder, self._routes.layout) if self._decoder is not None else None
-        return Receiver(
+        return CommitReceiver(
             reader, wanted, target, settled=self._stands_still, slot=slot_of_window, incoming=incoming,
             hatch=self._routes.hatch,
         )  # fmt: skip
@@ -255,7 +253,7 @@ class _Load(NamedTuple):
 def _stage_message(
     ticket: ServersTicket,
     parts: Sequence[Slice],
-    receiver: Receiver | None,
+    receiver: CommitReceiver | None,
     carried: _Load,
     *,
     commit: bool,

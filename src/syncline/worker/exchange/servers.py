@@ -24,7 +24,7 @@ from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import PushBytes, WireStats
 from syncline.worker.arrays import Bytes
-from syncline.worker.data.leases import Uses
+from syncline.worker.data.leases import LeaseAcks
 from syncline.worker.exchange.commit import MENDED, Push, ServersTicket
 from syncline.worker.exchange.finite import FiniteCheck
 from syncline.worker.exchange.participation import Participation
@@ -33,7 +33,7 @@ from syncline.worker.exchange.routes import ServerRoutes
 from syncline.worker.exchange.sending import CommitSender
 from syncline.worker.exchange.targets import ArrayTarget, Target
 from syncline.worker.exchange.values import KeptArrays, SliceCopies, pull, read_state, upload, write_state
-from syncline.worker.session import FromCoordinator, left
+from syncline.worker.session import CoordinatorHandlers, left
 from syncline.worker.waits import LOUD_SECONDS, StepClock, Waits
 
 T = TypeVar("T")
@@ -42,12 +42,13 @@ _NOTHING = Push(pushed=())
 
 
 class ServersExchange:
-    """One worker's view of all servers. What it says, it says again when they change (`replay`)."""
+    """One worker's view of all servers; one thread uses it at a time. When servers change, what is open is
+    replayed."""
 
     def __init__(
         self,
         config: JobConfig,
-        hearing: FromCoordinator,
+        handlers: CoordinatorHandlers,
         link: Link,
         dial: Callable[[Member], Endpoint],
         stamp: Stamp,
@@ -57,7 +58,7 @@ class ServersExchange:
         say: Callable[[str], None],
         finite: FiniteCheck,
     ) -> None:
-        self._config, self._hearing, self._link, self._dial = config, hearing, link, dial
+        self._config, self._handlers, self._link, self._dial = config, handlers, link, dial
         self._name, self._is_closed = name, False
         self._num_slots = config.window + 1
         self.clock = 0
@@ -72,17 +73,17 @@ class ServersExchange:
         self._copies = SliceCopies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
         self._sender = CommitSender(self.routes, self._copies, stamp, config)
         self.encoder = self._sender.encoder  #: with --codec
-        self._rosters = hearing.rosters
-        self.times, self.uses = StepClock(), Uses()
+        self._rosters = handlers.rosters
+        self.times, self.lease_acks = StepClock(), LeaseAcks()
         self._replay = Replay(
             self.routes, self._rosters, stamp,
-            ask=self._ask_coordinator, check=hearing.check, fenced=self._fenced,
+            ask=self._ask_coordinator, check=handlers.check, fenced=self._fenced,
             give_up=self._give_up, replay_open=self._replay_open,
         )  # fmt: skip
         self._participation = Participation(
             self.routes, self._replay, link,
             policy=policy_of(config), is_late=is_late, wait_seconds=config.wait_seconds,
-            is_in_loop=lambda: self.uses.num_loops > 0,
+            is_in_loop=lambda: self.lease_acks.num_loops > 0,
         )  # fmt: skip
         self._open: collections.deque[ServersTicket] = collections.deque()
         self.finite, self.checks_finite, self.is_arena_shared = finite, config.check_finite, False
@@ -120,7 +121,7 @@ class ServersExchange:
 
     def _fenced(self, error: FencedError) -> None:
         if not self._participation.is_leaving:  # a server that has taken our leave already says the same
-            self._hearing.fenced(error)
+            self._handlers.fenced(error)
 
     def _give_up(self) -> None:
         for ticket in self._open:
@@ -198,7 +199,7 @@ class ServersExchange:
         )
 
     def commit(self, push: Push, target: Target | None) -> ServersTicket:
-        """The arena counts from now on; new parameters go into the sink, if there is one."""
+        """The arena counts from now on; new parameters go into the target, if there is one."""
         if self._is_closed:
             raise left(self._name)
         self.make_room()
@@ -211,9 +212,9 @@ class ServersExchange:
             self._again(self._replay.take_over)
         if self._participation.must_come_back:
             self._come_back()
-        ticket = self._commit(push, target, self.uses.take(is_void=push is not given))
+        ticket = self._commit(push, target, self.lease_acks.take(is_void=push is not given))
         self.times.lap("stage")
-        self.times.made_step(self.uses.samples)
+        self.times.made_step(self.lease_acks.samples)
         return ticket
 
     def _commit(self, push: Push, target: Target | None, uses: list[Use]) -> ServersTicket:
@@ -286,7 +287,7 @@ class ServersExchange:
             )
         )
         self._sender.has_landed(ticket)
-        self.uses.answered(ticket.uses, is_late=is_late)
+        self.lease_acks.answered(ticket.uses, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
             faults.reach("commit.landed")
@@ -342,7 +343,7 @@ class ServersExchange:
         self._again(lambda: self.routes.ask_all(Prefer(list(slices))))
 
     def pull(self, slices: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
-        """Parameters into the sink; their versions."""
+        """Pulls parameters into the target; returns their versions."""
         self.make_room()  # what is read has this worker's own pushes, but for those in the window
         self._copies.landed_in(target)
         try:
@@ -368,11 +369,11 @@ class ServersExchange:
     # -- copies -------------------------------------------------------------------------------------------
 
     def keep(self, target: Target, slices: Sequence[Slice], arrays: KeptArrays) -> None:
-        """What a sink has of these slices lies in the caller's arrays: a copy for as long as they live."""
+        """What a target has of these slices lies in the caller's arrays: a copy for as long as they live."""
         self._copies.keep(target, slices, arrays)
 
     def overwrites(self, target: ArrayTarget) -> None:
-        """This sink lies in the caller's own arrays, whatever they have held so far."""
+        """This target lies in the caller's own arrays, whatever they have held so far."""
         self._copies.overwrites(target, target.slices())
 
     def copies_of(self, slices: list[int]) -> list[Copy]:

@@ -16,7 +16,7 @@ Clocks = Mapping[str, int]
 
 
 class Landed(NamedTuple):
-    """What a slice in a sink is: its version, and the workers' clocks that are in it, at most."""
+    """What a slice in a target is: its version, and the workers' clocks that are in it, at most."""
 
     version: int
     clocks: Clocks
@@ -29,7 +29,7 @@ def landed(version: int, clocks: Clocks, own: int = 0) -> Landed | None:
 
 
 class WantedSlices:
-    """The slices of one server that a sink wants: which come over the socket, which out of shared memory."""
+    """The slices of one server that a target wants: which come over the socket, which out of shared memory."""
 
     def __init__(self, hosted: Sequence[Slice], target: Target, maps: Callable[[Slice], bool]) -> None:
         self.hosted = hosted
@@ -55,7 +55,7 @@ class Target(Protocol):
     """Takes the bytes of slices."""
 
     in_parts: bool  #: whether slices are wanted one by one, each as soon as it is applied
-    wanted: dict[str, WantedSlices]  #: by server; worked out by the exchange, and kept with the sink
+    wanted: dict[str, WantedSlices]  #: by server; worked out by the exchange, and kept with the target
     #: What single slices are, where that is known by more than their server's last answer; None: being written,
     #: or unknown. Set before the first byte of a slice comes, and after the last.
     kept: dict[int, Landed | None]
@@ -70,7 +70,7 @@ class Target(Protocol):
         """The buffers of these slices hold their new bytes."""
 
     def take(self, parts: Sequence[tuple[Slice, Bytes]]) -> None:
-        """New bytes of slices, in the server's own memory, where nobody writes before this worker's next commit."""
+        """New bytes of slices, in the server's own memory, which is not written before this worker's next commit."""
 
     def fetches(self, part: Slice) -> bool:
         """Whether it gets this slice itself, from the server of this process."""
@@ -86,7 +86,7 @@ class Target(Protocol):
 
 
 class HostTarget(abc.ABC):
-    """A sink in this process's memory: whatever comes is copied into its buffers, and that is all."""
+    """A target in this process's memory: new parameters are copied into its buffers, and that is all."""
 
     in_parts = False
 

@@ -29,7 +29,7 @@ _MOST_OPEN = 16
 
 def upload(routes: ServerRoutes, segment: Segment, values: Bytes, seconds: float, *, again: bool = False) -> None:
     """The chief's values of a whole segment."""
-    # Few are open at a time: answers that nobody reads yet would fill the socket, and stop the server.
+    # Few are open at a time: unread answers would fill the socket, and stop the server.
     calls: collections.deque[Call] = collections.deque()
     for part in segment.slices:
         view = values[part.offset : part.offset + part.num_bytes]
@@ -42,7 +42,7 @@ def upload(routes: ServerRoutes, segment: Segment, values: Bytes, seconds: float
 
 
 def pull(routes: ServerRoutes, slices: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
-    """Slices into the sink; their versions."""
+    """Reads slices into the target; returns their versions."""
     versions: dict[int, int] = {}
     for server, reader in routes.readers.items():
         parts = [part for part in slices if routes.source(part.id) == server]
@@ -127,7 +127,8 @@ class SliceCopies:
     """All copies of this worker. `told` and `landed_in` are for the script's thread; the questions for any."""
 
     def __init__(self, name: str, layout: Layout, wait_seconds: float, num_kept: int) -> None:
-        """`num_kept`: so many sinks that landed last are kept alive; with two replicas nobody will ask for them."""
+        """`num_kept`: so many of the targets that were filled last are kept alive; with two replicas they are not
+        needed."""
         self._name, self._layout, self._wait_seconds = name, layout, wait_seconds
         self._sinks: list[weakref.ref[Target]] = []
         self._last: collections.deque[Target] = collections.deque(maxlen=num_kept)
@@ -137,14 +138,14 @@ class SliceCopies:
         self._most_updates = 0  # of any slice
 
     def landed_in(self, target: Target) -> None:
-        """Slices come into this sink from now on."""
+        """Slices come into this target from now on."""
         refs = [ref for ref in self._sinks if ref() is not None and ref() is not target]
         self._sinks = [*refs, weakref.ref(target)]
         if not any(known is target for known in self._last):
             self._last.append(target)
 
     def has_landed(self, target: Target | None) -> None:
-        """All of a commit has come into this sink: where it takes everything, nothing older is kept beside it."""
+        """All of a commit has come into this target: where it takes everything, nothing older is kept beside it."""
         if len(self._last) > 1 and self._last[-1] is target and all(map(target.wants, self._layout.slices())):
             self._last = collections.deque([target], self._last.maxlen)
 
@@ -152,14 +153,14 @@ class SliceCopies:
         return [target for ref in self._sinks if (target := ref()) is not None]
 
     def keep(self, target: Target, parts: Sequence[Slice], arrays: KeptArrays) -> None:
-        """What is in the sink lies in arrays of the caller, which outlive it."""
+        """What is in the target lies in arrays of the caller, which outlive it."""
         for part in parts:
             found = _in_target(target, part)
             if found is not None:
                 self._arrays[part.id] = (found, arrays)
 
     def overwrites(self, target: Target, parts: Sequence[Slice]) -> None:
-        """This sink writes into arrays of the caller, which may be those that something else was said of."""
+        """This target writes into arrays of the caller, which may be those that something else was said of."""
         for part in parts:
             self._arrays.pop(part.id, None)
             for other in self._alive():
