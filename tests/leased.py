@@ -16,9 +16,10 @@ from syncline.core.leasing.ranges import Span
 from syncline.core.wire.leases import AskLease, EndShard, GivenLease, LeaveEpoch, Opened, OpenEpoch, Recall
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ConnectionLost, SynclineError, WaitTimeout
-from syncline.worker.leases import Uses
-from syncline.worker.samples import Samples
-from syncline.worker.times import StepClock
+from syncline.worker.checkpoint.boundary import Boundary
+from syncline.worker.data.leases import LeaseAcks
+from syncline.worker.data.samples import WorkerSamples
+from syncline.worker.waits import StepClock
 
 SECONDS = PATIENCE
 
@@ -143,7 +144,7 @@ class LeaseQueue:
 
     def commit(self, job: FakeJob) -> None:
         with self.change:
-            self.leasing.used(job.samples.uses.take())
+            self.leasing.used(job.samples.lease_acks.take())
             self.change.notify_all()
             if not self.in_rounds:
                 return
@@ -221,7 +222,8 @@ class FakeJob:
         self.own_step = self.num_rests = self.num_pauses = self.num_caught_up = 0
         self.noticed: list[str] = []
         self.times = StepClock()
-        self.samples = Samples(self, Uses(), self.times, self)
+        boundary = Boundary(lambda: 0, lambda: False, lambda: False)
+        self.samples = WorkerSamples(self, LeaseAcks(), self.times, self, boundary)
 
     @property
     def in_rounds(self) -> bool:
@@ -239,7 +241,7 @@ class FakeJob:
         """A commit of all that was read."""
         self.own_step += 1
         self.times.lap("compute")
-        self.times.made_step(self.samples.uses.samples)
+        self.times.made_step(self.samples.lease_acks.samples)
         self.desk.commit(self)
 
     def rest(self, *, leaves: bool = True) -> None:

@@ -40,9 +40,9 @@ from syncline.errors import (
     WaitTimeout,
 )
 from syncline.launch.start import init
+from syncline.worker.checkpoint.rng_state import seed_everything
 from syncline.worker.current import current_job
 from syncline.worker.job import Job
-from syncline.worker.seeding import seed_everything
 
 __version__ = "0.1.0"
 __all__ = [

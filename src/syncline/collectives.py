@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from syncline.worker.collectives.calls import Ticket
 from syncline.worker.collectives.groups import Group
-from syncline.worker.collectives.tickets import Ticket
 from syncline.worker.collectives.verbs import Collectives
 from syncline.worker.current import current_job
 

@@ -171,7 +171,7 @@ def test_a_death_while_others_restart(fresh: LocalJob) -> None:
 
 def test_a_restart_that_one_rank_did_not_finish(fresh: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are in the next attempt; it comes along when all restart once more."""
-    monkeypatch.setattr(fresh[2].collectives._calls.meetings.heard, "restart", _interrupted)
+    monkeypatch.setattr(fresh[2].collectives._calls.rendezvous.heard, "restart", _interrupted)
     *others, interrupted = together(fresh, lambda me: collectives.restart(5))
     assert others == [5, 5] and isinstance(interrupted, RuntimeError)
     monkeypatch.undo()
@@ -203,12 +203,12 @@ def test_what_was_sent_before_a_restart_is_refused(fresh: LocalJob) -> None:
     """The receiver gets what was sent after it."""
     together(fresh, lambda me: collectives.barrier())
     (ticket,) = together(fresh, lambda me: collectives.send(1, to=1, wait=False), ranks=[0])
-    heard = fresh[1].collectives._calls.meetings.heard
+    heard = fresh[1].collectives._calls.rendezvous.heard
 
     def has_come() -> bool:
-        for way, _ in heard.known():
-            if way.waiter_reads:
-                way.read(0.0)
+        for link, _ in heard.known():
+            if link.waiter_reads:
+                link.read(0.0)
         return any(stream.offers for _, stream in heard.known())
 
     wait_until(has_come)

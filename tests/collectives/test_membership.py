@@ -18,8 +18,7 @@ from syncline import collectives
 from syncline.errors import CollectiveError, SynclineError, WaitTimeout
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
-from syncline.worker.collectives.meeting import Meeting
-from syncline.worker.collectives.meetings import Meetings
+from syncline.worker.collectives.rendezvous import JointCall, Rendezvous
 
 LARGE = np.ones(200_000, np.float32)
 
@@ -60,15 +59,15 @@ def test_what_one_that_is_out_may_still_write_into_is_not_used_again(
 ) -> None:
     """It was stopped in the middle of a call, and evicted; when it goes on it has the others' memory in hand."""
     stopped, reached, goes_on = threading.Event(), threading.Event(), threading.Event()
-    leave = Meetings.leave_memory
+    leave = Rendezvous.leave_memory
 
-    def stops(self: Meetings, meeting: Meeting) -> None:
+    def stops(self: Rendezvous, joint: JointCall) -> None:
         if self._name == "worker-1" and stopped.is_set():
             reached.set()
             goes_on.wait(PATIENCE)
-        leave(self, meeting)
+        leave(self, joint)
 
-    monkeypatch.setattr(Meetings, "leave_memory", stops)
+    monkeypatch.setattr(Rendezvous, "leave_memory", stops)
     with local_job(workers=3, folder=str(tmp_path), wait_seconds=PATIENCE) as job:
         together(job, lambda me: collectives.all_reduce(LARGE))
         staging = {k: job[k].collectives._calls.memories._kept["staging"][0] for k in (0, 2)}

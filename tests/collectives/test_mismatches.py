@@ -14,7 +14,7 @@ from tests.patience import PATIENCE
 from syncline import collectives
 from syncline.errors import CollectiveError
 from syncline.testing.local import LocalJob
-from syncline.worker.collectives.reducing import Reducer
+from syncline.worker.collectives.values import Reducer
 
 REMEDY = "; all ranks of a group make the same calls in the same order"
 F3, F4, LARGE = np.ones(3, np.float32), np.ones(4, np.float32), np.ones(50_000, np.float32)
@@ -163,15 +163,15 @@ def _without_memory(me: Any) -> Any:
 def test_nobody_writes_into_memory_after_an_error(three: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """worker-2 fails at once, while worker-1 has not written its part yet: worker-0 gets its error only when that is
     through, and what its script writes then stays."""
-    ours, begun, written = Reducer.reduce, threading.Event(), threading.Event()
+    ours, started, written = Reducer.reduce, threading.Event(), threading.Event()
     mine = threading.local()
 
     def reduce(self: Any, sources: Any, targets: Any, **options: Any) -> None:
         if mine.rank == 2:
-            begun.wait(PATIENCE)
+            started.wait(PATIENCE)
             raise MemoryError("7 bytes")
         if mine.rank == 1:
-            begun.set()
+            started.set()
             time.sleep(0.3)
         ours(self, sources, targets, **options)
         if mine.rank == 1:
@@ -190,7 +190,7 @@ def test_nobody_writes_into_memory_after_an_error(three: LocalJob, monkeypatch: 
         return (array == 100 + me.rank).all()
 
     usable(three)
-    if not any(way.shares_memory for way in three[0].collectives._calls.peers._ways.values()):
+    if not any(link.shares_memory for link in three[0].collectives._calls.peers._links.values()):
         pytest.skip("no memory is shared over sockets")
     monkeypatch.setattr(Reducer, "reduce", reduce)
     assert together(three, work) == [True] * 3

@@ -21,10 +21,10 @@ from syncline.net.rpc import Stamp
 from syncline.net.transport import Peer
 from syncline.testing import local_job
 from syncline.testing.local import LocalJob
-from syncline.worker import peers as peers_module
-from syncline.worker.collectives.hearing import Heard
-from syncline.worker.peers import Peers, Way
-from syncline.worker.rosters import Rosters
+from syncline.worker.collectives import peers as peers_module
+from syncline.worker.collectives.incoming import PeerMessages
+from syncline.worker.collectives.peers import PeerLink, Peers
+from syncline.worker.session import Rosters
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def two(tmp_path: Any) -> Iterator[LocalJob]:
         yield job
 
 
-def ways(job: LocalJob, rank: int) -> list[Way]:
-    return list(job[rank].collectives._calls.peers._ways.values())
+def links(job: LocalJob, rank: int) -> list[PeerLink]:
+    return list(job[rank].collectives._calls.peers._links.values())
 
 
 def test_one_connection_for_each_pair(tmp_path: Any) -> None:
@@ -47,11 +47,11 @@ def test_one_connection_for_each_pair(tmp_path: Any) -> None:
         assert together(
             job, lambda me: collectives.send(1, to=0) if me.rank == 2 else collectives.recv(2), ranks=[0, 2]
         )
-        before = [way for rank in range(3) for way in ways(job, rank)]
-        assert [len(ways(job, rank)) for rank in range(3)] == [2, 1, 1]
+        before = [link for rank in range(3) for link in links(job, rank)]
+        assert [len(links(job, rank)) for rank in range(3)] == [2, 1, 1]
         assert together(job, lambda me: collectives.all_reduce(1)) == [3, 3, 3]
-        assert [len(ways(job, rank)) for rank in range(3)] == [2, 2, 2]
-        assert set(before) <= {way for rank in range(3) for way in ways(job, rank)}
+        assert [len(links(job, rank)) for rank in range(3)] == [2, 2, 2]
+        assert set(before) <= {link for rank in range(3) for link in links(job, rank)}
 
 
 def test_an_incarnation_that_the_roster_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,11 +66,11 @@ def test_an_incarnation_that_the_roster_does_not_have_is_refused(monkeypatch: py
     for stranger in (Peer("worker", "worker-1", 2), Peer("worker", "worker-2", 4), Peer("server", "worker-1", 4)):
         left, right = memory.pair(stranger, Peer("worker", "worker-0", 1))
         peers.accept(right)
-        assert right.other is None and not peers._ways
+        assert right.other is None and not peers._links
     assert len(said) == 3 and "incarnation 2 is no worker of this job" in said[0]
     left, right = memory.pair(Peer("worker", "worker-1", 4), Peer("worker", "worker-0", 1))
     peers.accept(right)
-    assert list(peers._ways) == [4] and left.other is right
+    assert list(peers._links) == [4] and left.other is right
     peers.close()
 
 
@@ -85,28 +85,28 @@ class _Nowhere:
         return HeapMemory(num_bytes)
 
 
-def lie(way: Way, group: tuple[int, ...], which: str) -> None:
+def lie(link: PeerLink, group: tuple[int, ...], which: str) -> None:
     """Says something that nobody says who keeps to the protocol."""
     bytes8 = memoryview(bytearray(8))
     if which == "other bytes than described":
-        way.send(Describe(group, 1, "all_reduce", "float32", (4,), op="sum"), [bytes8], 8)
+        link.send(Describe(group, 1, "all_reduce", "float32", (4,), op="sum"), [bytes8], 8)
     elif which == "no bytes":
-        way.send(Describe(group, 1, "all_reduce", "float32", (4,), op="sum"))
+        link.send(Describe(group, 1, "all_reduce", "float32", (4,), op="sum"))
     elif which == "a group without us":
-        way.send(Describe((77, 78), 0, "barrier"))
+        link.send(Describe((77, 78), 0, "barrier"))
     elif which == "a chunk of nothing":
-        way.send(Chunk(5), [bytes8], 8)
-        way.send(Chunk(0), [memoryview(bytearray(1 << 20))], 1 << 20)
+        link.send(Chunk(5), [bytes8], 8)
+        link.send(Chunk(0), [memoryview(bytearray(1 << 20))], 1 << 20)
     elif which == "memory that did not come":
-        way.send(Share(1, 4096))
+        link.send(Share(1, 4096))
     elif which == "an offer of other bytes":
-        way.send(Offer(0, "float64", (3,)), [bytes8], 8)
+        link.send(Offer(0, "float64", (3,)), [bytes8], 8)
     elif which == "less than nothing":
-        way.send(Offer(0, "float64", (-3,)))
+        link.send(Offer(0, "float64", (-3,)))
     elif which == "too much at once":
-        way.send(Piece(0, 0), [memoryview(bytearray(1 << 20))], 1 << 20)
+        link.send(Piece(0, 0), [memoryview(bytearray(1 << 20))], 1 << 20)
     elif which == "what is said to the coordinator":
-        way.send(Leave(False))
+        link.send(Leave(False))
 
 
 LIES = [
@@ -118,7 +118,7 @@ LIES = [
 def test_a_lie_ends_the_connection(two: LocalJob) -> None:
     """With a reason; whoever waits is told whose connection it was; the next call makes a new one."""
     for which in LIES:
-        (mine,), (theirs,) = ways(two, 0), ways(two, 1)
+        (mine,), (theirs,) = links(two, 0), links(two, 1)
         lie(theirs, (mine.incarnation, theirs.incarnation), which)
         assert mine.lost.startswith("refused what worker-1 sent: "), (which, mine.lost)
         assert together(two, lambda me: collectives.all_reduce(1)) == [2, 2], which
@@ -126,7 +126,7 @@ def test_a_lie_ends_the_connection(two: LocalJob) -> None:
 
 def test_a_chunk_that_is_not_the_next_one(two: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a call: a description as it should be, and then bytes that nobody has asked for."""
-    calls, (theirs,) = two[1].collectives._calls, ways(two, 1)
+    calls, (theirs,) = two[1].collectives._calls, links(two, 1)
     group = tuple(member.incarnation for member in calls.world.members(None)[0])
     said = Describe(
         group,
@@ -139,9 +139,9 @@ def test_a_chunk_that_is_not_the_next_one(two: LocalJob, monkeypatch: pytest.Mon
         generation=calls.world.roster.generation,
     )
     theirs.send(said)
-    under_way, ours = threading.Event(), Heard._place
+    under_way, ours = threading.Event(), PeerMessages._place
     # What worker-0 sends waits there for a call of worker-1, which makes none.
-    monkeypatch.setattr(Heard, "_place", lambda self, *given: (under_way.set(), ours(self, *given))[1])
+    monkeypatch.setattr(PeerMessages, "_place", lambda self, *given: (under_way.set(), ours(self, *given))[1])
 
     def work(me: Any) -> Any:
         lying = threading.Thread(target=lie_when_it_waits)

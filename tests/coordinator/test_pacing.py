@@ -193,7 +193,7 @@ def test_who_is_held_can_be_asked_to_leave() -> None:
         def work(job: Job) -> str:
             try:
                 if job.rank == 1:
-                    until(lambda: job._hearing.pacing._pace.is_paused, "told")
+                    until(lambda: job._handlers.pacing._pace.is_paused, "told")
                     threading.Timer(0.1, job.retire).start()
                 job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
                 return "registered"

@@ -10,7 +10,7 @@ from syncline.core.leasing.loader import Loader
 from syncline.core.leasing.shares import equal_parts
 from syncline.core.slice_state import Identity
 from syncline.core.wire.leases import GivenLease
-from syncline.worker.portion import Piece, Portion
+from syncline.worker.data.leases import BatchRange, Portion
 
 
 @pytest.mark.parametrize("in_rounds", [True, False])
@@ -51,7 +51,7 @@ class Rounds:
         for one in owners:
             self.leasing.gave_back(one, "a", 0, self.here[one].give_back(keeps_begun=False))
 
-    def _cut(self, owner: Identity) -> Piece | None:
+    def _cut(self, owner: Identity) -> BatchRange | None:
         portion = self.here[owner]
         while (piece := portion.cut()) is None:
             answer = self.leasing.ask(owner, "a", 0, self.entered, newest=portion.newest, given=portion.given)

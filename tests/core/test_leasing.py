@@ -13,7 +13,7 @@ from syncline.core.leasing.loader import Loader
 from syncline.core.slice_state import Identity
 from syncline.core.wire.leases import GivenLease
 from syncline.errors import ConfigError
-from syncline.worker.portion import Portion
+from syncline.worker.data.leases import Portion
 
 
 class Worker:

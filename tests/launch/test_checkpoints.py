@@ -83,7 +83,7 @@ main()
 """
 #: No worker comes to the end of its script before a save is asked for.
 UNTIL_A_SAVE = """time.sleep(pause)
-        while pause and own["steps"] == 20 and not job._hearing.saves._number:
+        while pause and own["steps"] == 20 and not job.checkpoints.saves._number:
             time.sleep(0.02)
 """
 

@@ -23,7 +23,7 @@ import torch
 import torch.utils.data
 
 from syncline.core.leasing.order import Order
-from syncline.worker import seeding
+from syncline.worker.checkpoint import rng_state
 
 
 class Job:
@@ -36,7 +36,7 @@ class Job:
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
         self._counted: list[list[int]] = []
-        self._stream = seeding.OwnStream(self.name, 0)
+        self._stream = rng_state.OwnStream(self.name, 0)
 
     def begin(self) -> None:
         """Training begins: after seed_everything, which torch does not have, worker-0 draws from its own stream."""
@@ -92,7 +92,7 @@ class _InOrder(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._seed is None:
             found = torch.initial_seed()
-            given = seeding.last_given(found)
+            given = rng_state.last_given(found)
             self._seed = found if given is None else given
         order = Order(self._num_samples, self._seed, self._epoch, self._shuffle)
         self._epoch += 1
@@ -128,9 +128,9 @@ def _without_syncline() -> Iterator[None]:
     """While it lasts, `import syncline` gets the names above."""
     global _job
     job = _job = Job()
-    seeding._given = seeding._last_given = None  # of another script in this process
+    rng_state._given = rng_state._last_given = None  # of another script in this process
     top, adapter = types.ModuleType("syncline"), types.ModuleType("syncline.torch")
-    top.__dict__.update(init=lambda **_: job, seed_everything=seeding.seed_everything, torch=adapter)
+    top.__dict__.update(init=lambda **_: job, seed_everything=rng_state.seed_everything, torch=adapter)
     adapter.__dict__.update(DataLoader=DataLoader, DistributedOptimizer=job.optimizer)
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "syncline"}
     for name in ours:

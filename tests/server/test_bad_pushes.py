@@ -10,7 +10,7 @@ from tests.patience import PATIENCE
 
 from syncline import Rule, RuleError
 from syncline.testing import local_job
-from syncline.worker import plans
+from syncline.worker import kv
 from syncline.worker.job import Job
 
 MOMENTUM = Rule("SGD", lr=1.0, momentum=0.5)
@@ -188,7 +188,7 @@ def test_gradients_filled_in_place_are_looked_at_too() -> None:
 @pytest.mark.parametrize("bad", ["a", "b"])
 def test_what_is_copied_and_what_lies_there_already(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a push whose "a" is copied and whose "b" was filled in place, both must be finite."""
-    monkeypatch.setattr(plans, "LOOK_BYTES", 1)
+    monkeypatch.setattr(kv, "LOOK_BYTES", 1)
 
     def work(job: Job) -> tuple[Values, int]:
         job.kv.register(start(), MOMENTUM)

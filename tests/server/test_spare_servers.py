@@ -307,7 +307,7 @@ def test_a_server_that_comes_follows_the_one_that_decides() -> None:
             while left:
                 time.sleep(0.004 if job.rank == 2 else 0.001)
                 job.kv.push({"x": one_hot(job, step % 64)}).wait()
-                step, left = step + 1, left - (len(job.exchange._placement.names) == 2)
+                step, left = step + 1, left - (len(job.exchange.routes.names) == 2)
             job.barrier("end")
             return job.kv.pull()["x"], job.exchange.num_late, step
 

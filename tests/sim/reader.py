@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.core.members import Member
 from syncline.core.rounds import LOOP
 from syncline.core.wire.leases import AskLease, GivenLease, LeaveEpoch
-from syncline.worker.leases import Uses
-from syncline.worker.portion import Piece, Portion
+from syncline.worker.data.leases import BatchRange, LeaseAcks, Portion
 
 from .handing import LOADER
 from .worker import Open, Worker
@@ -28,8 +27,8 @@ class Reader(Worker):
         assert job.scenario.data is not None
         self.data = job.scenario.data
         self.place, self.phase = 0, "open"
-        self.uses, self.portion, self.piece = Uses(), Portion(self.data.batch), None
-        self.piece: Piece | None
+        self.uses, self.portion, self.piece = LeaseAcks(), Portion(self.data.batch), None
+        self.piece: BatchRange | None
         self.is_finished, self.has_paused, self.enters_again = False, False, False
         self.must_tell = False
         self.level = 0  # of its wait: 0 none, 1 asked once more, 2 asked to be told when there is more
@@ -135,7 +134,7 @@ class Reader(Worker):
         elif "ask_lease" not in self.asks:
             self._wait()
 
-    def _step(self, piece: Piece) -> None:
+    def _step(self, piece: BatchRange) -> None:
         if len(self.open) > self.job.scenario.window:
             return
         if self.needs_place and self.job.policy.kind == "bounded":

@@ -28,7 +28,7 @@ def no_seed_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another test gave to torch.manual_seed or seed_everything is not this test's."""
     torch.manual_seed(1 << 60)
     monkeypatch.setattr("syncline.torch.data._AT_IMPORT", 1 << 60)
-    monkeypatch.setattr("syncline.worker.seeding._last_given", None)
+    monkeypatch.setattr("syncline.worker.checkpoint.rng_state._last_given", None)
 
 
 class SlowMark:
@@ -107,7 +107,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield "cuda:0"
         return
     opened = go_the_slow_way(monkeypatch.setattr, request.param)
-    monkeypatch.setattr(embedded, "Hatch", lambda device: DeviceChannel("cpu"))  # also where there is a GPU
+    monkeypatch.setattr(embedded, "DeviceChannel", lambda device: DeviceChannel("cpu"))  # also where there is a GPU
     yield "cpu"
     assert opened, "nothing went the way of a device"
 

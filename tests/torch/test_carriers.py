@@ -16,7 +16,7 @@ from syncline.torch.carriers import ArenaCarrier, MirrorCarrier
 from syncline.torch.comparing import Comparison
 from syncline.torch.gradients import Gradients
 from syncline.torch.parameters import Tracked
-from syncline.worker import digests
+from syncline.worker.exchange import finite as finite_module
 
 SIZES = (40, 3, 70, 16, 1)
 
@@ -30,7 +30,7 @@ def segment_of(dtype: str = "float32") -> Segment:
 class Wire:
     """An exchange whose servers are far away: remembers what the arena held when a slice was staged."""
 
-    checks_finite, is_arena_lent = True, False
+    checks_finite, is_arena_shared = True, False
 
     def __init__(self, segment: Segment, early_bytes: float = 0) -> None:
         self.early_bytes = early_bytes
@@ -202,7 +202,7 @@ def test_a_comparison_finds_every_changed_bit(dtype: str, run_bytes: int) -> Non
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Setting:
     """Parameters from 16 numbers on have digests, of pieces of 16 numbers; others are compared."""
     monkeypatch.setattr(carriers, "SMALL_BYTES", 64)
-    monkeypatch.setattr(digests, "PIECE_BYTES", 64)
+    monkeypatch.setattr(finite_module, "PIECE_BYTES", 64)
     return Setting(None)
 
 
@@ -233,7 +233,7 @@ def test_what_is_edited_after_backward_is_found_and_nothing_else(on_cpu: Setting
 def test_an_arena_that_has_something_else_by_the_step_gets_everything_again(on_cpu: Setting, lent: bool) -> None:
     on_cpu.backward()
     if lent:
-        on_cpu.wire.is_arena_lent = True
+        on_cpu.wire.is_arena_shared = True
         on_cpu.wire.arena(0)[:] = 7
     else:
         on_cpu.wire._arena = np.zeros_like(on_cpu.wire._arena)

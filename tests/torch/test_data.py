@@ -15,7 +15,7 @@ from tests.leased import FakeJob, LeaseQueue, alone, order
 from torch.utils.data import Dataset, TensorDataset
 
 import syncline.torch.data
-import syncline.worker.numbers
+import syncline.worker.data.loop
 from syncline.core.wire.leases import LeaveEpoch
 from syncline.errors import ConfigError
 from syncline.testing import local_job
@@ -68,7 +68,7 @@ def test_each_iter_is_the_next_epoch_in_another_order() -> None:
 def test_the_order_is_the_same_whatever_the_block_in_which_it_is_evaluated(
     block_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syncline.worker.numbers, "BLOCK_SAMPLES", block_samples)
+    monkeypatch.setattr(syncline.worker.data.loop, "BLOCK_SAMPLES", block_samples)
     loader = DataLoader(Numbers(100), 7, True, job=alone())
     assert flat(lists(loader)) == order(100, 0, 0)
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_samples_count_when_the_script_takes_them_not_when_they_are_read_ahead()
     batches = iter(DataLoader(Numbers(10), 4, num_workers=1, prefetch_factor=4, job=job))
     for taken in (4, 8, 10):
         next(batches)
-        assert (job.samples.taken, job.samples.uses.samples) == (taken, taken)
+        assert (job.samples.taken, job.samples.lease_acks.samples) == (taken, taken)
 
 
 def test_the_epoch_begins_at_iter_and_not_at_its_first_batch() -> None:
@@ -213,7 +213,7 @@ def test_a_loop_without_steps_passes_over_what_it_has_read() -> None:
     desk = LeaseQueue()
     lists(DataLoader(Numbers(10), 4, job=desk[0]))
     assert desk.passed_over == 10 and desk.left == 0
-    assert desk[0].samples.uses.take() == [] and not desk[0].samples.taken
+    assert desk[0].samples.lease_acks.take() == [] and not desk[0].samples.taken
     assert desk[0].num_rests == 1, "as all workers that were in this loop"
 
 
@@ -225,14 +225,14 @@ def test_the_job_hears_nothing_of_an_evaluation(num_samples: int) -> None:
     training = iter(DataLoader(Numbers(20), 4, job=job))
     next(training)
     heard, taken, progress = list(desk.heard), job.samples.taken, job.samples.progress
-    held = job.samples.uses.held({1, 2})
+    held = job.samples.lease_acks.held({1, 2})
     read = []
     with torch.no_grad():
         for one in desk:
             read += flat(lists(DataLoader(Numbers(num_samples), 4, job=one)))
     assert read == [*range(num_samples), *range(num_samples)]
     assert (desk.heard, job.samples.taken, job.samples.progress) == (heard, taken, progress)
-    assert job.samples.uses.held({1, 2}) == held
+    assert job.samples.lease_acks.held({1, 2}) == held
 
 
 def test_gradients_off_when_the_loop_began_is_what_counts() -> None:
@@ -394,7 +394,7 @@ def test_bytes_sent_early_before_a_rest_count_after_it() -> None:
                 if number % 2 == 0:
                     opt.step()
                     opt.zero_grad()
-            assert job.exchange.early_bytes == 0 and (job.exchange._sending._sent or number == 6)
+            assert job.exchange.early_bytes == 0 and (job.exchange._sender._sent or number == 6)
         return model.weight.tolist(), job.step
 
     with local_job(workers=1, transport="tcp") as local:

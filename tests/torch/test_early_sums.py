@@ -19,7 +19,7 @@ from syncline.server.reduce.host_round import Turn
 from syncline.server.reduce.process_group import GroupRound
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer, carriers, channel_carrier
-from syncline.worker import digests, placement
+from syncline.worker.exchange import finite, routes
 
 STEPS = 8
 #: Two hosts with two workers each, whose sums go by host leaders; one host; and four workers whose sums gloo makes.
@@ -35,9 +35,9 @@ Body = Callable[["Script", int], None]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are large enough for digests of several pieces, biases are compared."""
-    monkeypatch.setattr(placement, "EARLY_BYTES", 1)
+    monkeypatch.setattr(routes, "EARLY_BYTES", 1)
     monkeypatch.setattr(carriers, "SMALL_BYTES", 512)
-    monkeypatch.setattr(digests, "PIECE_BYTES", 512)
+    monkeypatch.setattr(finite, "PIECE_BYTES", 512)
 
 
 class Script:

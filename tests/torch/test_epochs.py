@@ -13,7 +13,7 @@ from tests.torch.test_data import Numbers, flat, train
 
 from syncline.errors import ConfigError
 from syncline.torch.data import DataLoader
-from syncline.worker.samples import Samples
+from syncline.worker.data.samples import WorkerSamples
 
 
 def run(loader: DataLoader[Any], job: FakeJob, num_epochs: int) -> dict[int, list[int]]:
@@ -121,4 +121,4 @@ def test_with_range_an_empty_epoch_names_the_remedy_once() -> None:
         "epoch 1 of 'loader-0' had no batch left for this worker, so the loop over it was empty: a mean over its "
         "batches would divide by zero. `for epoch in loader.epochs(n):` skips such epochs"
     ]
-    assert isinstance(desk[1].samples, Samples) and desk[1].samples.num_skipped == 0
+    assert isinstance(desk[1].samples, WorkerSamples) and desk[1].samples.num_skipped == 0

@@ -34,7 +34,7 @@ from syncline.server.device_storage import ChannelStorage
 from syncline.server.reduce import process_group
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
-from syncline.worker.arena import Arenas
+from syncline.worker.exchange.routes import Arenas
 from syncline.worker.job import Job
 
 NCCL: dict[str, Any] = {"exchange": "ring", "sums": "nccl", "slice_bytes": 256}

@@ -16,8 +16,8 @@ from tests.patience import PATIENCE
 
 from syncline.core.wire.leases import LeaveEpoch
 from syncline.torch.data import DataLoader
-from syncline.worker import times
-from syncline.worker.leases import Uses
+from syncline.worker import waits
+from syncline.worker.data.leases import LeaseAcks
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -293,6 +293,7 @@ class Ticks:
     """A clock that goes when it is told to."""
 
     now = 0.0
+    monotonic = staticmethod(time.monotonic)
 
     def perf_counter(self) -> float:
         return self.now
@@ -301,7 +302,7 @@ class Ticks:
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     found = Ticks()
-    monkeypatch.setattr(times, "time", found)
+    monkeypatch.setattr(waits, "time", found)
     return found
 
 
@@ -320,7 +321,7 @@ def test_waits_for_others_are_no_time_of_work(ticks: Ticks) -> None:
 
 def test_a_speed_is_of_whole_steps(ticks: Ticks) -> None:
     """Asked for in the middle of a long step, as beats do: its samples count when its seconds do."""
-    clock = times.StepClock()
+    clock = waits.StepClock()
     clock.resume()
     ticks.now = 2.0
     clock.lap("compute")
@@ -343,7 +344,7 @@ def test_what_is_between_two_loops_is_no_time_of_work(ticks: Ticks) -> None:
 
 def test_what_was_used_is_known_until_nobody_asks_for_it() -> None:
     """With coordinator and servers the end of an epoch may be forgotten: only workers know then what they used."""
-    uses = Uses()
+    uses = LeaseAcks()
     for lease in (1, 2, 3):
         uses.answered([(lease, 0, 4)], is_late=False)
     uses.forget({1})

@@ -168,7 +168,7 @@ def test_after_the_first_batch_the_script_is_on_its_own(made, tmp_path):
     takes_up(again, tmp_path / NAME, digest)
     resumed = Script(again)
     resumed.run(1)
-    assert len(resumed.log) == 3 + 6 and again.memory.taken_up.is_over
+    assert len(resumed.log) == 3 + 6 and again.checkpoints.resume.is_over
     again.state["log"] = []
     assert again.state["log"] == []
 
@@ -234,7 +234,7 @@ def test_between_two_averages_it_is_no_boundary_without_a_loader_either(made):
     for _ in range(4):
         script.model(torch.rand(4, 1)).sum().backward()
         script.opt.step()
-        clean.append(job.boundary.is_clean())
+        clean.append(job.boundary.is_clean)
     assert clean == [False, True, False, True]
 
 
@@ -340,4 +340,4 @@ def test_a_script_with_a_loop_of_its_own(made, tmp_path):
     drawn = torch.get_rng_state()
     resumed.opt.step()
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert resumed.opt.param_groups[0]["lr"] == 0.5 * 0.5**4 and again.memory.taken_up.is_over
+    assert resumed.opt.param_groups[0]["lr"] == 0.5 * 0.5**4 and again.checkpoints.resume.is_over

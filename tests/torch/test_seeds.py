@@ -20,7 +20,7 @@ from syncline.core.checkpoint.snapshot import ledger_at, taken_up
 from syncline.core.leasing.leases import LeaseState, Leasing
 from syncline.torch import data
 from syncline.torch.data import DataLoader
-from syncline.worker import leases
+from syncline.worker.data import leases
 
 
 def shuffled(job: FakeJob | None = None, **options: Any) -> DataLoader[Any]:

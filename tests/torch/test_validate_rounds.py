@@ -14,7 +14,7 @@ from tests.torch.test_validate import Counting, Numbers
 from syncline.coordinator.saves import SaveService
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
-from syncline.worker import validating
+from syncline.worker import validation
 from syncline.worker.job import Job
 
 
@@ -31,14 +31,14 @@ def step(model: Counting, opt: DistributedOptimizer) -> None:
 def test_rounds_are_whole_however_long_a_save_takes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who left them while the cut of a save was awaited was in other rounds afterwards than the others, by chance: on
     a starved machine the same samples made more steps."""
-    monkeypatch.setattr(validating, "ASIDE_SECONDS", 0.0)
+    monkeypatch.setattr(validation, "ASIDE_SECONDS", 0.0)
     asked: list[bool] = []
 
     def work(job: Job) -> float:
         model, opt = counting(job)
-        placement: Any = job.exchange._placement  # type: ignore[attr-defined]
-        is_awaited = placement.is_awaited
-        monkeypatch.setattr(placement, "is_awaited", lambda seconds: asked.append(is_awaited(seconds)) or asked[-1])
+        routes: Any = job.exchange.routes
+        is_awaited = routes.is_awaited
+        monkeypatch.setattr(routes, "is_awaited", lambda seconds: asked.append(is_awaited(seconds)) or asked[-1])
         job.validate(lambda batch: {"count": float(model.count)}, Numbers(4), 2, batch_size=2)
         for _ in DataLoader(Numbers(24), 2, job=job):
             step(model, opt)

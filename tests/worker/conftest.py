@@ -69,8 +69,8 @@ from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Peer, buffer_of
-from syncline.worker.hearing import FromCoordinator
 from syncline.worker.job import Job
+from syncline.worker.session import CoordinatorHandlers
 
 
 class TwinServer:
@@ -297,16 +297,16 @@ class House:
             self.add_server(f"server-{k}")
         self.registry = Registry([f"server-{k}" for k in range(num_servers)], self.config.slice_bytes)
         self.coordinator = TwinCoordinator(self)
-        self.hearing = FromCoordinator()
+        self.handlers = CoordinatorHandlers()
         self.stamp = Stamp("twin")
         me = self.members["worker-0"] = Member("worker-0", "worker", 3, "local")
         self.link = Link(
-            self.dial_coordinator, self.hearing, self.stamp, patience_seconds=PATIENCE, say=self.said.append,
-            fenced=self.hearing.fenced, gone=self.hearing.gone,
+            self.dial_coordinator, self.handlers, self.stamp, patience_seconds=PATIENCE, say=self.said.append,
+            fenced=self.handlers.fenced, gone=self.handlers.gone,
         )  # fmt: skip
         joined = Joined(3, self.generation, list(self.members.values()), self.config, late)
         self.job = Job(
-            joined, me, self.link, self.hearing, self.dial, self.stamp,
+            joined, me, self.link, self.handlers, self.dial, self.stamp,
             folder=pathlib.Path("."), say=self.said.append, embedded=False, beats=False,
         )  # fmt: skip
 

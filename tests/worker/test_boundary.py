@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.worker.boundary import Boundary, Position
+from syncline.worker.checkpoint.boundary import Boundary, Position
 
 
 class Noting:
@@ -17,8 +17,8 @@ class Noting:
 
 def test_a_barrier_in_a_loop_is_no_boundary() -> None:
     """What the script does behind it, and before it comes for its next batch, belongs to the batch before."""
-    boundary, noting, in_loop = Boundary(), Noting(), True
-    boundary.clock, boundary.is_in_loop = (lambda: 7), (lambda: in_loop)
+    noting, in_loop = Noting(), True
+    boundary = Boundary(lambda: 7, lambda: in_loop, lambda: False)
     boundary.watch(noting)
     with boundary.standing(boundary.place("barrier", "x")):
         boundary.look_where_it_waits()
@@ -31,8 +31,8 @@ def test_a_barrier_in_a_loop_is_no_boundary() -> None:
 
 def test_barriers_of_batches_that_are_done_are_not_counted() -> None:
     """A job that takes a checkpoint up does not come to them again: the next outside of loops has the same turn."""
-    boundary, in_loop = Boundary(), False
-    boundary.is_in_loop = lambda: in_loop
+    in_loop = False
+    boundary = Boundary(lambda: 0, lambda: in_loop, lambda: False)
     assert boundary.place("barrier", "x") == ("barrier", "x", 1)
     in_loop = True
     boundary.place("barrier", "x"), boundary.place("barrier", "x")

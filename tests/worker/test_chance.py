@@ -10,7 +10,7 @@ import numpy.random  # it is loaded when it is first used
 import pytest
 import torch
 
-from syncline.worker import chance
+from syncline.worker.checkpoint import rng_state
 
 
 def drawn() -> tuple[float, float, float]:
@@ -18,21 +18,21 @@ def drawn() -> tuple[float, float, float]:
 
 
 def test_all_generators_go_on_where_they_were() -> None:
-    states = chance.take()
+    states = rng_state.take()
     first = drawn()
     assert drawn() != first
-    chance.put_back(states)
+    rng_state.put_back(states)
     assert drawn() == first
 
 
 def test_a_script_without_torch_can_read_what_was_taken_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a ring the server in its process has loaded it; taken up with servers of their own, nobody has."""
-    states = chance.take()
+    states = rng_state.take()
     assert not any(isinstance(value, torch.Tensor) for value in states.values())
     first = drawn()
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "torch")
-        chance.put_back(states)
+        rng_state.put_back(states)
         again = random.random(), float(np.random.rand())
     assert again == first[:2]
 
@@ -40,5 +40,5 @@ def test_a_script_without_torch_can_read_what_was_taken_beside_torch(monkeypatch
 def test_states_that_older_jobs_have_saved_as_tensors() -> None:
     states = {"torch": torch.get_rng_state()}
     first = torch.rand(())
-    chance.put_back(states)
+    rng_state.put_back(states)
     assert torch.rand(()) == first

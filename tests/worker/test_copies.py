@@ -258,17 +258,17 @@ def test_a_change_leaves_copies_as_they_are(house: Callable[..., Any]) -> None:
 def test_while_slices_land_there_is_no_copy_of_them(
     house: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from syncline.worker.sinks import HostSink
+    from syncline.worker.exchange.targets import HostTarget
 
     twin = house(1, slice_bytes=128)
     grads, out = start(twin)
     twin.job.kv.push_pull(grads, out=out).wait()
-    take, seen = HostSink.take, []
+    take, seen = HostTarget.take, []
 
     def look(sink: Any, parts: Any) -> None:
         seen.append(twin.job.exchange.copies_of([part.id for part, _ in parts]))
         take(sink, parts)
 
-    monkeypatch.setattr(HostSink, "take", look)
+    monkeypatch.setattr(HostTarget, "take", look)
     twin.job.kv.push_pull(grads, out=out).wait()
     assert seen == [[]] and len(ask(twin, sorted(twin.values))) == len(twin.values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 
 from syncline import Rule
 from syncline.errors import WaitTimeout
-from syncline.worker import times
-from syncline.worker.commit import CommitFlow
+from syncline.worker import waits
+from syncline.worker.exchange.commit import CommitFlow
 
 LONG = 1000.0
 
@@ -24,7 +25,9 @@ def test_the_time_until_a_round_is_closed_is_a_wait(
     twin = house(2, slice_bytes=256)
     twin.job.kv.register({"a": np.zeros(100)}, Rule("SGD", lr=1.0))
     exchange, ticks, waited = twin.job.exchange, itertools.count(), 0.0
-    monkeypatch.setattr(times, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks) + waited))
+    monkeypatch.setattr(
+        waits, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks) + waited, monotonic=time.monotonic)
+    )
     exchange.times.resume()
 
     def close(flow: CommitFlow, seconds: float) -> None:

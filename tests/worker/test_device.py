@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from syncline.core.members import Member
-from syncline.worker.device import choose_device
+from syncline.worker.job import choose_device
 
 
 @pytest.mark.parametrize(

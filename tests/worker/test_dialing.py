@@ -19,7 +19,7 @@ from syncline.errors import JobFailed
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import Peer
-from syncline.worker import placement
+from syncline.worker.exchange import routes
 
 SGD = Rule("SGD", lr=1.0)
 DIAL_SECONDS = PATIENCE
@@ -50,7 +50,7 @@ def begin(house: Callable[..., Any], nowhere: Any) -> tuple[Any, threading.Threa
     twin = house(2, slice_bytes=64)
     twin.job.kv.register({"a": np.zeros(64)}, SGD)
     twin.dialled = threading.Event()
-    twin.job.exchange._placement._dial = nowhere(twin)
+    twin.job.exchange.routes._dial = nowhere(twin)
     twin.servers["server-1"].die()
     twin.add_server("server-1")
     twin.change()
@@ -90,13 +90,13 @@ def test_the_end_of_the_job_ends_the_dial(house: Callable[..., Any], nowhere: An
 
 def test_a_roster_that_comes_while_a_server_is_reached_closes_nothing(house: Any, monkeypatch: Any) -> None:
     """It names the very server that was just reached: closed, it would have to be reached again."""
-    twin, reader = house(2, slice_bytes=256), placement.ServerReader
+    twin, reader = house(2, slice_bytes=256), routes.ServerReader
 
     def heard(*given: Any, **more: Any) -> Any:
-        twin.job.exchange.placement.hear(twin.roster())
+        twin.job.exchange.routes.hear(twin.roster())
         return reader(*given, **more)
 
-    monkeypatch.setattr(placement, "ServerReader", heard)
+    monkeypatch.setattr(routes, "ServerReader", heard)
     twin.job.kv.register({"a": np.zeros(64), "b": np.zeros(64)}, SGD)
     twin.job.kv.push({"a": np.ones(64), "b": np.ones(64)}).wait()
     assert all((value == -1.0).all() for value in twin.everything().values())
@@ -105,7 +105,7 @@ def test_a_roster_that_comes_while_a_server_is_reached_closes_nothing(house: Any
 
 def test_a_roster_that_comes_between_the_dial_and_the_way_counts(house: Any, monkeypatch: Any) -> None:
     """The server that was just reached is out by it: whoever asked it something would wait for its deadline."""
-    twin, reader, open_ = house(2, slice_bytes=256), placement.ServerReader, []
+    twin, reader, open_ = house(2, slice_bytes=256), routes.ServerReader, []
 
     def heard(endpoint: Any, *given: Any, **more: Any) -> Any:
         made = reader(endpoint, *given, **more)
@@ -114,9 +114,9 @@ def test_a_roster_that_comes_between_the_dial_and_the_way_counts(house: Any, mon
             made.look = lambda parts: (open_.append(endpoint.is_open), look(parts))[1]
             twin.servers.pop("server-1")  # it hangs: its connection stays
             twin.fail_over("server-1", "server-0", tell=False)
-            twin.job.exchange.placement.hear(twin.roster())
+            twin.job.exchange.routes.hear(twin.roster())
         return made
 
-    monkeypatch.setattr(placement, "ServerReader", heard)
+    monkeypatch.setattr(routes, "ServerReader", heard)
     twin.job.kv.register({"a": np.zeros(64), "b": np.zeros(64)}, SGD)
     assert not any(open_)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from syncline.worker import copying, digests
-from syncline.worker.digests import copy_digested, is_same
+from syncline.worker import arrays
+from syncline.worker.exchange import finite
+from syncline.worker.exchange.finite import copy_digested, is_same
 
 SIZES = [0, 4, 60, 64, 68, 128, 1000]
 
@@ -14,9 +15,9 @@ SIZES = [0, 4, 60, 64, 68, 128, 1000]
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"], autouse=True)
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few numbers each, by one thread and by several."""
-    monkeypatch.setattr(digests, "PIECE_BYTES", 64)
-    monkeypatch.setattr(copying, "LEAST_BYTES", 32)
-    monkeypatch.setattr(copying, "num_threads", lambda: request.param)
+    monkeypatch.setattr(finite, "PIECE_BYTES", 64)
+    monkeypatch.setattr(arrays, "LEAST_BYTES", 32)
+    monkeypatch.setattr(arrays, "num_threads", lambda: request.param)
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from syncline.errors import ConfigError, StoreError
-from syncline.worker import chance
-from syncline.worker.encoding import Encoder, decode, from_json, to_json
+from syncline.worker.checkpoint import rng_state
+from syncline.worker.checkpoint.encoding import Encoder, decode, from_json, to_json
 
 
 def through(value: Any) -> Any:
@@ -141,10 +141,10 @@ def test_random_states_go_on_where_they_were():
 
     draw()
     np.random.randn()  # so that one normal number is kept for the next call
-    taken = chance.take()
+    taken = rng_state.take()
     first = draw()
     draw()
-    chance.put_back(through(taken))
+    rng_state.put_back(through(taken))
     assert draw() == first
 
 
@@ -152,9 +152,9 @@ def test_random_states_go_on_where_they_were():
     "states", [{"python": 5}, {"numpy": {}}, {"torch": torch.zeros(3)}, {"python": (3, (1, 2), None)}]
 )
 def test_random_states_that_are_none_are_a_named_error(states):
-    before = chance.take()
+    before = rng_state.take()
     try:
         with pytest.raises(StoreError, match="random states"):
-            chance.put_back(states)
+            rng_state.put_back(states)
     finally:
-        chance.put_back(before)
+        rng_state.put_back(before)

@@ -17,10 +17,11 @@ from syncline.config import JobConfig
 from syncline.core.layout import FLOATS, ITEM_BYTES, Layout, Parameter, Segment, arrange, to_ranges
 from syncline.core.rule import Rule
 from syncline.errors import RuleError
-from syncline.worker import copying, finite
+from syncline.worker import arrays
 from syncline.worker.arrays import Bytes
-from syncline.worker.exchange import Push
-from syncline.worker.finite import Bits, FiniteCheck, Halves, Plan
+from syncline.worker.exchange import finite
+from syncline.worker.exchange.commit import Push
+from syncline.worker.exchange.finite import Bits, FiniteCheck, FinitePlan, Halves
 
 SGD, ADD, ASSIGN = Rule("SGD", lr=1.0), Rule("Add"), Rule("Assign")
 RULES = [SGD, ADD, ASSIGN]
@@ -72,8 +73,8 @@ def cut_small(piece_bytes: int, num_threads: int) -> Iterator[None]:
     with (
         mock.patch.object(finite, "PIECE_BYTES", piece_bytes),
         mock.patch.object(finite, "LONG_BYTES", 2 * piece_bytes),
-        mock.patch.object(copying, "LEAST_BYTES", 64),
-        mock.patch.object(copying, "num_threads", lambda: num_threads),
+        mock.patch.object(arrays, "LEAST_BYTES", 64),
+        mock.patch.object(arrays, "num_threads", lambda: num_threads),
     ):
         yield
 
@@ -111,7 +112,7 @@ def test_the_first_bad_parameter_is_found_wherever_it_lies(
             if RULES[parameter.group] is not ASSIGN:
                 bad.append(name)
     with cut_small(piece_bytes, num_threads), mock.patch.object(finite, "SMALL_BYTES", 1 << 20 if small else 0):
-        plan = Plan(to_ranges(layout.parameter_id(name) for name in sent), layout, arena, 0)
+        plan = FinitePlan(to_ranges(layout.parameter_id(name) for name in sent), layout, arena, 0)
         assert plan.first_bad() == min(bad, key=names.index, default=None)
 
 
@@ -132,7 +133,7 @@ def test_singles_and_doubles(dtype: str, value: float) -> None:
     arena = filled(layout)
     arena.items(layout, "x").view(dtype)[:] = 1.0
     arena.items(layout, "x").view(dtype)[1] = value
-    assert Plan(pushed(layout), layout, arena, 0).first_bad() == (None if math.isfinite(value) else "x")
+    assert FinitePlan(pushed(layout), layout, arena, 0).first_bad() == (None if math.isfinite(value) else "x")
 
 
 @pytest.mark.parametrize("size", [100, 100_000])
@@ -145,9 +146,9 @@ def test_neither_a_product_that_overflows_nor_the_users_own_settings_matter(
     arena = filled(layout)
     arena.items(layout, "x").view(np.float32)[:] = huge
     with np.errstate(all="raise"):
-        assert Plan(pushed(layout), layout, arena, 0).first_bad() is None
+        assert FinitePlan(pushed(layout), layout, arena, 0).first_bad() is None
         arena.items(layout, "y").view(np.float32)[:] = np.nan
-        assert Plan(pushed(layout), layout, arena, 0).first_bad() == "y"
+        assert FinitePlan(pushed(layout), layout, arena, 0).first_bad() == "y"
     assert not recwarn.list
 
 
@@ -197,7 +198,7 @@ def test_several_threads_look_at_all_of_it(dtype: str, place: int) -> None:
     arena = filled(layout, stale=0, bits=1)
     with cut_small(64, num_threads=3):
         with mock.patch.object(finite, "SMALL_BYTES", 0):
-            plan = Plan(pushed(layout), layout, arena, 0)
+            plan = FinitePlan(pushed(layout), layout, arena, 0)
         assert plan.first_bad() is None
         arena.items(layout, "x")[place] = INFINITE[dtype]
         assert plan.first_bad() == "x"
@@ -313,13 +314,13 @@ def test_plans_are_kept_and_follow_new_segments_and_new_memory() -> None:
     """A plan holds on to places in memory: it must not outlive them, nor miss what was registered since."""
     worker = Worker(bad_pushes=100)
     made = []
-    real: Callable[..., Plan] = Plan
+    real: Callable[..., FinitePlan] = FinitePlan
 
-    def counting(*arguments: Any) -> Plan:
+    def counting(*arguments: Any) -> FinitePlan:
         made.append(arguments)
         return real(*arguments)
 
-    with mock.patch.object(finite, "Plan", counting):
+    with mock.patch.object(finite, "FinitePlan", counting):
         for _ in range(3):
             worker.push(1.0)
         assert len(made) == 1

@@ -10,15 +10,15 @@ import pytest
 
 from syncline.core.layout import FLOATS, ITEM_BYTES, Layout, Parameter, arrange
 from syncline.core.rule import Rule
-from syncline.worker import finite
-from syncline.worker.finite import Halves, Plan
+from syncline.worker.exchange import finite
+from syncline.worker.exchange.finite import FinitePlan, Halves
 
 #: Items of four bytes.
 PIECE, LONG = finite.PIECE_BYTES // 4, finite.LONG_BYTES // 4
 INFINITE = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
 
 
-def plan_of(*parameters: Parameter) -> tuple[Plan, list[Any]]:
+def plan_of(*parameters: Parameter) -> tuple[FinitePlan, list[Any]]:
     """A plan for all of these, and their items as bits, which are all the smallest number above zero."""
     layout = Layout([arrange(parameters, [Rule("SGD", lr=1.0), Rule("Assign")], "mean")])
     segment = layout.segments[0]
@@ -28,7 +28,7 @@ def plan_of(*parameters: Parameter) -> tuple[Plan, list[Any]]:
         view = data[begin : begin + parameter.num_bytes].view(f"u{ITEM_BYTES[parameter.dtype]}")
         view[:] = 1
         items.append(view)
-    return Plan(((0, len(parameters)),), layout, lambda segment, slot: data, 0), items
+    return FinitePlan(((0, len(parameters)),), layout, lambda segment, slot: data, 0), items
 
 
 @pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, LONG - 1, LONG, LONG + 1, 2 * LONG + 3])

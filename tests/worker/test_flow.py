@@ -11,7 +11,7 @@ from syncline.core.wire.message import Done, Message
 from syncline.core.wire.traffic import AskClip, Committed
 from syncline.errors import ConnectionLost, Refresh, RuleError
 from syncline.net.rpc import Call
-from syncline.worker.commit import CommitFlow
+from syncline.worker.exchange.commit import CommitFlow
 
 
 class TwinEndpoint:
@@ -21,7 +21,7 @@ class TwinEndpoint:
     peer = "twin"
 
 
-class TwinLane:
+class TwinServerCommit:
     """Keeps what it is told."""
 
     def __init__(self, told: list[tuple[str, int]], name: str) -> None:
@@ -49,17 +49,17 @@ class TwinLane:
 
 
 def flow(told: list[tuple[str, int]], clock: int, before: CommitFlow | None = None, **more: Any) -> CommitFlow:
-    lanes = [TwinLane(told, name) for name in "ab"]
-    for lane in lanes:
-        lane.clock = clock
-    made = CommitFlow(clock, lanes, before, **more)
+    server_commits = [TwinServerCommit(told, name) for name in "ab"]
+    for server_commit in server_commits:
+        server_commit.clock = clock
+    made = CommitFlow(clock, server_commits, before, **more)
     made.start()
     return made
 
 
 def answer(one: CommitFlow, *answers: Any) -> None:
-    for lane, what in zip(one.lanes, answers, strict=True):
-        call: Any = lane.call
+    for server_commit, what in zip(one.server_commits, answers, strict=True):
+        call: Any = server_commit.call
         if isinstance(what, Exception):
             call.finish(None, None, what)
         elif what is not None:
@@ -135,7 +135,7 @@ def test_the_norm_of_a_step_made_anew_is_the_one_it_was_clipped_by() -> None:
     answer(again, Done(), Done())
     told.clear()
     answer(again, Committed(1, []), AskClip(1, 4.0))  # the other has applied it
-    assert [verb for verb, _ in told] == ["clip b"] and again.lanes[1].norm == 7.0  # type: ignore[attr-defined]
+    assert [verb for verb, _ in told] == ["clip b"] and again.server_commits[1].norm == 7.0  # type: ignore[attr-defined]
     answer(again, None, Committed(1, []))
     assert again.is_over and again.error is None
     unknown = flow(told, 1)
@@ -151,8 +151,8 @@ ROLL = RoundMembership(0, 1, [("worker-0", 1, 1)])
 
 def spare_flow(told: list[tuple[str, int]]) -> Any:
     """`b` is the server that decides."""
-    lanes = [TwinLane(told, name) for name in "abc"]
-    made = CommitFlow(1, lanes, decider=lanes[1])
+    server_commits = [TwinServerCommit(told, name) for name in "abc"]
+    made = CommitFlow(1, server_commits, decider=server_commits[1])
     made.start()
     answer(made, Done(), Done(), Done())
     return made
@@ -165,14 +165,18 @@ def test_the_one_that_decides_is_told_first_and_the_others_by_its_word(first: Me
     assert [what for what, _ in told][3:] == ["commit b"]
     answer(one, None, first, None)
     assert [what for what, _ in told][4:] == ["commit a", "commit c"] and not one.is_over
-    assert [lane.roll for lane in one.lanes] == [ROLL, None, ROLL]
+    assert [server_commit.roll for server_commit in one.server_commits] == [ROLL, None, ROLL]
     if isinstance(first, AskClip):
         answer(one, AskClip(1, 3.0), None, AskClip(1, 2.0))
         assert [what for what, _ in told][6:] == ["clip a", "clip b", "clip c"] and one.squared_norm == 9.0
         answer(one, Committed(1, []), Committed(1, []), Committed(1, []))
     else:
         answer(one, Committed(1, []), None, Committed(1, []))
-    assert one.is_over and one.error is None and all(lane.answer is not None for lane in one.lanes)
+    assert (
+        one.is_over
+        and one.error is None
+        and all(server_commit.answer is not None for server_commit in one.server_commits)
+    )
 
 
 @pytest.mark.parametrize("error", [ConnectionLost("gone"), Refresh("moved"), RuleError("cannot be applied")])

@@ -14,7 +14,7 @@ from syncline.core.wire.checkpoints import Noted
 from syncline.core.wire.control import Report
 from syncline.core.wire.leases import AskLeaseAcks, Uses
 from syncline.errors import StoreError
-from syncline.worker import saves
+from syncline.worker.checkpoint import saves
 
 
 def test_the_end_of_a_save_may_come_before_its_beginning(house):
@@ -25,7 +25,7 @@ def test_the_end_of_a_save_may_come_before_its_beginning(house):
     with pytest.raises(StoreError, match="save 3 is over"):
         asker.expect(3).wait(SECONDS)
     step(job)
-    assert not job.boundary._watchers and not job._hearing.saves._notes
+    assert not job.boundary._watchers and not job.checkpoints.saves._notes
     with job.boundary.waiting():
         assert isinstance(asker.expect(4).wait(SECONDS), Noted)
 
@@ -38,7 +38,7 @@ def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monke
 
     def late(watcher: Any) -> None:
         begins.set()
-        until(lambda: job._hearing.saves._number == 2)
+        until(lambda: job.checkpoints.saves._number == 2)
         time.sleep(0.2)
         unwatch(watcher)
         is_gone.set()
@@ -83,7 +83,7 @@ def test_while_a_large_state_is_noted_the_coordinator_is_heard(house):
         go_on.set()
         waiting.__exit__(None, None, None)
     until(lambda: not job.boundary._watchers)
-    assert not job._hearing.saves._notes, "what was noted for a save that is over is let go"
+    assert not job.checkpoints.saves._notes, "what was noted for a save that is over is let go"
 
 
 def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
@@ -97,8 +97,8 @@ def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
     script = threading.Thread(target=lambda: [(step(job), done.append(n)) for n in range(6)], daemon=True)
     script.start()
     assert isinstance(told.wait(SECONDS), Noted)
-    until(lambda: len(job._hearing.saves._notes) > 1)
-    noted = len(job._hearing.saves._notes)
+    until(lambda: len(job.checkpoints.saves._notes) > 1)
+    noted = len(job.checkpoints.saves._notes)
     assert noted < 5
     assert asker.written(tmp_path, 1).clock == 1
     script.join(SECONDS)
@@ -116,9 +116,9 @@ def test_a_save_that_is_late_costs_a_script_one_wait_and_not_its_memory(house, t
     kept = []
     for _ in range(40):
         step(job)
-        kept.append(len(job._hearing.saves._notes))
+        kept.append(len(job.checkpoints.saves._notes))
     assert isinstance(told.wait(SECONDS), Noted)
-    assert max(kept) <= 3 and job._hearing.saves._patience == 0.0
+    assert max(kept) <= 3 and job.checkpoints.saves._patience == 0.0
     with pytest.raises(StoreError, match="keeps its state of step 5 no more"):
         asker.written(tmp_path, 5)
     assert asker.written(tmp_path, 40).clock == 40
@@ -126,7 +126,7 @@ def test_a_save_that_is_late_costs_a_script_one_wait_and_not_its_memory(house, t
 
 def test_a_worker_tells_the_steps_of_the_job_also_of_those_before_it_was_taken_up(house):
     twin, job, _ = begin(house, sync_every=4)
-    job.memory.taken_up.own_step = 100_000
+    job.checkpoints.resume.own_step = 100_000
     job.stepped()
     job.reporting.report()
     until(lambda: any(isinstance(message, Report) and message.step for message in twin.coordinator.heard))

@@ -6,17 +6,17 @@ import pytest
 
 from syncline.core.wire.control import GivenLife
 from syncline.errors import ConfigError
-from syncline.worker.life import CANNOT_RESUME, CannotResume, Life, checked_step
+from syncline.worker.steps import CANNOT_RESUME, CannotResume, WorkerLife, checked_step
 
 
 def test_a_first_life_needs_no_position() -> None:
-    life = Life(GivenLife(1, 500, 0), in_rounds=True)
+    life = WorkerLife(GivenLife(1, 500, 0), in_rounds=True)
     life.commits(in_leases=False)
     assert not life.has_position
 
 
 def test_a_second_life_without_a_position_leaves_and_says_what_would_make_it_restartable() -> None:
-    life = Life(GivenLife(2, 40, 40), in_rounds=True)
+    life = WorkerLife(GivenLife(2, 40, 40), in_rounds=True)
     life.commits(in_leases=True)
     with pytest.raises(CannotResume) as left:
         life.commits(in_leases=False)
@@ -26,7 +26,7 @@ def test_a_second_life_without_a_position_leaves_and_says_what_would_make_it_res
 
 
 def test_a_script_that_says_where_it_goes_on_has_a_position() -> None:
-    life = Life(GivenLife(2, 40, 40), in_rounds=True)
+    life = WorkerLife(GivenLife(2, 40, 40), in_rounds=True)
     life.has_resumed = True
     life.commits(in_leases=False)
     assert life.has_position
@@ -39,7 +39,7 @@ def test_a_script_that_says_where_it_goes_on_has_a_position() -> None:
     (9, 4, False, True),
 ])  # fmt: skip
 def test_what_was_made_before(step: int, own_step: int, in_rounds: bool, needs: bool) -> None:
-    assert Life(GivenLife(2, step, own_step), in_rounds=in_rounds).needs_position == needs
+    assert WorkerLife(GivenLife(2, step, own_step), in_rounds=in_rounds).needs_position == needs
 
 
 RATES = {"0": [1e-3], "1": [0.0]}
@@ -47,13 +47,13 @@ RATES = {"0": [1e-3], "1": [0.0]}
 
 @pytest.mark.parametrize("now", [{"0": 1.9e-3}, {"0": 0.6e-3}, {"1": 0.0}, {"2": 7.0}])
 def test_a_learning_rate_near_the_last_one_goes_on(now: dict[str, float]) -> None:
-    Life(GivenLife(2, 9, 9, RATES), in_rounds=False).uses_rates(now, has_restored=False)
+    WorkerLife(GivenLife(2, 9, 9, RATES), in_rounds=False).uses_rates(now, has_restored=False)
 
 
 @pytest.mark.parametrize("now", [{"0": 2.1e-3}, {"0": 0.4e-3}, {"0": 0.0}, {"1": 1e-9}])
 def test_a_schedule_that_began_again_leaves(now: dict[str, float]) -> None:
     """In `async` it would push with the learning rate of step 0."""
-    life = Life(GivenLife(2, 9, 9, RATES), in_rounds=False)
+    life = WorkerLife(GivenLife(2, 9, 9, RATES), in_rounds=False)
     with pytest.raises(CannotResume) as left:
         life.uses_rates(now, has_restored=False)
     assert 'job.state["sched"]' in left.value.reason and "learning rate" in left.value.reason
@@ -61,9 +61,9 @@ def test_a_schedule_that_began_again_leaves(now: dict[str, float]) -> None:
 
 def test_only_the_first_step_of_a_second_life_that_restored_nothing_is_looked_at() -> None:
     far = {"0": 1.0}
-    Life(GivenLife(1, 9, 9, RATES), in_rounds=False).uses_rates(far, has_restored=False)
-    Life(GivenLife(2, 9, 9, RATES), in_rounds=False).uses_rates(far, has_restored=True)
-    life = Life(GivenLife(2, 9, 9, RATES), in_rounds=False)
+    WorkerLife(GivenLife(1, 9, 9, RATES), in_rounds=False).uses_rates(far, has_restored=False)
+    WorkerLife(GivenLife(2, 9, 9, RATES), in_rounds=False).uses_rates(far, has_restored=True)
+    life = WorkerLife(GivenLife(2, 9, 9, RATES), in_rounds=False)
     life.uses_rates({"0": 1e-3, "1": 0.0}, has_restored=False)
     life.uses_rates(far, has_restored=False)
 
@@ -76,12 +76,12 @@ def test_a_step_that_cannot_be(step: object) -> None:
 
 def test_a_rate_that_others_use_now_goes_on() -> None:
     """By `job.step`, say: the schedule has gone on while this worker was away."""
-    life = Life(GivenLife(2, 9, 9, {"0": [1e-3, 1e-5]}), in_rounds=False)
+    life = WorkerLife(GivenLife(2, 9, 9, {"0": [1e-3, 1e-5]}), in_rounds=False)
     life.uses_rates({"0": 1.5e-5}, has_restored=False)
 
 
 def test_the_rates_of_a_second_optimizer_are_looked_at_too() -> None:
-    life = Life(GivenLife(2, 9, 9, RATES), in_rounds=False)
+    life = WorkerLife(GivenLife(2, 9, 9, RATES), in_rounds=False)
     life.uses_rates({"1": 0.0}, has_restored=False)
     with pytest.raises(CannotResume):
         life.uses_rates({"0": 1.0}, has_restored=False)

@@ -11,8 +11,7 @@ from syncline.config import resolve
 from syncline.core.metrics import MOST_METRICS, Metrics, Steer
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, ConnectionLost
-from syncline.worker.measures import Measures
-from syncline.worker.steering import Steering, with_factor
+from syncline.worker.metrics import Measures, RuleSignals, with_factor
 
 
 class FakeCall:
@@ -65,11 +64,11 @@ class FakeJob:
         return self.link.steer
 
 
-def made(**settings: Any) -> tuple[Measures, FakeLink, FakeJob, Steering, list[str]]:
-    link, steering = FakeLink(), Steering()
+def made(**settings: Any) -> tuple[Measures, FakeLink, FakeJob, RuleSignals, list[str]]:
+    link, signals = FakeLink(), RuleSignals()
     said: list[str] = []
     job = FakeJob(link, **settings)
-    return Measures(job, link, steering, said.append), link, job, steering, said  # type: ignore[arg-type]
+    return Measures(job, link, signals, said.append), link, job, signals, said  # type: ignore[arg-type]
 
 
 def losses(link: FakeLink) -> list[tuple[int, float]]:
@@ -107,13 +106,13 @@ def test_weights_are_the_samples_since_the_same_metric_was_last_reported() -> No
 
 
 def test_the_answer_steers_and_an_older_word_changes_nothing() -> None:
-    measures, link, _, steering, _ = made()
+    measures, link, _, signals, _ = made()
     link.steer = Steer(2, "", 0.5)
     measures.report({"loss": 1.0})
-    assert steering.factor == 0.5 and not measures.should_stop
-    steering.hear(Steer(1, "old", 1.0))
-    assert steering.factor == 0.5 and not steering.stop
-    steering.hear(Steer(3, "--stop", 0.5))
+    assert signals.factor == 0.5 and not measures.should_stop
+    signals.hear(Steer(1, "old", 1.0))
+    assert signals.factor == 0.5 and not signals.stop
+    signals.hear(Steer(3, "--stop", 0.5))
     assert measures.should_stop
 
 
@@ -128,10 +127,10 @@ def test_the_last_step_is_told_once() -> None:
 
 
 def test_a_whole_reading_waits_for_the_rules() -> None:
-    measures, link, job, steering, _ = made()
+    measures, link, job, signals, _ = made()
     link.steer = Steer(1, "--stop", 1.0)
     measures.report_whole({"accuracy": 0.9})
-    assert steering.stop == "--stop" and job.asked[0].is_whole and job.asked[0].values == {"accuracy": (0.9, 1.0)}
+    assert signals.stop == "--stop" and job.asked[0].is_whole and job.asked[0].values == {"accuracy": (0.9, 1.0)}
 
 
 def test_there_is_a_most_of_names() -> None:

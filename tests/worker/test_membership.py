@@ -44,11 +44,11 @@ def test_ranks_are_places_in_the_roster(house: Callable[..., Any]) -> None:
         Member("worker-1", "worker", 2, "local", since=2),
         Member("worker-0", "worker", 3, "local", since=3),
     ]
-    twin.hearing.rosters.hear(Roster(9, [*reversed(workers), twin.members["server-0"]], []))
+    twin.handlers.rosters.hear(Roster(9, [*reversed(workers), twin.members["server-0"]], []))
     assert (job.rank, job.world_size, job.local_rank, job.is_chief, job.generation) == (2, 3, 1, False, 9)
-    twin.hearing.rosters.hear(Roster(8, workers[2:], []))  # late news
+    twin.handlers.rosters.hear(Roster(8, workers[2:], []))  # late news
     assert job.generation == 9 and job.rank == 2
-    twin.hearing.rosters.hear(Roster(10, workers[2:], []))
+    twin.handlers.rosters.hear(Roster(10, workers[2:], []))
     assert job.is_chief and job.world_size == 1
 
 
@@ -221,7 +221,7 @@ def test_a_beat_says_what_has_landed(house: Callable[..., Any]) -> None:
     twin = house(1, policy="async", window=2)
     register(twin)
     tickets = [push(twin) for _ in range(2)]
-    assert twin.hearing.beat().step == 0
+    assert twin.handlers.heartbeat().step == 0
     for ticket in tickets:
         ticket.wait()
-    assert twin.hearing.beat().step == 2
+    assert twin.handlers.heartbeat().step == 2

@@ -12,8 +12,8 @@ from tests.patience import PATIENCE
 
 from syncline.core.rule import Rule
 from syncline.testing import local_job
+from syncline.worker.checkpoint.resume import MOST_BYTES
 from syncline.worker.job import Job
-from syncline.worker.notes import MOST_BYTES
 
 
 class Counter:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from syncline.core.leasing.ranges import Span
 from syncline.core.wire.leases import GivenLease
-from syncline.worker.leases import Uses
-from syncline.worker.portion import Portion
+from syncline.worker.data.leases import LeaseAcks, Portion
 
 
 def portion() -> Portion:
@@ -35,7 +34,7 @@ def test_what_was_given_back_is_said_again() -> None:
 
 def test_what_is_open_is_not_said_to_be_used() -> None:
     """Servers tell of it when it is applied; and it may be late."""
-    made, uses = portion(), Uses()
+    made, uses = portion(), LeaseAcks()
     for _ in range(3):
         piece = made.cut()
         assert piece is not None
@@ -52,7 +51,7 @@ def test_what_is_open_is_not_said_to_be_used() -> None:
 
 def test_what_is_under_way_when_it_is_asked_is_waited_for() -> None:
     """It may be on a slice that was lost, and nowhere else: who asks is to ask again."""
-    made, uses = portion(), Uses()
+    made, uses = portion(), LeaseAcks()
     for _ in range(2):
         piece = made.cut()
         assert piece is not None

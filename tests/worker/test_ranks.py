@@ -8,7 +8,7 @@ from syncline.config import JobConfig
 from syncline.core.members import Member
 from syncline.core.membership import JobState, Membership
 from syncline.core.wire.control import Roster
-from syncline.worker.rosters import place_of, ranked
+from syncline.worker.session import place_of, ranked
 
 
 def worker(number: int, since: int = 1, incarnation: int = 0) -> Member:

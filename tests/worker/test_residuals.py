@@ -18,7 +18,7 @@ from syncline.core.rule import Rule
 from syncline.core.wire.traffic import Stage
 from syncline.net.rpc import Endpoint
 from syncline.testing import local_job
-from syncline.worker.exchange import Push
+from syncline.worker.exchange.commit import Push
 from syncline.worker.job import Job
 
 # -- residuals -----------------------------------------------------------------------------------------------
@@ -227,10 +227,10 @@ def test_a_new_primary_that_reads_the_arena_finds_what_others_were_sent(monkeypa
     """Encoded for a server over a socket, which dies; the next one shares memory with the worker."""
     with local_job(workers=1, transport="tcp", codec="topk:0.25") as jobs:
         register(jobs[0], 8)
-        job, sending = jobs[0], jobs[0].exchange._sending
+        job, sending = jobs[0], jobs[0].exchange._sender
         ticket = job.exchange.commit(_push_of(job, floats(8, 7, 6, 5, 4, 3, 2, 1)), None)
         ticket.wait()
-        monkeypatch.setattr(job.exchange._placement.arenas, "is_shared", lambda *key: True)
+        monkeypatch.setattr(job.exchange.routes.arenas, "is_shared", lambda *key: True)
         sending._lie_decoded(ticket)
         np.testing.assert_array_equal(job.kv.gradients(["x"])["x"], floats(8, 7, 0, 0, 0, 0, 0, 0))
 

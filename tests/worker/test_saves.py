@@ -20,7 +20,7 @@ from syncline.core.wire.checkpoints import Finish, Noted, Save, Saved, WriteScri
 from syncline.core.wire.message import Done
 from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, StoreError, WaitTimeout
-from syncline.worker.boundary import Boundary
+from syncline.worker.checkpoint.boundary import Boundary
 
 SECONDS = PATIENCE
 
@@ -190,7 +190,7 @@ def test_after_the_end_of_a_save_nothing_is_kept_and_nobody_looks(house, tmp_pat
     step(job)
     asker.end()
     until(lambda: not job.boundary._watchers)
-    assert not job._hearing.saves._notes
+    assert not job.checkpoints.saves._notes
     with pytest.raises(StoreError, match="told nothing of save 1"):
         asker.written(tmp_path, 1)
     told = asker.expect(2)
@@ -231,7 +231,7 @@ def test_save_needs_a_place(house):
 
 def test_save_is_a_boundary_of_its_own(house, tmp_path):
     twin, job, asker = begin(house, checkpoint=str(tmp_path))
-    job.memory.taken_up.is_over = job.memory.taken_up._is_known = True
+    job.checkpoints.resume.is_over = job.checkpoints.resume._is_known = True
     step(job)
     job.state["x"] = 5
 
@@ -246,7 +246,7 @@ def test_save_is_a_boundary_of_its_own(house, tmp_path):
 
 def test_a_save_that_others_cannot_come_to_is_not_waited_for_and_said_once(house, tmp_path):
     twin, job, _ = begin(house, checkpoint=str(tmp_path))
-    job.memory.taken_up.is_over = job.memory.taken_up._is_known = True
+    job.checkpoints.resume.is_over = job.checkpoints.resume._is_known = True
     _in_a_thread(twin, Save, lambda message: Saved("", 1))
     for _ in range(2):
         step(job)
@@ -257,14 +257,14 @@ def test_a_save_that_others_cannot_come_to_is_not_waited_for_and_said_once(house
 def test_a_worker_that_is_held_by_hand_stands_at_a_boundary(house, tmp_path):
     _, job, asker = begin(house)
     step(job)
-    job._hearing.pacing.hear(Pace("worker-0", is_paused=True))
+    job._handlers.pacing.hear(Pace("worker-0", is_paused=True))
     script = threading.Thread(target=step, args=(job,), daemon=True)
     script.start()
     try:
         assert isinstance(asker.expect().wait(SECONDS), Noted)
         assert asker.written(tmp_path, 1).clock == 1
     finally:
-        job._hearing.pacing.hear(Pace("worker-0"))
+        job._handlers.pacing.hear(Pace("worker-0"))
     script.join(SECONDS)
     assert job.own_step == 2
 
@@ -330,10 +330,9 @@ def test_who_retires_and_who_saves_nothing_does_not_stay(house, tmp_path, how):
 
 
 def test_a_boundary_costs_nothing_but_a_look_while_nobody_watches():
-    boundary = Boundary()
-    boundary.is_clean = lambda: pytest.fail("looked")  # type: ignore[assignment]
-    for clock in range(3):
-        boundary.clock = lambda clock=clock: clock
+    clock = 0
+    boundary = Boundary(lambda: clock, lambda: False, lambda: pytest.fail("looked"))  # type: ignore[arg-type]
+    for clock in range(3):  # noqa: B007 - the boundary reads it
         boundary.passed(("loop", "a", 0))
         boundary.hands_out()
         with boundary.waiting():
@@ -346,7 +345,8 @@ def test_a_boundary_costs_nothing_but_a_look_while_nobody_watches():
 
 def test_several_commits_between_two_boundaries_are_one_step():
     """Two optimizers: a cut between their commits has the batch in it, so the state behind it is the right one."""
-    boundary, seen = Boundary(), []
+    clock, seen = 0, []
+    boundary = Boundary(lambda: clock, lambda: False, lambda: False)
 
     class Watch:
         def at(self, position: Any, after: int, clock: int, *, waits: bool) -> None:
@@ -355,7 +355,6 @@ def test_several_commits_between_two_boundaries_are_one_step():
         def handed_out(self) -> None: ...
 
     boundary.watch(Watch())
-    for clock in (0, 2, 4, 4):
-        boundary.clock = lambda clock=clock: clock
+    for clock in (0, 2, 4, 4):  # noqa: B007 - the boundary reads it
         boundary.passed(("loop", "a", 0))
     assert seen == [(-1, 0), (0, 2), (2, 4), (3, 4)]

@@ -86,7 +86,7 @@ def test_it_finishes_its_step_and_leaves(tmp_path: pathlib.Path, body: str) -> N
 
 
 def test_a_second_one_ends_it_at_once(tmp_path: pathlib.Path) -> None:
-    hears = "while not job._hearing.is_retiring: time.sleep(0.01)\nprint('heard', flush=True)\n"
+    hears = "while not job._handlers.is_retiring: time.sleep(0.01)\nprint('heard', flush=True)\n"
     process = start(tmp_path, LOOP, hears, "while True: time.sleep(0.01)\n")
     try:
         wait_ready(process)

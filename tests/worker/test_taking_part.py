@@ -10,7 +10,7 @@ from syncline.core.rounds import ERA, LOOP
 from syncline.core.wire.control import Enter, Entered, Passed
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import AskPlace, GivenPlace, Rest
-from syncline.worker.taking_part import TakingPart
+from syncline.worker.exchange.participation import Participation
 
 BOUNDED = Policy("bounded", 2)
 
@@ -40,10 +40,11 @@ class Coordinator:
         return Entered(ERA + 3, 0)
 
 
-def part_of(servers: Servers, policy: Policy = BOUNDED, coordinator: Coordinator | None = None) -> TakingPart:
-    made = TakingPart(servers, coordinator, policy=policy, is_late=False, wait_seconds=1.0)  # type: ignore[arg-type]
-    made.redo = servers  # type: ignore[assignment]
-    return made
+def part_of(servers: Servers, policy: Policy = BOUNDED, coordinator: Coordinator | None = None) -> Participation:
+    return Participation(
+        servers, servers, coordinator,  # type: ignore[arg-type]
+        policy=policy, is_late=False, wait_seconds=1.0, is_in_loop=lambda: False,
+    )  # fmt: skip
 
 
 def test_behind_a_barrier_all_stand_level() -> None:

@@ -93,7 +93,7 @@ def test_a_fenced_worker_hears_it_and_again(house: Callable[..., Any], by: str) 
 
         twin.servers["server-0"].fail = refuse
     else:
-        twin.hearing.fenced(FencedError("evicted: silent for 4.0 s"))
+        twin.handlers.fenced(FencedError("evicted: silent for 4.0 s"))
     for action in (lambda: push(twin, 0).wait(), twin.job.kv.pull, lambda: push(twin, 1).wait()):
         with pytest.raises(FencedError, match=r"silent for 4.0 s"):
             action()

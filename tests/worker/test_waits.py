@@ -21,7 +21,8 @@ from syncline.worker import waits
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    from syncline.worker import reporting, servers
+    from syncline.worker import reporting
+    from syncline.worker.exchange import servers
 
     monkeypatch.setattr(waits, "LOUD_SECONDS", 0.1)
     monkeypatch.setattr(servers, "LOUD_SECONDS", 0.1)
@@ -62,7 +63,7 @@ def test_why_a_step_waits_is_said(house: Callable[..., Any]) -> None:
 
     def wait() -> None:
         until(lambda: len(questions(twin)) >= 2)
-        told.append(twin.hearing.beat())
+        told.append(twin.handlers.heartbeat())
 
     slow(twin, "server-1", (CommitStaged,), wait)
     began = time.monotonic()
@@ -72,7 +73,7 @@ def test_why_a_step_waits_is_said(house: Callable[..., Any]) -> None:
     assert twin.said[0] == "step 1 has waited 1.2 s for worker-7 on host b (last heard of 1.1 s ago)"
     [wait] = told[0].waits
     assert (wait.who, wait.step, wait.for_whom, wait.what) == ("worker-0", 1, ["server-1"], "server")
-    assert wait.seconds >= 0.1 and twin.hearing.beat().waits == []
+    assert wait.seconds >= 0.1 and twin.handlers.heartbeat().waits == []
 
 
 def test_a_short_wait_is_not_asked_about(house: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def _objects(files: Files, path: str) -> str:
 
 
 def _mapped(path: str) -> Array:
-    return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
+    return cast("Array", np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 def _loaded(files: Files, path: str) -> Array | dict[str, Array]:
@@ -138,4 +138,4 @@ def _loaded(files: Files, path: str) -> Array | dict[str, Array]:
     with files.open(path) as file:
         content = io.BytesIO(file.read())
     loaded = np.load(content, allow_pickle=False)
-    return cast(Array, loaded) if isinstance(loaded, np.ndarray) else dict(loaded.items())
+    return cast("Array", loaded) if isinstance(loaded, np.ndarray) else dict(loaded.items())

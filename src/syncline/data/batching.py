@@ -15,7 +15,7 @@ from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked
 from syncline.errors import ConfigError, DataError
 from syncline.worker.current import current_job, has_current_job
-from syncline.worker.passes import Passes
+from syncline.worker.data.samples import Passes
 
 _STRETCH = 1 << 13  # positions whose order is worked out at once: by the batch, the calls alone would cost more
 _AT_ONCE_BYTES = 4 << 20  # for the same reason: as much as a processor's cache holds

@@ -44,7 +44,7 @@ def as_array(column: Any, name: str, where: str) -> Array:
             f"{where}: column '{name}' ({kind}) has {values.null_count:,} missing values; fill them when the file "
             "is written, write the column as a float, or leave it out with columns="
         )
-    return cast(Array, values.to_numpy(zero_copy_only=False))
+    return cast("Array", values.to_numpy(zero_copy_only=False))
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -10,9 +10,7 @@ from syncline.core.leasing.loader import Loader
 from syncline.core.leasing.order import ChunkedOrder, Order
 from syncline.data.source import Batch, Sample, ShardSource, Source
 from syncline.data.stacking import stacked
-from syncline.worker.loop import Loop, TakesSamples
-from syncline.worker.numbers import LeasedNumbers
-from syncline.worker.shards import LeasedShards
+from syncline.worker.data.loop import LeasedNumbers, LeasedShards, Loop, TakesSamples
 
 
 def leased_numbers(

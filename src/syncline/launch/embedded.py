@@ -28,9 +28,9 @@ from syncline.net.link import Link
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Call, Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.worker.hearing import FromCoordinator
+from syncline.worker.collectives.peers import Peers
 from syncline.worker.job import Job
-from syncline.worker.peers import Peers
+from syncline.worker.session import CoordinatorHandlers
 
 
 class InProcess:
@@ -148,12 +148,12 @@ class InProcess:
 
     def ask_to_join(
         self, name: str, defaults: Mapping[str, Any], host: str = "local"
-    ) -> tuple[Link, FromCoordinator, Stamp, Call]:
+    ) -> tuple[Link, CoordinatorHandlers, Stamp, Call]:
         """A worker's question to be a member, not waited for."""
-        stamp, hearing, self._hosts[name] = self.stamp(), FromCoordinator(), host
-        link = self.link("worker", name, hearing, stamp)
+        stamp, handlers, self._hosts[name] = self.stamp(), CoordinatorHandlers(), host
+        link = self.link("worker", name, handlers, stamp)
         call = link.try_call(self._greeting("worker", name, host, defaults))
-        return link, hearing, stamp, call
+        return link, handlers, stamp, call
 
     def _process_of(self, name: str) -> str:
         """In a ring the two members of one number are one process."""
@@ -165,10 +165,12 @@ class InProcess:
         one, two = Peer("worker", me.name, me.incarnation), Peer("server", member.name, 0)
         return Endpoint(self._pair(one, two, self._server(member.name)), stamp)
 
-    def make_job(self, link: Link, hearing: FromCoordinator, stamp: Stamp, joined: Joined, embedded: bool) -> Job:
+    def make_job(
+        self, link: Link, handlers: CoordinatorHandlers, stamp: Stamp, joined: Joined, embedded: bool
+    ) -> Job:
         me = myself(joined)
         stamp.incarnation = me.incarnation
-        peers = Peers(hearing.rosters, stamp, _Twin(self, me), say(me.name))
+        peers = Peers(handlers.rosters, stamp, _Twin(self, me), say(me.name))
         with self._change:
             self._peers[me.name] = peers
             self._change.notify_all()
@@ -176,7 +178,7 @@ class InProcess:
             joined,
             me,
             link,
-            hearing,
+            handlers,
             lambda member: self.dial(me, stamp, member),
             stamp,
             folder=self.folder,
@@ -186,7 +188,7 @@ class InProcess:
             peers=peers,
             on_close=self.close if embedded else peers.close,
         )
-        job.exchange.placement.hatch = self._hatches.get(me.name)
+        job.exchange.routes.hatch = self._hatches.get(me.name)
         return job
 
     def peers_of(self, member: Member) -> Peers:
@@ -280,11 +282,11 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
     if "torch" not in sys.modules:
         return _with_child_server(given, folder, defaults)
     process = InProcess(given, folder)
-    link, hearing, stamp, call = process.ask_to_join("worker-0", defaults)
+    link, handlers, stamp, call = process.ask_to_join("worker-0", defaults)
     process.add_server("server-0")
     joined = call.wait(process.coordinator.config.start_seconds)
     assert isinstance(joined, Joined)
-    return process.make_job(link, hearing, stamp, joined, embedded=True)
+    return process.make_job(link, handlers, stamp, joined, embedded=True)
 
 
 def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Mapping[str, Any]) -> Job:
@@ -307,8 +309,8 @@ def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Ma
         child.stop(5.0)
 
     try:
-        stamp, hearing = process.stamp(), FromCoordinator()
-        link = process.link("worker", "worker-0", hearing, stamp)
+        stamp, handlers = process.stamp(), CoordinatorHandlers()
+        link = process.link("worker", "worker-0", handlers, stamp)
         process.coordinator.start_deadline()
         joined = join(link, "worker", "worker-0", "local", None, defaults, process.coordinator.config.start_seconds)
         me = myself(joined)
@@ -317,14 +319,14 @@ def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Ma
             joined,
             me,
             link,
-            hearing,
+            handlers,
             lambda member: Endpoint(reach(member, proven, joined.config), stamp, waiter_reads=waiter_reads(joined)),
             stamp,
             folder=folder,
             say=say(me.name),
             embedded=True,
             beats=False,
-            peers=Peers(hearing.rosters, stamp, _Twin(process, me), say(me.name)),
+            peers=Peers(handlers.rosters, stamp, _Twin(process, me), say(me.name)),
             on_close=close,
         )
     except BaseException:

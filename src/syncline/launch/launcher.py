@@ -32,7 +32,7 @@ from syncline.launch.standby import STANDBY_AFTER_SECONDS, Standby
 from syncline.launch.summary import finished, lines
 from syncline.launch.tally import Tally
 from syncline.launch.watching import Watching
-from syncline.worker.life import CANNOT_RESUME
+from syncline.worker.steps import CANNOT_RESUME
 
 __all__ = ["Launcher", "Screen"]
 

@@ -28,7 +28,7 @@ from syncline.net.connection import SocketConnection
 from syncline.net.link import Link
 from syncline.net.rpc import Call, Endpoint, Service, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.worker.hearing import FromCoordinator
+from syncline.worker.session import CoordinatorHandlers
 
 #: A member may start before its coordinator listens. Where that listens already, and is silent, it is starting too:
 #: then a member waits as long as for the job to be whole.
@@ -154,7 +154,7 @@ def myself(joined: Joined) -> Member:
     return next(member for member in joined.members if member.incarnation == joined.incarnation)
 
 
-def open_link(file: JobFile, identity: tcp.Identity, hearing: FromCoordinator, stamp: Stamp, who: str) -> Link:
+def open_link(file: JobFile, identity: tcp.Identity, handlers: CoordinatorHandlers, stamp: Stamp, who: str) -> Link:
     """A worker's way to its coordinator, which is made again when it breaks."""
     first = True
 
@@ -168,12 +168,12 @@ def open_link(file: JobFile, identity: tcp.Identity, hearing: FromCoordinator, s
     config = configuration.resolve(file.given)
     return Link(
         dial,
-        hearing,
+        handlers,
         stamp,
         patience_seconds=config.coordinator_seconds,
         say=say(who),
-        fenced=hearing.fenced,
-        gone=hearing.gone,
+        fenced=handlers.fenced,
+        gone=handlers.gone,
     )
 
 

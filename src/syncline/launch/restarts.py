@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from syncline.worker.life import CANNOT_RESUME, REMEDY
+from syncline.worker.steps import CANNOT_RESUME, REMEDY
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 5.0

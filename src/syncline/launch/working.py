@@ -28,10 +28,9 @@ from syncline.net import shm, tcp
 from syncline.net.connection import SocketConnection
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Memory, Peer
-from syncline.worker.hearing import FromCoordinator
+from syncline.worker.collectives.peers import Peers
 from syncline.worker.job import Job
-from syncline.worker.peers import Peers
-from syncline.worker.rosters import Rosters
+from syncline.worker.session import CoordinatorHandlers, Rosters
 
 
 class Sockets:
@@ -79,15 +78,15 @@ def join_as_worker(
             'init(exchange="ring"): this job has servers, in processes of their own; say it at launch: syncline run '
             '--exchange ring, or exchange = "ring" in syncline.toml'
         )
-    stamp, hearing, process = Stamp(file.job), FromCoordinator(), secrets.token_hex(8)
+    stamp, handlers, process = Stamp(file.job), CoordinatorHandlers(), secrets.token_hex(8)
     identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
-    link = open_link(file, identity, hearing, stamp, name or "worker")
-    sockets = Sockets(file, name, hearing.rosters, stamp, say(name or "worker"))
+    link = open_link(file, identity, handlers, stamp, name or "worker")
+    sockets = Sockets(file, name, handlers.rosters, stamp, say(name or "worker"))
 
     def on_joined(joined: Joined) -> None:
         stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
         sockets.is_in(joined)
-        hearing.begin(link, joined, myself(joined).name, beats=True)
+        handlers.begin(link, joined, myself(joined).name, beats=True)
 
     try:
         seconds = configuration.resolve(file.given).start_seconds
@@ -110,10 +109,10 @@ def join_as_worker(
 
         folder = pathlib.Path(joined.config.runs) / (joined.config.name or file.job)
         job = Job(
-            joined, me, link, hearing, dial, stamp,
+            joined, me, link, handlers, dial, stamp,
             folder=folder, say=say(me.name), embedded=False, peers=sockets.peers, on_close=sockets.close,
         )  # fmt: skip
-        job.exchange.placement.hatch = own_server.hatch if own_server is not None else None
+        job.exchange.routes.hatch = own_server.hatch if own_server is not None else None
         return job
     except BaseException:
         link.close()

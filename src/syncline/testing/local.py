@@ -87,10 +87,10 @@ class LocalJob:
         host, by name."""
         if self._process.coordinator.config.is_ring:
             self.add_server(partner_of(name), on)
-        link, hearing, stamp, call = self._process.ask_to_join(name, {}, on)
+        link, handlers, stamp, call = self._process.ask_to_join(name, {}, on)
         joined = call.wait(CLOSE_SECONDS)
         assert isinstance(joined, Joined)
-        job = self._process.make_job(link, hearing, stamp, joined, embedded=False)
+        job = self._process.make_job(link, handlers, stamp, joined, embedded=False)
         self.jobs.append(job)
         return job
 
@@ -139,10 +139,10 @@ def local_job(
         for number in range(process.coordinator.config.servers):
             process.add_server(f"server-{number}", hosts[number] if config.is_ring else "local")
         jobs = []
-        for link, hearing, stamp, call in asked:
+        for link, handlers, stamp, call in asked:
             joined = call.wait(process.coordinator.config.start_seconds)
             assert isinstance(joined, Joined)
-            jobs.append(process.make_job(link, hearing, stamp, joined, embedded=False))
+            jobs.append(process.make_job(link, handlers, stamp, joined, embedded=False))
         local = LocalJob(process, jobs)
         yield local
     finally:

@@ -16,10 +16,8 @@ from syncline.data.batching import order_of
 from syncline.data.source import Batch, ShardSource, Source
 from syncline.errors import ConfigError, DataError
 from syncline.torch.naming import Read
-from syncline.worker import numbers
-from syncline.worker.loop import Loop
-from syncline.worker.numbers import LeasedNumbers
-from syncline.worker.shards import LeasedShards, OpenShard
+from syncline.worker.data import loop
+from syncline.worker.data.loop import LeasedNumbers, LeasedShards, Loop, OpenShard
 
 
 class Aim(torch.utils.data.Sampler[list[Any]]):
@@ -70,7 +68,7 @@ class Numbered:
 
     def by_rank(self, mine: ByRank, seed: int, epoch: int, shuffle: bool) -> Iterator[list[int]]:
         order = self._order(seed, epoch, shuffle)
-        num_at_once = max(1, numbers.BLOCK_SAMPLES // mine.batch_size)
+        num_at_once = max(1, loop.BLOCK_SAMPLES // mine.batch_size)
         for first in range(0, mine.num_batches, num_at_once):
             some = range(first, min(first + num_at_once, mine.num_batches))
             spans = [np.arange(*mine.batch(number), dtype=np.int64) for number in some]

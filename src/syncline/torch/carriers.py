@@ -12,9 +12,8 @@ from syncline.core.layout import Segment, Slice
 from syncline.torch.comparing import Comparison, place_of
 from syncline.torch.streams import Mark, Side
 from syncline.worker.arrays import to_bytes
-from syncline.worker.digests import copy_digested, is_same
-from syncline.worker.exchange import Exchange
-from syncline.worker.finite import LOOK_BYTES, SMALL_BYTES, copy_finite
+from syncline.worker.exchange.finite import LOOK_BYTES, SMALL_BYTES, copy_digested, copy_finite, is_same
+from syncline.worker.exchange.servers import ServersExchange
 
 #: Slices leave a device when they are this many bytes together: each copy takes a while to be queued.
 BUCKET_BYTES = 16 << 20
@@ -52,13 +51,13 @@ class Carrier(Protocol):
 class ArenaCarrier:
     """The CPU copies gradients into the arena; early where that helps the exchange."""
 
-    def __init__(self, exchange: Exchange, segment: Segment) -> None:
+    def __init__(self, exchange: ServersExchange, segment: Segment) -> None:
         self._exchange, self._segment = exchange, segment
         self._views: dict[int, list[torch.Tensor]] = {}  # by arena: there is one per slot of the window
         # By parameter: where it was copied early, and the digests of what was, where that pays.
         self._digests: dict[int, tuple[torch.Tensor, Sequence[bytes]]] = {}
         self._bucket: list[Slice] = []  # copied, and not told
-        exchange.is_arena_lent |= segment.index in exchange.carried  # by another optimizer, of the same parameters
+        exchange.is_arena_shared |= segment.index in exchange.carried  # by another optimizer, of the same parameters
         exchange.carried.add(segment.index)
 
     @property
@@ -114,7 +113,7 @@ class ArenaCarrier:
         if index not in self._digests:
             return _same_bits(target, gradient)
         where, digests = self._digests[index]
-        is_there = where is target and not self._exchange.is_arena_lent  # else there may be something else by now
+        is_there = where is target and not self._exchange.is_arena_shared  # else there may be something else by now
         is_like = is_plain(gradient, target.dtype) and gradient.nbytes == target.nbytes
         return is_there and is_like and is_same(to_bytes(gradient), digests)
 
@@ -130,7 +129,7 @@ class MirrorCarrier:
 
     helps_early = True
 
-    def __init__(self, exchange: Exchange, segment: Segment, device: torch.device, side: Side) -> None:
+    def __init__(self, exchange: ServersExchange, segment: Segment, device: torch.device, side: Side) -> None:
         self._exchange, self._segment, self._side = exchange, segment, side
         self._mirror = torch.zeros(segment.num_bytes, dtype=torch.uint8, device=device)
         self._views = [place_of(self._mirror, segment, index) for index in range(len(segment.parameters))]

@@ -13,13 +13,15 @@ from syncline.core.layout import FLOATS, Segment, Slice
 from syncline.net.device_channel import DeviceChannel, Handed
 from syncline.torch.carriers import BUCKET_BYTES
 from syncline.torch.comparing import Comparison, place_of
-from syncline.worker.exchange import Exchange
+from syncline.worker.exchange.servers import ServersExchange
 
 
 class HatchCarrier:
     """Gradients are copied into their mirror: as they become ready, where several ranks add up; else at `step()`."""
 
-    def __init__(self, exchange: Exchange, segment: Segment, device: torch.device, hatch: DeviceChannel) -> None:
+    def __init__(
+        self, exchange: ServersExchange, segment: Segment, device: torch.device, hatch: DeviceChannel
+    ) -> None:
         self._exchange, self._segment, self._hatch, self._device = exchange, segment, hatch, device
         self._mirror = torch.zeros(segment.num_bytes, dtype=torch.uint8, device=device)
         self._views = [place_of(self._mirror, segment, index) for index in range(len(segment.parameters))]

@@ -19,9 +19,9 @@ from syncline.data.batching import SHARDS_END
 from syncline.errors import ConfigError, DataError
 from syncline.torch.batches import Aim, Rows, data_of, tensors
 from syncline.torch.naming import Beginning, Collating, Named
-from syncline.worker import seeding
+from syncline.worker.checkpoint import rng_state
 from syncline.worker.current import current_job, has_current_job
-from syncline.worker.loop import Loop, TakesSamples
+from syncline.worker.data.loop import Loop, TakesSamples
 
 _T_co = TypeVar("_T_co", covariant=True)
 #: torch's own seed, of 64 random bits where the script has called no `manual_seed` before this import.
@@ -432,7 +432,7 @@ def _seed_of_the_script() -> int:
     torch does not tell these apart. A seed that has changed since our import was given; so was a small one.
     """
     found = torch.initial_seed()
-    if (given := seeding.last_given(found)) is not None:
+    if (given := rng_state.last_given(found)) is not None:
         return given
     return found if found != _AT_IMPORT or found < 1 << 32 else 0
 

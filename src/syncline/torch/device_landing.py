@@ -16,7 +16,8 @@ from syncline.torch.guard import Guard
 from syncline.torch.landing import pull_all
 from syncline.torch.parameters import Tracked, shaped
 from syncline.torch.streams import Mark, Side
-from syncline.worker.exchange import Exchange, Ticket
+from syncline.worker.exchange.commit import ServersTicket
+from syncline.worker.exchange.servers import ServersExchange
 
 
 class DeviceLanding:
@@ -29,7 +30,7 @@ class DeviceLanding:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ServersExchange,
         tracked: Sequence[Tracked],
         buffers: Buffers | None,
         window: int,
@@ -48,8 +49,8 @@ class DeviceLanding:
         # Whoever commits, another optimizer or job.kv: what is still read from the servers' memory is read by then.
         self._stop_finishing = exchange.before_commit(self.sink.finish)
         self._buffer_slices = [p.id for p in exchange.layout.slices() if buffers and p.segment in buffers.flats]
-        self._tickets: collections.deque[Ticket] = collections.deque()
-        self._due: Ticket | None = None
+        self._tickets: collections.deque[ServersTicket] = collections.deque()
+        self._due: ServersTicket | None = None
         self._landed = False  # and not awaited by anybody yet
         self._astray: set[int] = set()  # parameters that lie elsewhere, and are still to be copied there
         self._home: dict[int, Mark] = {}
@@ -100,7 +101,7 @@ class DeviceLanding:
         if not self._window:  # the first slices may come before the commit returns
             self.sink.follow()
 
-    def opened(self, ticket: Ticket) -> None:
+    def opened(self, ticket: ServersTicket) -> None:
         with self._lock:
             self._tickets.append(ticket)
             if not self._window:

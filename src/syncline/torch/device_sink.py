@@ -11,7 +11,7 @@ from syncline.core.layout import Slice
 from syncline.net.device_channel import DeviceChannel
 from syncline.torch.streams import Mark, Side
 from syncline.worker.arrays import Bytes, address_of
-from syncline.worker.sinks import FlatSink, Landed, Wanted
+from syncline.worker.exchange.targets import FlatTarget, Landed, WantedSlices
 
 
 class DeviceSink:
@@ -30,7 +30,7 @@ class DeviceSink:
         # Through the device channel everything comes at once, when all servers have answered: also the one of this
         # process.
         self.in_parts = hatch is None
-        self._on_host = FlatSink(on_host)
+        self._on_host = FlatTarget(on_host)
         self._landing: dict[int, torch.Tensor] = {}  # by segment: host memory for what is brought as bytes
         self._sources: dict[int, tuple[int, torch.Tensor]] = {}  # by slice: where it was seen last
         self._marks: dict[int, tuple[int, Mark]] = {}  # by slice, numbered in the order of the side's queue
@@ -38,7 +38,7 @@ class DeviceSink:
         self._taking: Mark | None = None  # the last that is read from the servers' memory
         self._follows = False
         self._lock = threading.RLock()  # the exchange may call from the threads that bring its answers
-        self.wanted: dict[str, Wanted] = {}  # the exchange's own
+        self.wanted: dict[str, WantedSlices] = {}  # the exchange's own
         self.kept: dict[int, Landed | None] = {}
 
     def begin(self) -> None:
@@ -80,7 +80,7 @@ class DeviceSink:
                 self._on_host.take([(part, source)])
         self._taking = self._side.mark()
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """What has come may be in use by now: it is overwritten after all that the caller's stream has to do."""
         self.follow()
 

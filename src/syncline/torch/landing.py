@@ -10,8 +10,9 @@ import torch
 
 from syncline.torch.buffers import Buffers
 from syncline.torch.parameters import FlatMemory, Tracked
-from syncline.worker.exchange import Exchange, Ticket
-from syncline.worker.sinks import FlatSink, Sink
+from syncline.worker.exchange.commit import ServersTicket
+from syncline.worker.exchange.servers import ServersExchange
+from syncline.worker.exchange.targets import FlatTarget, Target
 
 
 class Landing(Protocol):
@@ -26,7 +27,7 @@ class Landing(Protocol):
         """Whether the script was seen to write to them since they landed, through `.data` too."""
 
     @property
-    def sink(self) -> Sink:
+    def sink(self) -> Target:
         """Where the exchange brings them."""
 
     def before_push(self) -> None:
@@ -35,7 +36,7 @@ class Landing(Protocol):
     def before_commit(self) -> None:
         """The servers' memory will be written again: nothing reads it after this."""
 
-    def opened(self, ticket: Ticket) -> None:
+    def opened(self, ticket: ServersTicket) -> None:
         """A commit is under way."""
 
     def wait(self) -> None:
@@ -55,12 +56,18 @@ class HostLanding:
     """Parameters land in flat memory on the host, in which the model's tensors lie where they can."""
 
     def __init__(
-        self, exchange: Exchange, tracked: Sequence[Tracked], buffers: Buffers | None, window: int, *, in_place: bool
+        self,
+        exchange: ServersExchange,
+        tracked: Sequence[Tracked],
+        buffers: Buffers | None,
+        window: int,
+        *,
+        in_place: bool,
     ) -> None:
         self._exchange, self._buffers, self._window = exchange, buffers, window
         self.flat = FlatMemory(exchange.layout, tracked, in_place=in_place)
-        self.sink = FlatSink({**self.flat.flats, **(buffers.flats if buffers is not None else {})})
-        self._tickets: collections.deque[Ticket] = collections.deque()
+        self.sink = FlatTarget({**self.flat.flats, **(buffers.flats if buffers is not None else {})})
+        self._tickets: collections.deque[ServersTicket] = collections.deque()
 
     def before_push(self) -> None:
         """What is open lands after the commit."""
@@ -68,7 +75,7 @@ class HostLanding:
     def before_commit(self) -> None:
         """What has landed is a copy."""
 
-    def opened(self, ticket: Ticket) -> None:
+    def opened(self, ticket: ServersTicket) -> None:
         self._tickets.append(ticket)
         self.wait()
 
@@ -111,6 +118,6 @@ class HostLanding:
             self._buffers.spread()
 
 
-def pull_all(exchange: Exchange, sink: Sink) -> None:
+def pull_all(exchange: ServersExchange, sink: Target) -> None:
     """The newest of everything that a sink wants."""
     exchange.pull([part for part in exchange.layout.slices() if sink.wants(part)], sink, None)

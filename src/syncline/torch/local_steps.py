@@ -27,7 +27,7 @@ class LocalSteps:
         self._steps, self._weight = 0, 0.0
         self._tracked: Sequence[Tracked] = ()
         job.before_rest(self.flush)
-        job.memory.hold_back(lambda: self._steps > 0)
+        job.boundary.hold_back(lambda: self._steps > 0)
 
     def begin(
         self, tracked: Sequence[Tracked], flat: FlatMemory, synchronise: Callable[[float, Ranges], None]
@@ -55,7 +55,7 @@ class LocalSteps:
         """Sends the deltas of the steps since the last averaging, if there were any."""
         if not self._steps:
             return
-        self._job.validating.before_average()
+        self._job.validation.before_average()
         exchange = self._job.exchange
         exchange.times.lap("compute")
         exchange.times.num_steps += self._steps - 1  # the commit counts as one

@@ -31,11 +31,11 @@ from syncline.torch.schedulers import Schedulers
 from syncline.torch.state import load_state, read_average, read_state
 from syncline.torch.streams import Side, open_side
 from syncline.torch.validation import take_part_in
+from syncline.worker.checkpoint.script_state import Part
 from syncline.worker.current import current_job
-from syncline.worker.exchange import Push
+from syncline.worker.exchange.commit import Push
 from syncline.worker.job import Job
-from syncline.worker.script import Part
-from syncline.worker.steering import with_factor
+from syncline.worker.metrics import with_factor
 
 #: Steps between two looks at what a script has written to parameters, beside other workers.
 _LOOK_STEPS = 32
@@ -97,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
         self._remember()
-        take_part_in(self._job.validating, self, model)
+        take_part_in(self._job.validation, self, model)
 
     def _is_as_in_torch(self, items: Sequence[Tracked]) -> bool:
         """Whether this optimizer has a state of its own, also when another one has the same parameters. It has in an
@@ -166,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _find_hatch(self) -> DeviceChannel | None:
         """To the server of this process, where that has its slices on the device of all parameters."""
-        hatch = self._job.exchange.placement.hatch
+        hatch = self._job.exchange.routes.hatch
         devices = {item.tensor.device for item in self._tracked}
         return (
             hatch
@@ -243,8 +243,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         out since the last step, else 1. With a loader of your own, give the number of samples in the step's batches.
         """
         self._job.commits(id(self))
-        if not self._job.memory.taken_up.is_over:
-            self._job.memory.taken_up.begins_step()
+        if not self._job.checkpoints.resume.is_over:
+            self._job.checkpoints.resume.begins_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():

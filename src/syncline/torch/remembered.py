@@ -10,7 +10,7 @@ import torch
 
 from syncline.errors import ConfigError, StoreError
 from syncline.torch.schedulers import Schedulers
-from syncline.worker.encoding import Encoder
+from syncline.worker.checkpoint.encoding import Encoder
 
 
 class Remembered:

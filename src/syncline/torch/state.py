@@ -13,7 +13,7 @@ from syncline.core.wire.traffic import StateEntry
 from syncline.store.weights import AVERAGE_KEY
 from syncline.torch.parameters import Tracked
 from syncline.worker.arrays import Bytes
-from syncline.worker.exchange import Exchange
+from syncline.worker.exchange.servers import ServersExchange
 
 #: One number per parameter, however the parameter is shaped.
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -24,14 +24,14 @@ def _slices(layout: Layout, tracked: Sequence[Tracked]) -> list[Slice]:
     return [part for index in sorted(segments) for part in layout.segments[index].slices]
 
 
-def read_average(exchange: Exchange, tracked: Sequence[Tracked]) -> dict[torch.Tensor, torch.Tensor]:
+def read_average(exchange: ServersExchange, tracked: Sequence[Tracked]) -> dict[torch.Tensor, torch.Tensor]:
     """The average that servers keep (`--average ema:D`), of each parameter of which there is one."""
     found = read_state(exchange, tracked, AVERAGE_KEY)
     return {parameter: state[AVERAGE_KEY] for parameter, state in found.items() if AVERAGE_KEY in state}
 
 
 def read_state(
-    exchange: Exchange, tracked: Sequence[Tracked], only: str = ""
+    exchange: ServersExchange, tracked: Sequence[Tracked], only: str = ""
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """What the servers' rules remember, per parameter and in its shape. `only`: this of it, which may be the average;
     else that is left out, since it is no optimizer's."""
@@ -57,7 +57,7 @@ def read_state(
     return found
 
 
-def load_state(exchange: Exchange, tracked: Sequence[Tracked], state: Mapping[Any, dict[str, Any]]) -> None:
+def load_state(exchange: ServersExchange, tracked: Sequence[Tracked], state: Mapping[Any, dict[str, Any]]) -> None:
     """Gives the servers' rules the state of a torch optimizer."""
     layout = exchange.layout
     by_name = {item.name: item.tensor for item in tracked}

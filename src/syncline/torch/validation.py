@@ -14,7 +14,7 @@ from syncline.core.wire.validation import AVERAGE, OWN, WEIGHTS
 from syncline.data.source import Source
 from syncline.torch.batches import tensors
 from syncline.torch.weights import load_state_dict
-from syncline.worker.validating import Validating
+from syncline.worker.validation import WorkerValidation
 
 
 class Pulls(Protocol):
@@ -96,7 +96,7 @@ class ValidatedModel:
                 module.training = mode
 
 
-def take_part_in(validating: Validating, optimizer: Pulls, model: torch.nn.Module | None) -> None:
+def take_part_in(validating: WorkerValidation, optimizer: Pulls, model: torch.nn.Module | None) -> None:
     """As long as this optimizer is there, validations see to its parameters."""
     alive, made = weakref.ref(optimizer), weakref.WeakValueDictionary[str, ValidatedModel]()
 
@@ -108,8 +108,7 @@ def take_part_in(validating: Validating, optimizer: Pulls, model: torch.nn.Modul
             made[""] = known = ValidatedModel(found, model)
         return known
 
-    validating.add_model(find)
-    validating.read = read_samples
+    validating.add_model(find, read_samples)
 
 
 def read_samples(dataset: Any, samples: Sequence[int], collate: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -20,30 +20,37 @@ from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, S
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import JobStats
-from syncline.worker.asking import Asking
-from syncline.worker.boundary import STEP
-from syncline.worker.calling import ValidationCalled
+from syncline.worker.checkpoint.boundary import STEP, Boundary
+from syncline.worker.checkpoint.rng_state import OwnStream
+from syncline.worker.checkpoint.saves import ScriptCheckpoints
+from syncline.worker.collectives.peers import Peers
 from syncline.worker.collectives.verbs import Collectives
 from syncline.worker.current import forget
-from syncline.worker.device import choose_device
-from syncline.worker.exchange import left
-from syncline.worker.finite import FiniteCheck
-from syncline.worker.hearing import FromCoordinator
+from syncline.worker.data.loop import tell_unused
+from syncline.worker.data.samples import CoordinatorAsks, LoopHooks, WorkerSamples
+from syncline.worker.exchange.finite import FiniteCheck
+from syncline.worker.exchange.residuals import keep_residuals
+from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.kv import KeyValue
-from syncline.worker.life import CannotResume, Life, checked_step
-from syncline.worker.loop import tell_unused
-from syncline.worker.measures import Measures
-from syncline.worker.memory import Memory
-from syncline.worker.peers import Peers
-from syncline.worker.progress import Progress
-from syncline.worker.reporting import Reporting
-from syncline.worker.residuals import keep_residuals
-from syncline.worker.rosters import place_of
-from syncline.worker.samples import CoordinatorAsks, Samples
-from syncline.worker.seeding import OwnStream
-from syncline.worker.servers import ServersExchange
-from syncline.worker.steps import steps
-from syncline.worker.validating import Measure, Validated, Validating
+from syncline.worker.metrics import Measures
+from syncline.worker.reporting import WorkerReporting
+from syncline.worker.session import CoordinatorHandlers, CoordinatorSession, WhileWaiting, WorkerParts, left, place_of
+from syncline.worker.steps import CannotResume, RunProgress, WorkerLife, checked_step, steps
+from syncline.worker.validation import Measure, Validated, WorkerValidation
+from syncline.worker.waits import ValidationCalled
+
+
+def choose_device(said: str, members: Iterable[Member], host: str, local_rank: int) -> str:
+    """What was said at launch; `auto`: a GPU of its own, where there are enough for all workers of this host."""
+    torch = sys.modules.get("torch")
+    if said != "auto":
+        if said.startswith("cuda") and torch is not None and not torch.cuda.is_available():
+            raise ConfigError(f"--device {said}: torch sees no GPU here; leave it out, or say cpu")
+        return said
+    num_local = sum(member.role == "worker" and member.host == host for member in members)
+    num_gpus = torch.cuda.device_count() if torch is not None else 0
+    # Those who have finished keep their ranks, and are no members any more.
+    return f"cuda:{local_rank}" if num_gpus >= max(num_local, local_rank + 1) else "cpu"
 
 
 class Job:
@@ -54,7 +61,7 @@ class Job:
         joined: Joined,
         me: Member,
         link: Link,
-        hearing: FromCoordinator,
+        handlers: CoordinatorHandlers,
         dial: Callable[[Member], Endpoint],
         stamp: Stamp,
         *,
@@ -62,62 +69,91 @@ class Job:
         say: Callable[[str], None],
         embedded: bool,
         beats: bool = True,
-        peers: Peers | None = None,  # ways to the other workers
+        peers: Peers | None = None,  # links to the other workers
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`embedded`: nobody else is in this job. `beats`: the coordinator is in another process, and listens."""
+        """`embedded`: there is no other worker in this job. `beats`: the coordinator is in another process, and
+        listens."""
         self.config: JobConfig = joined.config
         self.is_embedded = embedded  #: whether this is the only worker, and server and coordinator are its own
         self.name, self.folder = me.name, folder  #: its own; where the job's files go
-        self._me, self._link, self._hearing, self._say = me, link, hearing, say
+        self._me, self._link, self._handlers, self._say = me, link, handlers, say
         self._on_close = on_close
-        self._asking = Asking(self, link, hearing)
+        self._closed = threading.Event()
         self._place = (0, 1, 0)  # rank, world size, local rank
-        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
-        hearing.rosters.listen(self._take_place)
-        hearing.begin(link, joined, me.name, beats=beats and not embedded)
-        self._take_place(hearing.rosters.newest)
-        finite = FiniteCheck(self.config, me.name, say)
-        self.exchange = ServersExchange(
-            self.config, hearing, link, dial, stamp, name=me.name, is_late=joined.late, say=say, finite=finite
-        )
-        hearing.on_failure = self.exchange.break_off
-        self.reporting = Reporting(self, link)
-        self.measures = Measures(self, link, hearing.steering, say)
-        hearing.copies, hearing.beat = self.exchange, self.reporting.beat
-        self.kv = KeyValue(
-            self.exchange, self.ask, self.name, self.commits, self.stepped, self.leave_if_asked,
-            lambda: self.lr_factor,
-        )  # fmt: skip
         self.own_step = 0  #: steps that this worker has made, in all its lives
         self._turns: dict[str, int] = {}
-        asks = CoordinatorAsks(self.ask, link)
-        self.samples = hearing.samples = Samples(asks, self.exchange.uses, self.exchange.times, self)
-        self.own_stream = OwnStream(me.name, me.incarnation if joined.late else 0)  #: with `seed_everything`
-        self.samples.begins_training = self.own_stream.begin
-        self._progress = Progress(self, joined.seconds)
-        self._memory = Memory(self, link, hearing, say, is_late=joined.late)
-        self.boundary = self._memory.boundary
-        self.state = self._memory.state  #: what the script wants to have again when the job is taken up
-        keep_residuals(self.exchange.encoder, self.state, lambda: self.world_size, say)
-        self.validating = Validating(self, hearing)
-        self.collectives = Collectives(self, me, hearing, peers)  #: `syncline.collectives` of this worker
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
-        self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
-        self._closed = threading.Event()
         self._device: str | None = None
         self._noticed: set[str] = set()
         self._last_committer: Hashable = None
         self._have_finished: set[Hashable] = set()  # committers, of the last step before a rule stops the script
         self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
         self._rates: list[Callable[[], Mapping[str, Any]]] = []  # of optimizers
-        self.life = Life(self._ask_life(joined), in_rounds=self.in_rounds)
+        stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
+        handlers.rosters.listen(self._take_place)
+        handlers.begin(link, joined, me.name, beats=beats and not embedded)
+        self._take_place(handlers.rosters.newest)
+        self._make_parts(joined, dial, stamp, peers)
+        self.life = WorkerLife(self._ask_life(joined), in_rounds=self.in_rounds)
         self.own_step = self.life.own_step * self.config.sync_every
         self.exchange.has_stepped_to(self.life.step)
         if not embedded:
             self.reporting.begin(self._closed)
-            self._memory.notes.begin(self._closed)
+            self._checkpoints.notes.begin(self._closed)
+
+    def _make_parts(
+        self, joined: Joined, dial: Callable[[Member], Endpoint], stamp: Stamp, peers: Peers | None
+    ) -> None:
+        """Each part gets what it needs when it is made; from the last line on they answer the coordinator."""
+        name, link, handlers, say = self.name, self._link, self._handlers, self._say
+        finite = FiniteCheck(self.config, name, say)
+        self.exchange = exchange = ServersExchange(
+            self.config, handlers, link, dial, stamp, name=name, is_late=joined.late, say=say, finite=finite
+        )
+        lease_acks = exchange.lease_acks
+        self.boundary = Boundary(
+            lambda: exchange.clock, lambda: lease_acks.num_loops > 0, lambda: lease_acks.is_any_held
+        )
+        meanwhile = WhileWaiting(
+            leave_if_retiring=self.leave_if_retiring,
+            follow=exchange.follow,
+            look_for_validation=self.look_for_validation,
+        )
+        self._session = CoordinatorSession(
+            name, self.config.wait_seconds, link, handlers, exchange.waits, self.boundary, self._closed, meanwhile
+        )
+        self.measures = Measures(self, link, handlers.signals, say)
+        self.kv = KeyValue(
+            exchange, self.ask, name, self.commits, self.stepped, self.leave_if_asked, lambda: self.lr_factor
+        )
+        self.own_stream = OwnStream(name, self._me.incarnation if joined.late else 0)  #: with `seed_everything`
+        self.validation = WorkerValidation(self)
+        hooks = LoopHooks(
+            begins_training=self.own_stream.begin,
+            between=self.validation.look_at_a_boundary,
+            behind_epoch=self.validation.behind_epoch,
+        )
+        asks = CoordinatorAsks(self.ask, link)
+        self.samples = WorkerSamples(asks, lease_acks, exchange.times, self, self.boundary, hooks)
+        self._before_settle: list[Callable[[], None]] = [self.samples.let_go]
+        self._progress = RunProgress(self.config, self.samples, lambda: self.step, joined.seconds)
+        self._checkpoints = ScriptCheckpoints(self, link, handlers, self.own_stream, say, is_late=joined.late)
+        self.state = self._checkpoints.state  #: what the script gets back when its job resumes
+        keep_residuals(exchange.encoder, self.state, lambda: self.world_size, say)
+        self.collectives = Collectives(self, self._me, handlers, peers)  #: `syncline.collectives` of this worker
+        self.reporting = WorkerReporting(self, link)
+        handlers.attach(
+            WorkerParts(
+                break_off=exchange.break_off,
+                heartbeat=self.reporting.beat,
+                copies=exchange,
+                samples=self.samples,
+                saves=self._checkpoints.saves,
+                validation=self.validation,
+            )
+        )
 
     def _ask_life(self, joined: Joined) -> GivenLife:
         """Of a worker that was there when the job began, nothing is to ask."""
@@ -135,7 +171,7 @@ class Job:
     @property
     def generation(self) -> int:
         """Number of the membership that this worker knows of."""
-        return self._hearing.rosters.newest.generation
+        return self._handlers.rosters.newest.generation
 
     @property
     def rank(self) -> int:
@@ -161,7 +197,7 @@ class Job:
     def device(self) -> Any:
         """`cuda:LOCAL_RANK` when there are at least as many GPUs as workers on this host, else `cpu`."""
         if self._device is None:
-            members = self._hearing.rosters.newest.members
+            members = self._handlers.rosters.newest.members
             self._device = choose_device(self.config.device, members, self._me.host, self.local_rank)
             self.notice(f"computes on {self._device}")
         torch = sys.modules.get("torch")
@@ -173,9 +209,9 @@ class Job:
         return self._device or "cpu"
 
     @property
-    def memory(self) -> Memory:
+    def checkpoints(self) -> ScriptCheckpoints:
         """What is saved of the script, for adapters that add to it."""
-        return self._memory
+        return self._checkpoints
 
     @property
     def in_rounds(self) -> bool:
@@ -199,10 +235,10 @@ class Job:
         self.own_stream.begin()
         self._end_if_stopped(committer)
         if self.life.number == 1:  # nothing to ask for, at no cost
-            self.life.has_position = self.exchange.uses.has_position or self.life.has_resumed
+            self.life.has_position = self.exchange.lease_acks.has_position or self.life.has_resumed
             return
         with self._leaving_if_it_cannot_resume():
-            self.life.commits(in_leases=self.exchange.uses.has_position)
+            self.life.commits(in_leases=self.exchange.lease_acks.has_position)
 
     def uses_rates(self, rates: Mapping[str, Any]) -> None:
         """The learning rates of the step that is about to be committed. Ends a script that was started again, where
@@ -236,7 +272,7 @@ class Job:
         are leased like samples, so that a worker that is started again goes on where the job is. The loop ends early
         when a rule stops the training. The n-th loop of a script is the n-th of the job.
         """
-        return steps(self, count)
+        return steps(self, count, self.exchange.enter)
 
     def resume_at(self, step: int | None = None) -> int:
         """For a loop of your own: says that the script goes on at this step, so that it can be started again.
@@ -254,9 +290,9 @@ class Job:
     def stepped(self) -> None:
         """A step was made: by a push, or locally between two of them."""
         self.own_step += 1
-        self.exchange.uses.stepped()
+        self.exchange.lease_acks.stepped()
         self.boundary.stepped()
-        self._hearing.pacing.slow_down(self.leave_if_retiring)
+        self._handlers.pacing.slow_down(self.leave_if_retiring)
 
     @property
     def step(self) -> int:
@@ -267,7 +303,7 @@ class Job:
         that was updated most often. With `sync_every`, where most steps are made locally: this worker's own.
         """
         if self.config.sync_every > 1:
-            return self._memory.taken_up.own_step + self.own_step
+            return self._checkpoints.resume.own_step + self.own_step
         return self.exchange.num_updates
 
     @property
@@ -285,7 +321,7 @@ class Job:
 
         By `loader.epochs(n)`: epochs, and samples of the epoch. By `job.steps(n)`: steps. By `--max-steps` and
         `--max-time`: the job's steps and time. Of several, the one that ends first counts. In `sync` it is the same
-        in all workers of a round (not by time). A worker that starts again, or a job that is taken up, goes on where
+        in all workers of a round (not by time). A worker that starts again, or a job that resumes, goes on where
         the job is. ConfigError where nothing says how long the run is.
         """
         return self._progress.now()
@@ -293,7 +329,7 @@ class Job:
     @property
     def lr_factor(self) -> float:
         """What `--on-plateau` has made of learning rates: each is multiplied by it where it is used."""
-        return self._hearing.steering.factor
+        return self._handlers.signals.factor
 
     def report(self, **metrics: Any) -> None:
         """Tells the job this worker's metrics: numbers, or scalars of torch and NumPy, by name.
@@ -317,7 +353,7 @@ class Job:
 
     def script_went_on(self) -> None:
         """The others' scripts have made what this one leaves out: its state becomes theirs."""
-        self._memory.taken_up.went_on()
+        self._checkpoints.resume.went_on()
 
     def catch_up(self) -> None:
         """Others went on without this worker."""
@@ -345,19 +381,19 @@ class Job:
 
     def retire(self) -> None:
         """This worker is to leave when its step is done, or where it waits for others; from any thread or signal."""
-        self._hearing.is_retiring = True
+        self._handlers.is_retiring = True
 
     def leave_if_asked(self) -> None:
         """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
         self.boundary.stepped()
         self.leave_if_retiring()
-        pacing = self._hearing.pacing
+        pacing = self._handlers.pacing
         if pacing.is_held:
             with self.boundary.standing():
                 pacing.hold(self.leave_if_retiring, self.exchange.times)
-        if not self.exchange.uses.num_loops:
-            self.validating.look_at_a_boundary()
-            if self.boundary.on_stop is not None and self.should_stop:
+        if not self.exchange.lease_acks.num_loops:
+            self.validation.look_at_a_boundary()
+            if self.boundary.notes_stop and self.should_stop:
                 self.boundary.stops(STEP)  # what is saved last is from here: `Stopped` comes in the middle of a step
 
     def _end_if_stopped(self, committer: Hashable) -> None:
@@ -366,8 +402,8 @@ class Job:
 
         Of several committers (optimizers, or sets of names) each one may finish the step that the last one made.
         """
-        uses, last, self._last_committer = self.exchange.uses, self._last_committer, committer
-        if not self.should_stop or uses.num_loops or uses.is_any_held:
+        lease_acks, last, self._last_committer = self.exchange.lease_acks, self._last_committer, committer
+        if not self.should_stop or lease_acks.num_loops or lease_acks.is_any_held:
             return
         if not self._have_finished:
             self._have_finished |= {committer if last is None else last}
@@ -380,11 +416,15 @@ class Job:
 
     def leave_if_retiring(self) -> None:
         """Likewise, wherever it waits for others."""
-        if self._hearing.is_retiring and not self._closed.is_set():
-            self._hearing.pacing.hear(Pace(self.name))
-            self._hearing.is_retiring, self._hearing.has_retired = False, True  # what is sent now may come by here
+        if self._handlers.is_retiring and not self._closed.is_set():
+            self._handlers.pacing.hear(Pace(self.name))
+            self._handlers.retires_now()  # first: what is sent now may come by here
             self.close()
             raise SystemExit(0)
+
+    def look_for_validation(self) -> None:
+        """The script waits for others: raises ValidationCalled where they wait for it in a validation."""
+        self.validation.while_waiting()
 
     def rest(self, *, leaves: bool = True) -> None:
         """Takes part in no round until the next push: this worker has finished its part, here an epoch of it.
@@ -438,7 +478,7 @@ class Job:
 
         With torch fn runs without gradients, and the model in eval mode. What fn draws from random states is undone.
         """
-        return self.validating.add(fn, dataset, every, batch_size, collate_fn, name)
+        return self.validation.add(fn, dataset, every, batch_size, collate_fn, name)
 
     def save(self) -> str:
         """Saves the job as it is now; the name of the checkpoint. In `sync`, workers that call it at the same step
@@ -448,18 +488,18 @@ class Job:
         is in no step yet, or in local steps, it is made when it is, not waited for, and the name is empty; also in
         `sync` when not all workers call it, since the others wait in their step for this one.
         """
-        return self._memory.save()
+        return self._checkpoints.save()
 
     def put_back(self) -> None:
-        """In a job that was taken up: `job.state` and the random states as they were saved, now.
+        """In a job that resumed: `job.state` and the random states as they were saved, now.
 
         Loops over our loaders see to it themselves; this is for a loop of your own, to be called before it.
         """
-        self._memory.taken_up.put_back()
+        self._checkpoints.resume.put_back()
 
     def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> Message:
         """The coordinator's answer; what is waited for too long is told in words."""
-        return self._asking.ask(message, meanwhile)
+        return self._session.ask(message, meanwhile)
 
     def stats(self) -> JobStats:
         """The job's numbers and this worker's own."""
@@ -469,12 +509,12 @@ class Job:
 
     def explain(self, error: SynclineError) -> SynclineError:
         """Why a connection broke, by the coordinator's word if it comes soon."""
-        return self._asking.explain(error)
+        return self._session.explain(error)
 
     @property
     def evicted(self) -> FencedError | None:
         """Why this worker is out, if it is."""
-        return self._hearing.evicted
+        return self._handlers.evicted
 
     @property
     def is_closed(self) -> bool:
@@ -486,8 +526,8 @@ class Job:
         if self._closed.is_set():
             return
         try:
-            if not self._hearing.has_retired:
-                self.validating.finish()
+            if not self._handlers.has_retired:
+                self.validation.finish()
             self.send_all()
             tell_unused(self)
             self.measures.flush()
@@ -495,8 +535,8 @@ class Job:
             self._tell_staleness()
             self.collectives.leave()
             self.exchange.leave()
-            if self.config.checkpoint and not self._hearing.has_retired:
-                self._memory.finish()
+            if self.config.checkpoint and not self._handlers.has_retired:
+                self._checkpoints.finish()
             self._say_leave()
         finally:
             self.abandon()
@@ -504,14 +544,14 @@ class Job:
     def _say_leave(self) -> None:
         try:
             with self.exchange.waits.of("leave"):
-                self._link.call(Leave(self._hearing.has_retired), self.config.wait_seconds)
+                self._link.call(Leave(self._handlers.has_retired), self.config.wait_seconds)
         except FencedError:
             return  # it was taken already
         except ConnectionLost as error:
             raise self.explain(error) from None
 
     def _tell_staleness(self) -> None:
-        """What the policy has cost so far, at the chief's end of a job in which nobody waits for everybody."""
+        """What the policy has cost so far, told at the chief's end of a job without rounds."""
         if self.is_chief and self.own_step and not policy_of(self.config).stands_still:
             self._say(f"{self.config.policy}: {self.stats().cost_told}")
 

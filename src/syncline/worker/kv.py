@@ -1,31 +1,129 @@
-"""`job.kv`: keys and values on the servers, the framework-neutral face of a job."""
+"""`job.kv`: keys and values on the servers, the framework-neutral face of a job.
+
+A caller gives the same arrays under the same names again and again: plans check and describe them once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from syncline.core.layout import Layout, Parameter, Segment, Slice, to_ranges
+from syncline.core.layout import Layout, Parameter, Ranges, Segment, Slice, to_ranges
 from syncline.core.rule import OPTIONS, Option, Rule
 from syncline.core.wire.control import Register, Registered, Uploaded
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, LayoutError, ProtocolError, RuleError
 from syncline.worker import arrays
-from syncline.worker.arrays import Array, Bytes
-from syncline.worker.exchange import Exchange, Ticket
-from syncline.worker.plans import PullPlan, PushPlan
-from syncline.worker.sinks import ArraySink
-from syncline.worker.steering import with_factor
+from syncline.worker.arrays import Array, Bytes, copy
+from syncline.worker.exchange.commit import Push, ServersTicket
+from syncline.worker.exchange.finite import LOOK_BYTES, copy_finite
+from syncline.worker.exchange.servers import ServersExchange
+from syncline.worker.exchange.targets import ArrayTarget
+from syncline.worker.exchange.values import KeptArrays
+from syncline.worker.metrics import with_factor
+
+
+class Given:
+    """Arrays by name, as they were given: known again by the object, its shape and where its data lie.
+
+    It does not keep them alive: a caller that pushes new arrays every time does not pay for the last ones.
+    """
+
+    def __init__(self, named: Mapping[str, Array]) -> None:
+        self._items = [(name, _reference(array), array.shape, _place(array)) for name, array in named.items()]
+
+    def is_again(self, named: Mapping[str, Array]) -> bool:
+        if len(named) != len(self._items):
+            return False
+        for name, reference, shape, place in self._items:
+            array = named.get(name)
+            if reference() is not array or array is None or array.shape != shape or _place(array) != place:
+                return False
+        return True
+
+
+def _reference(array: Array) -> Callable[[], Array | None]:
+    try:
+        return weakref.ref(array)
+    except TypeError:  # a NumPy scalar
+        return lambda: None
+
+
+def _place(array: Array) -> Any:
+    """NumPy cannot move the data of an array that others refer to; torch can."""
+    return array.data_ptr() if hasattr(array, "data_ptr") else None
+
+
+class PushPlan:
+    """How some arrays go into the arena of one slot: those that do not lie there already are copied."""
+
+    def __init__(
+        self, grads: Mapping[str, Array], pushed: Ranges, targets: Sequence[tuple[str, Bytes, str]], look: bool
+    ) -> None:
+        self._given = Given(grads)
+        self._targets = targets
+        self._push = Push(pushed=pushed)
+        num_bytes = sum(target.size for _, target, _ in targets)
+        self._looks = look and len(targets) == len(grads) and num_bytes >= LOOK_BYTES
+
+    @property
+    def pushed(self) -> Ranges:
+        return self._push.pushed
+
+    def fits(self, grads: Mapping[str, Array]) -> bool:
+        return self._given.is_again(grads)
+
+    def fill(self, grads: Mapping[str, Array]) -> bool:
+        """Copies what has to be; whether all of it was found to be finite by the way."""
+        if self._looks:
+            return copy_finite([(place, arrays.to_bytes(grads[name]), dtype) for name, place, dtype in self._targets])
+        if self._targets:
+            copy([(target, arrays.to_bytes(grads[name])) for name, target, _ in self._targets])
+        return False
+
+    def push(self, weight: float, is_finite: bool = False) -> Push:
+        if weight == 1.0 and not is_finite:
+            return self._push
+        return Push(pushed=self._push.pushed, weight=weight, finite=self._push.pushed if is_finite else ())
+
+
+class PullPlan:
+    """Where pulled parameters go: the caller's own arrays, those that are strided by a copy at the end.
+
+    The caller's arrays of the last pull are kept until the next one.
+    """
+
+    def __init__(
+        self,
+        out: Mapping[str, Array] | None,
+        result: Mapping[str, Array],
+        late: Mapping[str, Bytes],
+        own: Mapping[str, Bytes],
+        target: ArrayTarget,
+    ) -> None:
+        """`own`: the memory of those results that were made for this pull."""
+        self._given = Given(out) if out is not None else None
+        self.result, self.late, self.own, self.target = result, late, own, target
+
+    def fits(self, out: Mapping[str, Array] | None) -> bool:
+        return out is not None and self._given is not None and self._given.is_again(out)
+
+    def kept(self, layout: Layout) -> KeptArrays:
+        """What was made for this pull, for as long as the caller keeps it: each result lies in its memory."""
+        return KeptArrays(layout, {name: weakref.ref(data) for name, data in self.own.items()})
+
 
 Rules = Rule | Mapping[str, Rule]
 Named = Mapping[str, Array] | Iterable[tuple[str, Array]]
 
 
-class Pulled(dict[str, Array]):
+class PulledValues(dict[str, Array]):
     """Parameters by name; after a pull, `versions` has the number of updates that each has seen."""
 
     def __init__(self) -> None:
@@ -37,14 +135,14 @@ class KvTicket:
     """A push under way; `wait` returns what it pulled, if it was to pull."""
 
     def __init__(
-        self, ticket: Ticket, result: Callable[[], Pulled | None], leave_if_asked: Callable[[], None]
+        self, ticket: ServersTicket, result: Callable[[], PulledValues | None], leave_if_asked: Callable[[], None]
     ) -> None:
         self._ticket, self._result, self._leave_if_asked = ticket, result, leave_if_asked
 
     def done(self) -> bool:
         return self._ticket.done()
 
-    def wait(self, timeout_seconds: float | None = None) -> Pulled | None:
+    def wait(self, timeout_seconds: float | None = None) -> PulledValues | None:
         """Returns when the push is applied. Raises WaitTimeout, which names who is waited for."""
         self._ticket.wait(timeout_seconds)
         result = self._result()
@@ -57,7 +155,7 @@ class KeyValue:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ServersExchange,
         ask: Callable[[Message], Message],
         who: str,
         commits: Callable[[Hashable], None],
@@ -81,11 +179,11 @@ class KeyValue:
     def layout(self) -> Layout:
         return self._exchange.layout
 
-    def register(self, params: Named, rule: Rules, reduce: str = "mean") -> Pulled:
+    def register(self, params: Named, rule: Rules, reduce: str = "mean") -> PulledValues:
         """Adds parameters to the job and returns their values there: the chief's.
 
         `rule` is one rule for all or a rule per name. In `sync`, a round's gradients are averaged by their
-        weights (`reduce="mean"`) or added up (`"sum"`). Who is not the chief waits for the chief. Once a layout
+        weights (`reduce="mean"`) or added up (`"sum"`). Other workers wait for the chief. Once a layout
         exists it wins; another one is an error; calling again adds parameters.
         """
         self._leave_if_asked()
@@ -149,7 +247,7 @@ class KeyValue:
     def _in_arena(self, name: str) -> Array:
         segment, index = self.layout.where[name]
         parameter, offset = segment.parameters[index], segment.offsets[index]
-        self._exchange.is_arena_lent = True
+        self._exchange.is_arena_shared = True
         data = self._exchange.arena(segment.index)[offset : offset + parameter.num_bytes]
         return arrays.from_bytes(data, parameter.dtype, parameter.shape, as_torch=self._as_torch.get(name, False))
 
@@ -251,9 +349,9 @@ class KeyValue:
         self._leave_if_asked()
         plan = self._pull_plan(list(grads) if out is None else list(out), out)
         result = functools.partial(self._finish, plan)
-        return KvTicket(self._commit(grads, weight, plan.sink), result, self._leave_if_asked)
+        return KvTicket(self._commit(grads, weight, plan.target), result, self._leave_if_asked)
 
-    def _commit(self, grads: Mapping[str, Array], weight: float, sink: ArraySink | None) -> Ticket:
+    def _commit(self, grads: Mapping[str, Array], weight: float, target: ArrayTarget | None) -> ServersTicket:
         if not (math.isfinite(weight) and weight >= 0):
             raise LayoutError(f"weight = {weight}: it must be a number from 0 on")
         self._exchange.times.lap("compute")
@@ -263,7 +361,7 @@ class KeyValue:
         push = plan.push(float(weight), plan.fill(grads))
         if (factor := self._lr_factor()) != 1.0 or self._changed:
             push = dataclasses.replace(push, overrides=self._overrides(factor))
-        ticket = self._exchange.commit(push, sink)
+        ticket = self._exchange.commit(push, target)
         self._stepped()
         return ticket
 
@@ -276,12 +374,12 @@ class KeyValue:
                     found.append((segment.index, group, options))
         return found
 
-    def _finish(self, plan: PullPlan) -> Pulled:
+    def _finish(self, plan: PullPlan) -> PulledValues:
         for name, data in plan.late.items():
             arrays.fill(plan.result[name], data)
-        if plan.own:  # its sink goes, these arrays stay
-            self._exchange.keep(plan.sink, plan.sink.slices(), plan.kept(self.layout))
-        result = Pulled()
+        if plan.own:  # its target goes, these arrays stay
+            self._exchange.keep(plan.target, plan.target.slices(), plan.kept(self.layout))
+        result = PulledValues()
         result.update(plan.result)
         return result
 
@@ -292,13 +390,13 @@ class KeyValue:
         names: Iterable[str] | None = None,
         out: Mapping[str, Array] | None = None,
         min_version: int | None = None,
-    ) -> Pulled:
+    ) -> PulledValues:
         """Parameters now, or as soon as they have seen `min_version` updates; into `out` where it is given."""
         self._leave_if_asked()
         wanted = self._known(out if names is None and out is not None else names)
         plan = self._pull_plan(wanted, out) if names is None else self._plan_pull(wanted, out)
-        slices = plan.sink.slices()
-        versions = self._exchange.pull(slices, plan.sink, min_version)
+        slices = plan.target.slices()
+        versions = self._exchange.pull(slices, plan.target, min_version)
         result = self._finish(plan)
         result.versions = self._versions(wanted, slices, versions)
         return result
@@ -333,11 +431,11 @@ class KeyValue:
                 data = targets[name] = np.empty(parameter.num_bytes, np.uint8)
                 as_torch = self._as_torch.get(name, False)
                 result[name] = arrays.from_bytes(data, parameter.dtype, parameter.shape, as_torch=as_torch)
-        sink = ArraySink(self.layout, targets)
+        target = ArrayTarget(self.layout, targets)
         made = {name: data for name, data in targets.items() if out is None or name not in out}
         if len(made) < len(targets):
-            self._exchange.overwrites(sink)
-        return PullPlan(out, result, late, made, sink)
+            self._exchange.overwrites(target)
+        return PullPlan(out, result, late, made, target)
 
     def _versions(self, names: Sequence[str], slices: Sequence[Slice], found: Sequence[int]) -> dict[str, int]:
         """A parameter's version is that of its oldest slice."""

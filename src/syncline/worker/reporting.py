@@ -1,27 +1,91 @@
-"""What a worker tells the coordinator of itself: beats, and how far it is; and what the job's numbers are."""
+"""What a worker tells the coordinator of itself: heartbeats and progress; and the job's numbers, put together."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import msgspec
+
+from syncline.config import JobConfig
 from syncline.core.wire.control import AskStats, GivenStats, Heartbeat, Report
+from syncline.core.wire.message import Message
 from syncline.errors import SynclineError
 from syncline.net.link import Link
-from syncline.stats import JobStats
-from syncline.worker.stating import job_stats
+from syncline.stats import JobStats, WireStats, apply_seconds
+from syncline.worker.checkpoint.boundary import Boundary
+from syncline.worker.collectives.verbs import Collectives
+from syncline.worker.data.samples import WorkerSamples
+from syncline.worker.exchange.servers import ServersExchange
+from syncline.worker.metrics import Measures
+from syncline.worker.steps import WorkerLife
 
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
+
+class ReportingJob(Protocol):
+    """What is needed of the job that is reported on."""
+
+    name: str
+    config: JobConfig
+    exchange: ServersExchange
+    boundary: Boundary
+    samples: WorkerSamples
+    collectives: Collectives
+    measures: Measures
+    life: WorkerLife
+    own_step: int
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def samples_taken(self) -> int: ...
+    def rates(self) -> dict[str, float]: ...
+    def ask(self, message: Message, /) -> Message: ...
+
+
+def job_stats(job: ReportingJob, answer: GivenStats, wire: WireStats) -> JobStats:
+    """What `job.stats()` says, by the coordinator's answer. `wire`: of the connection to the coordinator."""
+    servers, exchange = tuple(answer.servers), job.exchange
+    pushes = sum(server.staleness_count for server in servers)
+    stale = sum(server.staleness_sum for server in servers)
+    among = job.collectives.stats()
+    busy, own_times = answer.sample_seconds, exchange.times.times()
+    return JobStats(
+        name=job.name,
+        step=job.step,
+        own_step=job.own_step,
+        seconds=answer.seconds,
+        samples=answer.samples,
+        samples_per_second=answer.samples / busy if busy else 0.0,
+        own_samples=job.samples_taken,
+        shares=answer.shares,
+        epochs=tuple(answer.epochs),
+        staleness_mean=stale / pushes if pushes else 0.0,
+        staleness_max=max((server.staleness_max for server in servers), default=0),
+        damping_mean=sum(server.damping_sum for server in servers) / pushes if pushes else 1.0,
+        lag_max=max((server.lag_max for server in servers), default=0),
+        num_late=sum(server.num_late for server in servers),
+        num_refused=exchange.finite.num_refused,
+        is_quarantined=exchange.finite.is_quarantined,
+        replicas=max(1, job.config.replicas),
+        ack="replicated" if job.config.replicas > 1 else "memory",
+        num_revoked=answer.num_revoked,
+        times=msgspec.structs.replace(own_times, apply=apply_seconds(servers) * own_times.num_steps),
+        servers=servers,
+        wire=exchange.stats() + among + wire,
+        wire_to_workers=among,
+        pushed=answer.pushed,
+        own_pushed=exchange.pushed_bytes,
+    )
+
 
 REPORT_SECONDS = 0.5
 
 
-class Reporting:
+class WorkerReporting:
     """Of one job. Reports are made where the script comes by anyway, and by a thread now and then."""
 
-    def __init__(self, job: Job, link: Link) -> None:
+    def __init__(self, job: ReportingJob, link: Link) -> None:
         self._job, self._link = job, link
 
     def begin(self, closed: threading.Event) -> None:

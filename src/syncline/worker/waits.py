@@ -1,4 +1,8 @@
-"""What a worker waits for when it takes more than a moment: told with its beats, and asked about, in words."""
+"""What a worker waits for, and where the time of its steps goes.
+
+`StepClock` measures every step, at the cost of a few clock readings. `Waits` knows what the script's thread waits for
+when it takes more than a moment: told with heartbeats, and explained to the user in words.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,66 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from syncline.errors import SynclineError
-from syncline.stats import Wait
+from syncline.stats import StepTimes, Wait
+
+PHASES = ("compute", "stage", "wait", "pull")
+
+
+class StepClock:
+    """Laps: the time since the last one goes to a phase. Used by the one thread that uses the exchange.
+
+    compute: the script's own work. stage: gradients into the arena and on their way. wait: for the servers to answer.
+    pull: new parameters into their place.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._last: float | None = None
+        self.num_steps = 0
+        self.measured = (0, 0.0)  #: samples of all steps so far, and the time of work that they took
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self._seconds[phase] += now - self._last
+        self._last = now
+
+    def pause(self) -> None:
+        """What comes until the next lap is no part of a step: a rest, a barrier, a registration."""
+        self._last = None
+
+    def resume(self) -> None:
+        """A step begins here: behind a rest, a barrier, a registration."""
+        self._last = time.perf_counter()
+
+    @property
+    def work_seconds(self) -> float:
+        """Time spent on steps, waits for others left out."""
+        return sum(seconds for phase, seconds in self._seconds.items() if phase != "wait")
+
+    def made_step(self, samples: int) -> None:
+        """With so many samples in all so far. Read between two steps, samples and seconds would not fit together."""
+        self.num_steps += 1
+        self.measured = (samples, self.work_seconds)
+
+    def times(self) -> StepTimes:
+        return StepTimes(num_steps=self.num_steps, **self._seconds)
+
+
+class ValidationCalled(Exception):  # no error
+    """Raised out of a wait; `answer` goes to the validation, and returns behind it."""
+
+    def __init__(self, answer: Callable[[], None]) -> None:
+        super().__init__("a validation is called")
+        self.answer = answer
+
 
 #: A wait is asked about when it has lasted this long, and again after every further `AGAIN_SECONDS`.
 LOUD_SECONDS, AGAIN_SECONDS = 1.0, 10.0
 
 
 @dataclasses.dataclass(slots=True)
-class Waiting:
+class CurrentWait:
     """One wait of the script's own thread."""
 
     what: str  # step, pull, barrier, registration
@@ -40,7 +96,7 @@ class Waits:
     ) -> None:  # fmt: skip
         """`ask` asks the coordinator, `ask_servers` the servers: in words, why."""
         self._name, self._ask, self._ask_servers, self._say = name, ask, ask_servers, say
-        self._now: Waiting | None = None
+        self._now: CurrentWait | None = None
 
     @contextlib.contextmanager
     def of(
@@ -49,7 +105,7 @@ class Waits:
     ) -> Iterator[None]:  # fmt: skip
         """While this lasts, the script waits for that; `why`: it knows why, in words."""
         before = self._now
-        self._now = Waiting(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
+        self._now = CurrentWait(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
         try:
             yield
         finally:
@@ -76,7 +132,7 @@ class Waits:
         if self._now is now:  # it may be over by now
             self._say(reason)
 
-    def _why(self, now: Waiting) -> str:
+    def _why(self, now: CurrentWait) -> str:
         if now.why is not None:
             return f"{now.text} has waited {time.monotonic() - now.began:.1f} s {now.why()}"
         with contextlib.suppress(SynclineError):

@@ -1,57 +1,150 @@
-"""Making a call: by the script's own thread or by that of tickets, again when members have come or left."""
+"""Making a call: by the script's own thread, or later by the thread of a queue of tickets. A call is retried when
+members have joined or left.
+"""
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from syncline.core.collectives import disagreement
 from syncline.core.members import Member
 from syncline.core.wire.collectives import Goodbye
 from syncline.core.wire.control import Roster
-from syncline.errors import CollectiveError, ConfigError
+from syncline.errors import CollectiveError, ConfigError, SynclineError, WaitTimeout
 from syncline.stats import WireStats
 from syncline.worker.arrays import Array
-from syncline.worker.collectives.groups import Group, World
-from syncline.worker.collectives.habits import Habit
-from syncline.worker.collectives.meeting import Again, Begun, Call, Make, Meeting
-from syncline.worker.collectives.meetings import Meetings
-from syncline.worker.collectives.memories import Memories
-from syncline.worker.collectives.party import Party
-from syncline.worker.collectives.repeating import repeat
-from syncline.worker.collectives.tickets import Lane, Ticket
-from syncline.worker.collectives.waiting import LOOK_SECONDS, Waiting
-from syncline.worker.hearing import FromCoordinator
-from syncline.worker.peers import Peers
+from syncline.worker.collectives.groups import CachedCall, Group, GroupLinks, World
+from syncline.worker.collectives.incoming import LOOK_SECONDS, CallingJob, PeerWait
+from syncline.worker.collectives.peers import Peers
+from syncline.worker.collectives.rendezvous import (
+    JointCall,
+    LocalCall,
+    Make,
+    Rendezvous,
+    RetryCall,
+    StartedCall,
+    repeat,
+)
+from syncline.worker.collectives.shared_memory import SharedMemories
+from syncline.worker.session import CoordinatorHandlers
 
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
+
+class Ticket:
+    """A call under way."""
+
+    def __init__(self, what: str, work: Callable[[], Any]) -> None:
+        self._what, self._work = what, work
+        self._over = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._over.is_set()
+
+    def wait(self, timeout_seconds: float | None = None) -> Any:
+        """The result, or what went wrong. A WaitTimeout leaves it under way; the job's own deadline ends it."""
+        if not self._over.wait(timeout_seconds):
+            raise WaitTimeout(f"{self._what} is not done within {timeout_seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def give_up(self, error: SynclineError) -> None:
+        self._error = error
+        self._over.set()
+
+
+class TicketQueue:
+    """Runs tickets in their order. The thread is there while there is something to do, and a moment longer."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._change = threading.Condition()
+        self._open: collections.deque[Ticket] = collections.deque()
+        self._is_running = self._closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open
+
+    def add(self, ticket: Ticket) -> Ticket:
+        with self._change:
+            if self._closed:
+                raise SynclineError("this worker has left the job")
+            self._open.append(ticket)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._change.notify_all()
+        return ticket
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._open or self._closed, 0.1)
+                if not self._open:
+                    self._is_running = False
+                    return
+                ticket = self._open[0]
+            ticket.run()
+            with self._change:
+                if self._open:
+                    self._open.popleft()
+                self._change.notify_all()
+
+    def settle(self) -> None:
+        """Returns when all is done; each has its own deadline."""
+        with self._change:
+            self._change.wait_for(lambda: not self._open)
+
+    def close(self) -> None:
+        """What has not begun is given up."""
+        with self._change:
+            self._closed = True
+            waiting = list(self._open)[1:]
+            while len(self._open) > 1:
+                self._open.pop()
+            self._change.notify_all()
+        for ticket in waiting:
+            ticket.give_up(SynclineError("this worker has left the job before its turn"))
+
 
 T = TypeVar("T")
 
 
 class Calls:
-    """Of one worker. Its calls are made one after the other, in the order in which its script makes them."""
+    """The calls of one worker, made one after the other, in the order in which its script makes them."""
 
-    def __init__(self, job: Job, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
-        self.job, self._me, self._hearing, self._peers = job, me, hearing, peers
-        self.world = World(me, hearing.rosters)
-        self.lane = Lane("collectives")
+    def __init__(self, job: CallingJob, me: Member, handlers: CoordinatorHandlers, peers: Peers | None) -> None:
+        self.job, self._me, self._handlers, self._peers = job, me, handlers, peers
+        self.world = World(me, handlers.rosters)
+        self.queue = TicketQueue("collectives")
         self._busy = threading.Lock()
         self._roster: Roster | None = None
         self._version = 0  # of the attempt that the parties were made in
-        self._parties: dict[Group | None, Party] = {}
-        self._meetings: Meetings | None = None
-        self._memories: Memories | None = None
+        self._groups: dict[Group | None, GroupLinks] = {}
+        self._rendezvous: Rendezvous | None = None
+        self._memories: SharedMemories | None = None
         if peers is not None:
-            self._memories = Memories(peers.create_memory)
-            self._meetings = Meetings(peers, self._memories, me.name)
+            self._memories = SharedMemories(peers.create_memory)
+            self._rendezvous = Rendezvous(peers, self._memories, me.name)
 
     @property
     def peers(self) -> Peers:
         if self._peers is None:
-            raise ConfigError("this job has no ways between its workers")
+            raise ConfigError("this job has no links between its workers")
         return self._peers
 
     @property
@@ -59,49 +152,56 @@ class Calls:
         return self._me.incarnation
 
     @property
-    def memories(self) -> Memories:
+    def memories(self) -> SharedMemories:
         assert self.peers is not None and self._memories is not None
         return self._memories
 
     @property
-    def meetings(self) -> Meetings:
-        assert self.peers is not None and self._meetings is not None
-        return self._meetings
+    def rendezvous(self) -> Rendezvous:
+        assert self.peers is not None and self._rendezvous is not None
+        return self._rendezvous
 
     @property
     def there(self) -> frozenset[int]:
         """The incarnations of all workers that are there now."""
         return frozenset(member.incarnation for member in self.world.members(None)[0])
 
-    def waiting(self, what: str, *, is_script: bool) -> Waiting:
-        return Waiting(self.job, self._hearing, self.peers, what, is_script=is_script)
+    def waiting(self, what: str, *, is_script: bool) -> PeerWait:
+        return PeerWait(self.job, self._handlers, self.peers, what, is_script=is_script)
 
-    def again(self, kind: Hashable, numbers: Array, group: Group | None) -> tuple[Begun | None, Habit | None]:
+    def again(
+        self, kind: Hashable, numbers: Array, group: Group | None
+    ) -> tuple[StartedCall | None, CachedCall | None]:
         """Makes a call that all have made before, as far as all are there at once; `meet` does the rest of it."""
         self.job.leave_if_asked()
-        party, meetings = self._parties.get(group) if self._is_current else None, self._meetings
-        habit = party.habits.get(kind) if party is not None else None
-        if party is None or meetings is None or habit is None or not self.lane.is_idle:
+        group_links, rendezvous = self._groups.get(group) if self._is_current else None, self._rendezvous
+        cached = group_links.cached_calls.get(kind) if group_links is not None else None
+        if group_links is None or rendezvous is None or cached is None or not self.queue.is_idle:
             return None, None
         if not self._busy.acquire(False):
             return None, None
         try:
-            meetings.tidy()
-            return repeat(meetings, party, habit, numbers), habit
+            rendezvous.tidy()
+            return repeat(rendezvous, group_links, cached, numbers), cached
         finally:
             self._busy.release()
 
     def go(
-        self, what: str, work: Callable[[bool], T], wait: bool, lane: Lane | None = None, begun: Begun | None = None
+        self,
+        what: str,
+        work: Callable[[bool], T],
+        wait: bool,
+        queue: TicketQueue | None = None,
+        started: StartedCall | None = None,
     ) -> Any:
-        """Does the work now, or gives a ticket for it. What was called before on the same lane is done before."""
-        lane = lane or self.lane
+        """Does the work now, or gives a ticket for it. What was called before on the same queue is done first."""
+        queue = queue or self.queue
         if not wait:
-            return lane.add(Ticket(what, lambda: work(False)))
-        if begun is None:
+            return queue.add(Ticket(what, lambda: work(False)))
+        if started is None:
             self.job.leave_if_asked()
-        if not lane.is_idle:
-            return lane.add(Ticket(what, lambda: work(False))).wait()
+        if not queue.is_idle:
+            return queue.add(Ticket(what, lambda: work(False))).wait()
         if not self._busy.acquire(blocking=False):
             raise CollectiveError(
                 f"{what}: another thread is in a collective; call them from one, or with wait=False"
@@ -112,52 +212,55 @@ class Calls:
             self._busy.release()
 
     def meet(
-        self, make: Make, body: Callable[[Meeting], T], group: Group | None, is_script: bool,
-        begun: Begun | None = None,
+        self, make: Make, body: Callable[[JointCall], T], group: Group | None, is_script: bool,
+        started: StartedCall | None = None,
     ) -> T:  # fmt: skip
         """`body`: what is done when all have made the call."""
-        meetings = self.meetings
+        rendezvous = self.rendezvous
         while True:
-            party = self._party(group) if begun is None else begun.party
+            group_links = self._group_links(group) if started is None else started.group_links
             waiting = self.waiting("a collective", is_script=is_script)
-            if len(party) == 1:
-                return self._call_alone(make, body, party, waiting)
-            meetings.tidy()
+            if len(group_links) == 1:
+                return self._call_alone(make, body, group_links, waiting)
+            rendezvous.tidy()
             try:
-                with meetings.meet(make, party, waiting, begun) as meeting:
-                    return body(meeting)
-            except Again:
-                begun = None
-                self._await_others(party, waiting)
+                with rendezvous.meet(make, group_links, waiting, started) as joint:
+                    return body(joint)
+            except RetryCall:
+                started = None
+                self._await_others(group_links, waiting)
 
-    def _call_alone(self, make: Make, body: Callable[[Meeting], T], party: Party, waiting: Waiting) -> T:
-        number = self.meetings.begin(party)
+    def _call_alone(
+        self, make: Make, body: Callable[[JointCall], T], group_links: GroupLinks, waiting: PeerWait
+    ) -> T:
+        number = self.rendezvous.begin(group_links)
         try:
-            return body(_alone(make(party, number), party, waiting))
+            return body(_alone(make(group_links, number), group_links, waiting))
         finally:
-            self.meetings.end(party)
-            self.meetings.finish((party.group, number))
+            self.rendezvous.end(group_links)
+            self.rendezvous.finish((group_links.group, number))
 
     @property
     def _is_current(self) -> bool:
         """Whether the parties are still as they were made."""
-        return self._roster is self.world.roster and self._version == self.meetings.heard.attempt.version
+        return self._roster is self.world.roster and self._version == self.rendezvous.heard.attempt.version
 
-    def _party(self, group: Group | None) -> Party:
-        """Who takes part: as before, while nobody has come or gone."""
+    def _group_links(self, group: Group | None) -> GroupLinks:
+        """The members that take part; the same object while no worker has joined or left."""
         if not self._is_current:
-            self._roster, self._version, self._parties = self.world.roster, self.meetings.heard.attempt.version, {}
-        found = self._parties.get(group)
+            self._roster, self._version, self._groups = self.world.roster, self.rendezvous.heard.attempt.version, {}
+        found = self._groups.get(group)
         if found is None:
             members, generation = self.world.members(group)
-            found = Party(members, self._me.incarnation, generation, self.there)
-            self.meetings.prepare(found)
-            self._parties[group] = found
+            found = GroupLinks(members, self._me.incarnation, generation, self.there)
+            self.rendezvous.prepare(found)
+            self._groups[group] = found
         return found
 
-    def _await_others(self, party: Party, waiting: Waiting) -> None:
-        """Until the roster says who takes part now. Who is gone without a word has died in it."""
-        before = party.members
+    def _await_others(self, group_links: GroupLinks, waiting: PeerWait) -> None:
+        """Until the roster says which workers take part now. A worker that is gone without a goodbye has died in the
+        call."""
+        before = group_links.members
 
         def changed() -> list[Member] | None:
             now = self.world.members(None)[0]
@@ -169,16 +272,16 @@ class Calls:
             waiting.end()
         for member in before:
             if member.incarnation not in now and not self._has_left(member):
-                self.meetings.end(party, has_failed=True)
+                self.rendezvous.end(group_links, has_failed=True)
                 raise CollectiveError(f"{member.name} is gone while {waiting.what} was under way")
 
     def _has_left(self, member: Member) -> bool:
         if any(one.incarnation == member.incarnation for one in self.world.roster.finished):
             return True
-        way = self.peers.last_way(member.incarnation)
-        while way is not None and not way.has_left and way.read(0.0):
+        link = self.peers.last_link(member.incarnation)
+        while link is not None and not link.has_left and link.read(0.0):
             pass
-        return way is not None and way.has_left
+        return link is not None and link.has_left
 
     def pause(self) -> None:
         """Until something is heard, or a moment: before a call is made again."""
@@ -191,21 +294,21 @@ class Calls:
     # -- the end ------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Finishes what is open, and says goodbye: whoever calls a collective next does it without this one."""
-        self.lane.settle()
+        """Finishes what is open, and says goodbye: later collectives go without this worker."""
+        self.queue.settle()
         if self._peers is not None:
             self._peers.tell_all(Goodbye())
 
     def close(self) -> None:
-        self.lane.close()
+        self.queue.close()
         if self._memories is not None:
             self._memories.close()
 
 
-def _alone(call: Call, party: Party, waiting: Waiting) -> Meeting:
-    meeting = Meeting(party, 0, waiting)
-    meeting.data, meeting.is_own, meeting.said = call.data, call.is_own, [call.said]
-    reason = disagreement(party.names, meeting.said)
+def _alone(call: LocalCall, group_links: GroupLinks, waiting: PeerWait) -> JointCall:
+    joint = JointCall(group_links, 0, waiting)
+    joint.data, joint.is_own, joint.said = call.data, call.is_own, [call.said]
+    reason = disagreement(group_links.names, joint.said)
     if reason:
         raise CollectiveError(reason)
-    return meeting
+    return joint

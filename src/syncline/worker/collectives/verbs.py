@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +23,17 @@ from syncline.core.wire.collectives import Shape
 from syncline.errors import CollectiveError
 from syncline.stats import WireStats
 from syncline.worker.arrays import Array, Bytes, from_bytes, is_torch
-from syncline.worker.collectives import ring
+from syncline.worker.collectives import transfer
 from syncline.worker.collectives.calls import Calls
-from syncline.worker.collectives.groups import Group, choose
-from syncline.worker.collectives.habits import kind_of, plain
-from syncline.worker.collectives.meeting import Begun, Call, Make, Meeting
-from syncline.worker.collectives.moving import exchange, make_room
+from syncline.worker.collectives.groups import Group, GroupLinks, choose, kind_of, plain
+from syncline.worker.collectives.incoming import CallingJob
 from syncline.worker.collectives.pairs import Pairs
-from syncline.worker.collectives.party import Party
-from syncline.worker.collectives.reducing import Reducer
-from syncline.worker.collectives.repeating import gathered
+from syncline.worker.collectives.peers import Peers
+from syncline.worker.collectives.rendezvous import JointCall, LocalCall, Make, StartedCall, gathered
+from syncline.worker.collectives.transfer import exchange, make_room
 from syncline.worker.collectives.values import (
     NOTHING,
+    Reducer,
     Value,
     joined,
     made,
@@ -43,18 +42,14 @@ from syncline.worker.collectives.values import (
     put,
     value_of,
 )
-from syncline.worker.hearing import FromCoordinator
-from syncline.worker.peers import Peers
-
-if TYPE_CHECKING:
-    from syncline.worker.job import Job
+from syncline.worker.session import CoordinatorHandlers
 
 
 class Collectives:
     """`job.collectives`: what the workers of a job do together, with no server between them."""
 
-    def __init__(self, job: Job, me: Member, hearing: FromCoordinator, peers: Peers | None) -> None:
-        self._calls = Calls(job, me, hearing, peers)
+    def __init__(self, job: CallingJob, me: Member, handlers: CoordinatorHandlers, peers: Peers | None) -> None:
+        self._calls = Calls(job, me, handlers, peers)
         self._pairs = Pairs(self._calls, me) if peers is not None else None
 
     def group(self, ranks: Iterable[int]) -> Group:
@@ -79,11 +74,11 @@ class Collectives:
             return self._reduce("all_reduce", x, op, None, group, wait, in_place)
         of_torch = type(x) is not np.ndarray
         kind = kind_of("all_reduce", op, numbers, of_torch=of_torch)
-        begun, habit = self._calls.again(kind, numbers, group)
-        if begun is None or habit is None or habit.reducer is None or not begun.is_whole:
-            return self._reduce("all_reduce", x, op, None, group, wait, in_place, kind, begun)
+        started, cached = self._calls.again(kind, numbers, group)
+        if started is None or cached is None or cached.reducer is None or not started.is_whole:
+            return self._reduce("all_reduce", x, op, None, group, wait, in_place, kind, started)
         flat = numbers.reshape(-1)
-        total = habit.reducer.few(gathered(begun, flat), flat if in_place else None)
+        total = cached.reducer.few(gathered(started, flat), flat if in_place else None)
         if in_place:
             return x
         return from_bytes(total.view(np.uint8), str(total.dtype), x.shape, as_torch=of_torch)
@@ -93,46 +88,46 @@ class Collectives:
 
     def _reduce(
         self, verb: str, x: Any, op: str, root: int | None, group: Group | None, wait: bool, in_place: bool,
-        kind: Hashable = None, begun: Begun | None = None,
+        kind: Hashable = None, started: StartedCall | None = None,
     ) -> Any:  # fmt: skip
         value = value_of(x)
         check_op(op, value.dtype)
         if in_place:
             _check_in_place(verb, x)
 
-        def make(party: Party, number: int) -> Call:
-            said = party.describe(
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            said = group_links.describe(
                 number,
                 verb,
                 dtype=value.dtype,
                 shape=value.shape,
                 op=op,
-                root=self._root(verb, root, party),
+                root=self._root(verb, root, group_links),
                 waits=wait,
                 of_torch=value.of_torch,
             )
-            return Call(said, value.data, is_own=value.is_view and not (in_place and root is None))
+            return LocalCall(said, value.data, is_own=value.is_view and not (in_place and root is None))
 
-        def body(meeting: Meeting) -> Any:
-            is_wanted = root is None or meeting.is_root
-            result = self._reduced(meeting, value, op, is_copied=is_wanted and not in_place)
+        def body(joint: JointCall) -> Any:
+            is_wanted = root is None or joint.is_root
+            result = self._reduced(joint, value, op, is_copied=is_wanted and not in_place)
             if kind is not None:
-                meeting.party.learn(kind, meeting.mine, Reducer(value.dtype, op, len(meeting.party)))
+                joint.group_links.cache_call(kind, joint.mine, Reducer(value.dtype, op, len(joint.group_links)))
             if in_place:
                 return put(x, result, verb) if is_wanted else x
             return made(result, value.dtype, value.shape, x, of_torch=value.of_torch) if is_wanted else None
 
-        return self._go(verb, make, body, group, wait, begun)
+        return self._go(verb, make, body, group, wait, started)
 
-    def _reduced(self, meeting: Meeting, value: Value, op: str, *, is_copied: bool) -> Bytes:
-        reducer = Reducer(value.dtype, op, len(meeting.party))
-        if is_inline(meeting.mine, meeting.place):
-            views = exchange(self._calls.meetings, meeting)
+    def _reduced(self, joint: JointCall, value: Value, op: str, *, is_copied: bool) -> Bytes:
+        reducer = Reducer(value.dtype, op, len(joint.group_links))
+        if is_inline(joint.mine, joint.place):
+            views = exchange(self._calls.rendezvous, joint)
             return reducer.small(views) if len(views[0]) == len(value.data) else value.data  # this is not the root
-        if meeting.is_own:
-            meeting.data = meeting.data.copy()
-        ring.all_reduce(self._calls.meetings, meeting, reducer)
-        return meeting.data.copy() if is_copied and meeting.is_staged else meeting.data
+        if joint.is_own:
+            joint.data = joint.data.copy()
+        transfer.all_reduce(self._calls.rendezvous, joint, reducer)
+        return joint.data.copy() if is_copied and joint.is_staged else joint.data
 
     def reduce_scatter(
         self, x: Any, op: str, splits: Sequence[int] | None, out: Any, group: Group | None, wait: bool
@@ -140,25 +135,25 @@ class Collectives:
         value = value_of(x)
         check_op(op, value.dtype)
 
-        def make(party: Party, number: int) -> Call:
-            said = party.describe(
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            said = group_links.describe(
                 number,
                 "reduce_scatter",
                 dtype=value.dtype,
                 shape=value.shape,
-                parts=parts_of(value.shape, splits, len(party)),
+                parts=parts_of(value.shape, splits, len(group_links)),
                 op=op,
                 waits=wait,
                 into=place_of(out),
             )
-            return Call(said, value.data, is_own=value.is_view)
+            return LocalCall(said, value.data, is_own=value.is_view)
 
-        def body(meeting: Meeting) -> Any:
-            shape = meeting.mine.parts[meeting.place]
+        def body(joint: JointCall) -> Any:
+            shape = joint.mine.parts[joint.place]
             result = self._place_for(out, value.dtype, shape)
-            views = exchange(self._calls.meetings, meeting)
+            views = exchange(self._calls.rendezvous, joint)
             Reducer(value.dtype, op, len(views)).reduce(views, [result])
-            self._calls.meetings.leave_memory(meeting)
+            self._calls.rendezvous.leave_memory(joint)
             return _given(out, result, value.dtype, shape, x, of_torch=value.of_torch)
 
         return self._go("reduce_scatter", make, body, group, wait)
@@ -174,38 +169,38 @@ class Collectives:
     def _gather(self, verb: str, x: Any, root: int | None, out: Any, group: Group | None, wait: bool) -> Any:
         value = value_of(x)
 
-        def make(party: Party, number: int) -> Call:
-            said = party.describe(
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            said = group_links.describe(
                 number,
                 verb,
                 dtype=value.dtype,
                 shape=value.shape,
-                root=self._root(verb, root, party),
+                root=self._root(verb, root, group_links),
                 waits=wait,
                 into=place_of(out),
             )
-            return Call(said, value.data, is_own=value.is_view)
+            return LocalCall(said, value.data, is_own=value.is_view)
 
-        def body(meeting: Meeting) -> Any:
-            if root is not None and not meeting.is_root:
-                exchange(self._calls.meetings, meeting)
-                self._calls.meetings.leave_memory(meeting)
+        def body(joint: JointCall) -> Any:
+            if root is not None and not joint.is_root:
+                exchange(self._calls.rendezvous, joint)
+                self._calls.rendezvous.leave_memory(joint)
                 return None
-            _, shape = result_of(meeting.said, meeting.place)
+            _, shape = result_of(joint.said, joint.place)
             result = self._place_for(out, value.dtype, shape)
-            self._fill(meeting, result)
+            self._fill(joint, result)
             return _given(out, result, value.dtype, shape, x, of_torch=value.of_torch)
 
         return self._go(verb, make, body, group, wait)
 
-    def _fill(self, meeting: Meeting, result: Bytes) -> None:
+    def _fill(self, joint: JointCall, result: Bytes) -> None:
         """What all ranks have for this one, one behind the other."""
-        ends = list(itertools.accumulate(wanted(said, k, meeting.place)[1] for k, said in enumerate(meeting.said)))
+        ends = list(itertools.accumulate(wanted(said, k, joint.place)[1] for k, said in enumerate(joint.said)))
         places = {k: result[(ends[k - 1] if k else 0) : end] for k, end in enumerate(ends)}
-        for k, view in enumerate(exchange(self._calls.meetings, meeting, places)):
+        for k, view in enumerate(exchange(self._calls.rendezvous, joint, places)):
             if view is not places[k]:
                 places[k][...] = view
-        self._calls.meetings.leave_memory(meeting)
+        self._calls.rendezvous.leave_memory(joint)
 
     # -- from one to all, from all to all -----------------------------------------------------------------
 
@@ -214,20 +209,20 @@ class Collectives:
         if in_place:
             _check_in_place("broadcast", x)
 
-        def make(party: Party, number: int) -> Call:
-            said = party.describe(
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            said = group_links.describe(
                 number,
                 "broadcast",
                 dtype=value.dtype,
                 shape=value.shape,
-                root=self._root("broadcast", root, party),
+                root=self._root("broadcast", root, group_links),
                 waits=wait,
                 of_torch=value.of_torch,
             )
-            return Call(said, value.data, is_own=value.is_view)
+            return LocalCall(said, value.data, is_own=value.is_view)
 
-        def body(meeting: Meeting) -> Any:
-            return self._from_root(meeting, value, x if in_place else None)
+        def body(joint: JointCall) -> Any:
+            return self._from_root(joint, value, x if in_place else None)
 
         return self._go("broadcast", make, body, group, wait)
 
@@ -237,21 +232,21 @@ class Collectives:
         values = [] if x is None else _values(x)
         place = NOTHING if out is None else value_of(out)
 
-        def make(party: Party, number: int) -> Call:
-            chosen = self._root("scatter", root, party)
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            chosen = self._root("scatter", root, group_links)
             if chosen != self._calls.incarnation:
-                said = party.describe(
+                said = group_links.describe(
                     number,
                     "scatter",
                     dtype=place.dtype,
                     shape=place.shape,
                     root=chosen,
                 )
-                return Call(said, NOTHING.data)
+                return LocalCall(said, NOTHING.data)
             if not values:
                 raise CollectiveError("scatter: the root gives an array, or as many arrays as there are ranks")
-            first, parts = values[0], _parts(x, values, splits, len(party))
-            said = party.describe(
+            first, parts = values[0], _parts(x, values, splits, len(group_links))
+            said = group_links.describe(
                 number,
                 "scatter",
                 dtype=first.dtype,
@@ -262,23 +257,23 @@ class Collectives:
                 of_torch=first.of_torch,
                 into=place_of(out),
             )
-            return Call(said, joined(values), is_own=first.is_view)
+            return LocalCall(said, joined(values), is_own=first.is_view)
 
-        def body(meeting: Meeting) -> Any:
-            return self._from_root(meeting, values[0] if values else place, out)
+        def body(joint: JointCall) -> Any:
+            return self._from_root(joint, values[0] if values else place, out)
 
         return self._go("scatter", make, body, group, wait)
 
-    def _from_root(self, meeting: Meeting, value: Value, out: Any) -> Any:
-        place = meeting.group.index(meeting.mine.root)
-        root = meeting.said[place]
-        shape = root.parts[meeting.place] if root.parts else root.shape
-        if meeting.is_root and root.verb == "broadcast":
-            exchange(self._calls.meetings, meeting)
-            self._calls.meetings.leave_memory(meeting)
+    def _from_root(self, joint: JointCall, value: Value, out: Any) -> Any:
+        place = joint.group.index(joint.mine.root)
+        root = joint.said[place]
+        shape = root.parts[joint.place] if root.parts else root.shape
+        if joint.is_root and root.verb == "broadcast":
+            exchange(self._calls.rendezvous, joint)
+            self._calls.rendezvous.leave_memory(joint)
             return value.array
         result = self._place_for(out, root.dtype, shape)
-        self._fill(meeting, result)
+        self._fill(joint, result)
         of_torch = value.of_torch if value.dtype else root.of_torch
         return _given(out, result, root.dtype, shape, value.array, of_torch=of_torch)
 
@@ -286,15 +281,15 @@ class Collectives:
         values = _values(x)
         data, dtype, of_torch = joined(values), values[0].dtype, values[0].of_torch
 
-        def make(party: Party, number: int) -> Call:
-            parts = _parts(x, values, splits, len(party))
-            said = party.describe(number, "all_to_all", dtype=dtype, parts=parts, waits=wait)
-            return Call(said, data, is_own=values[0].is_view)
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            parts = _parts(x, values, splits, len(group_links))
+            said = group_links.describe(number, "all_to_all", dtype=dtype, parts=parts, waits=wait)
+            return LocalCall(said, data, is_own=values[0].is_view)
 
-        def body(meeting: Meeting) -> Any:
-            shapes = [said.parts[meeting.place] for said in meeting.said]
+        def body(joint: JointCall) -> Any:
+            shapes = [said.parts[joint.place] for said in joint.said]
             result = make_room(sum(num_bytes(dtype, shape) for shape in shapes))
-            self._fill(meeting, result)
+            self._fill(joint, result)
             pieces, end = [], 0
             for shape in shapes:
                 start, end = end, end + num_bytes(dtype, shape)
@@ -304,17 +299,17 @@ class Collectives:
         return self._go("all_to_all", make, body, group, wait)
 
     def barrier(self, group: Group | None, wait: bool) -> Any:
-        def make(party: Party, number: int) -> Call:
-            return Call(party.describe(number, "barrier", waits=wait), NOTHING.data)
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            return LocalCall(group_links.describe(number, "barrier", waits=wait), NOTHING.data)
 
-        def body(meeting: Meeting) -> None:
+        def body(joint: JointCall) -> None:
             if wait:
-                meeting.party.learn("barrier", meeting.mine)
+                joint.group_links.cache_call("barrier", joint.mine)
 
-        begun = self._calls.again("barrier", NOTHING.data, group)[0] if wait else None
-        if begun is not None and begun.is_whole:
+        started = self._calls.again("barrier", NOTHING.data, group)[0] if wait else None
+        if started is not None and started.is_whole:
             return None
-        return self._go("barrier", make, body, group, wait, begun)
+        return self._go("barrier", make, body, group, wait, started)
 
     # -- beginning again ----------------------------------------------------------------------------------
 
@@ -337,16 +332,16 @@ class Collectives:
         value = value_of(np.array(step, np.int64))
         deadline = time.monotonic() + self._calls.job.config.wait_seconds
 
-        def make(party: Party, number: int) -> Call:
-            said = party.describe(number, "restart", dtype=value.dtype, shape=value.shape)
-            return Call(said, value.data, is_own=True)
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            said = group_links.describe(number, "restart", dtype=value.dtype, shape=value.shape)
+            return LocalCall(said, value.data, is_own=True)
 
-        def body(meeting: Meeting) -> tuple[int, int]:
-            steps = [int(data.view(np.int64)[0]) for data in exchange(self._calls.meetings, meeting)]
+        def body(joint: JointCall) -> tuple[int, int]:
+            steps = [int(data.view(np.int64)[0]) for data in exchange(self._calls.rendezvous, joint)]
             newest = max(steps)
-            attempt = 1 + max(said.attempt for said in meeting.said)
-            agreed.append((attempt, meeting.group))
-            return meeting.group[steps.index(newest)], newest
+            attempt = 1 + max(said.attempt for said in joint.said)
+            agreed.append((attempt, joint.group))
+            return joint.group[steps.index(newest)], newest
 
         while True:
             agreed: list[tuple[int, tuple[int, ...]]] = []
@@ -357,26 +352,26 @@ class Collectives:
                     raise
                 self._calls.pause()
             else:
-                self._calls.meetings.heard.restart(*agreed[-1])
+                self._calls.rendezvous.heard.restart(*agreed[-1])
                 return found
 
     def _copy_of(self, x: Any, root: int) -> Bytes:
         """What the worker of this incarnation has in x, as bytes."""
         value = value_of(x)
 
-        def make(party: Party, number: int) -> Call:
-            if root not in party.group:
+        def make(group_links: GroupLinks, number: int) -> LocalCall:
+            if root not in group_links.group:
                 raise CollectiveError("restart: the worker whose state is taken is gone; call restart() again")
-            said = party.describe(number, "broadcast", dtype=value.dtype, shape=value.shape, root=root)
-            return Call(said, value.data, is_own=value.is_view)
+            said = group_links.describe(number, "broadcast", dtype=value.dtype, shape=value.shape, root=root)
+            return LocalCall(said, value.data, is_own=value.is_view)
 
-        def body(meeting: Meeting) -> Bytes:
-            if meeting.is_root:
-                exchange(self._calls.meetings, meeting)
-                self._calls.meetings.leave_memory(meeting)
+        def body(joint: JointCall) -> Bytes:
+            if joint.is_root:
+                exchange(self._calls.rendezvous, joint)
+                self._calls.rendezvous.leave_memory(joint)
                 return value.data
             result = make_room(len(value.data))
-            self._fill(meeting, result)
+            self._fill(joint, result)
             return result
 
         copy: Bytes = self._go("restart", make, body, None, True)
@@ -393,15 +388,15 @@ class Collectives:
     # -- how ----------------------------------------------------------------------------------------------
 
     def _go(
-        self, verb: str, make: Make, body: Callable[[Meeting], Any],
-        group: Group | None, wait: bool, begun: Begun | None = None,
+        self, verb: str, make: Make, body: Callable[[JointCall], Any],
+        group: Group | None, wait: bool, started: StartedCall | None = None,
     ) -> Any:  # fmt: skip
         return self._calls.go(
-            verb, lambda is_script: self._calls.meet(make, body, group, is_script, begun), wait, begun=begun
+            verb, lambda is_script: self._calls.meet(make, body, group, is_script, started), wait, started=started
         )
 
-    def _root(self, verb: str, rank: int | None, party: Party) -> int:
-        return 0 if rank is None else self._calls.world.root(rank, party.group, verb)
+    def _root(self, verb: str, rank: int | None, group_links: GroupLinks) -> int:
+        return 0 if rank is None else self._calls.world.root(rank, group_links.group, verb)
 
     @staticmethod
     def _place_for(out: Any, dtype: str, shape: Shape) -> Bytes:

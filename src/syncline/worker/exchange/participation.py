@@ -1,0 +1,141 @@
+"""Whether rounds count this worker, and since where: its phase, its rests, its coming and its going."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from syncline import faults
+from syncline.core.policy import Policy
+from syncline.core.rounds import LOOP
+from syncline.core.wire.control import Enter, Entered, Leave, Passed
+from syncline.core.wire.traffic import AskPlace, GivenPlace, Rest
+from syncline.errors import FencedError
+from syncline.net.link import Link
+from syncline.worker.exchange.replay import Replay
+from syncline.worker.exchange.routes import ServerRoutes
+
+#: For a server to say whether a round waits for this worker.
+_WHY_SECONDS = 5.0
+
+
+class Participation:
+    """What a worker tells the servers about itself; told again to all of them when they change."""
+
+    def __init__(
+        self,
+        routes: ServerRoutes,
+        replay: Replay,
+        link: Link,
+        *,
+        policy: Policy,
+        is_late: bool,
+        wait_seconds: float,
+        is_in_loop: Callable[[], bool],
+    ) -> None:
+        """`is_late`: the job was complete before this worker joined; it enters with its first commit. `is_in_loop`:
+        whether the script is in a loop over a loader."""
+        self._routes, self._replay, self._link, self._is_in_loop = routes, replay, link, is_in_loop
+        self._policy, self._wait_seconds = policy, wait_seconds
+        self._stretch, self._rested = 0, False
+        self._is_active, self._is_away = True, False
+        self.is_late, self.is_leaving = is_late, False
+        self._enters_again, self._num_entries = False, 0
+        self.back_at: int | None = None  # where it stands from its next commit on
+        self.num_void = 0  # commits with nothing in them to make before the next one
+        self.entered_at = 0  # the job's steps before its first commit since it last entered
+
+    @property
+    def phase(self) -> int:
+        """Of the next commit."""
+        return self._stretch + self._rested
+
+    @property
+    def must_enter(self) -> bool:
+        """Where its next commit stands, only the coordinator knows."""
+        return self.is_late or self._enters_again
+
+    @property
+    def must_come_back(self) -> bool:
+        return self.must_enter or not self._is_active
+
+    def committed(self, phase: int) -> None:
+        self._stretch, self._rested = phase, False
+        self._is_active, self._is_away, self.back_at = True, False, None
+
+    def come_back(self) -> None:
+        """After a rest, or at the first commit of one who came late: where it stands is the same at every server."""
+        is_bounded = self._policy.kind == "bounded"
+        if self.must_enter:
+            if faults.armed is not None:
+                faults.reach("enter.asked")
+            loop = self.phase // LOOP * LOOP if self._is_in_loop() else -1
+            answer = self._link.call(Enter(self._num_entries, loop), self._wait_seconds)
+            assert isinstance(answer, Entered)
+            # A worker that paused is in its loop's rounds again, not in a phase of its own after them.
+            self._stretch, self._rested = max(answer.phase, self.phase // LOOP * LOOP), False
+            self.back_at = answer.back_at if is_bounded else None
+            self.is_late = self._enters_again = False
+            self.entered_at = answer.step
+            self.num_void = answer.num_void if self._policy.stands_still else 0
+            self._num_entries += 1
+        elif is_bounded:
+            answers = self._replay.again(lambda: self._routes.ask_all(AskPlace()), self._wait_seconds)
+            self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
+
+    def pause(self, *, if_active: bool = False, if_awaited: bool = False) -> None:
+        """In no more rounds of this phase; said once, until there is a commit in the next. `if_awaited`: only when
+        a round waits for this worker.
+
+        In rounds there is no next phase within a loop: its rounds would wait for all who have paused, and those
+        maybe for it. The next commit enters again, beside the others.
+        """
+        has_paused = (self._rested and self.phase % LOOP > 0) or (if_active and not self._is_active)
+        if has_paused or (if_awaited and not self._routes.is_awaited(_WHY_SECONDS)):
+            return
+        if self.phase % LOOP < LOOP - 1:  # the last one is the loop's end
+            self._rest_from(self.phase)
+            self._enters_again = self._policy.stands_still
+
+    def rest(self) -> None:
+        """In no more rounds of this loop."""
+        self._enters_again = self._is_away and self._policy.in_rounds
+        self._rest_from(self.phase // LOOP * LOOP + LOOP - 1)
+
+    def _rest_from(self, phase: int) -> None:
+        self._stretch, self._rested, self._is_active = phase, True, False
+        self._tell_again()
+
+    def step_aside(self) -> int:
+        """In no round at all until its next commit; the phase that it would be in."""
+        self._is_active, self._is_away = False, True
+        self._tell_again()
+        return self.phase
+
+    def pass_barrier(self, passed: Passed) -> None:
+        """Behind it everyone is in the same, new phase; who came late to it is away until its next commit."""
+        self._stretch, self._rested = passed.phase, False
+        self._is_active, self._is_away = not passed.is_away, passed.is_away
+        self._enters_again = passed.is_away and self._policy.in_rounds
+
+    def _tell_again(self) -> None:
+        self._replay.again(self.tell, self._wait_seconds)
+
+    def tell(self) -> None:
+        """Tells every server that this worker rests or is at a barrier; one that joined late and has not entered is
+        not counted."""
+        if self._is_active or self.is_late or self.is_leaving:
+            return
+        if self._rested:
+            self._routes.ask_all(Rest(self._stretch, False))
+        if self._is_away:
+            self._routes.ask_all(Rest(self._stretch, True))
+
+    def leave(self) -> None:
+        """No round waits for it any more."""
+        if self.is_late or self.is_leaving:
+            return
+        self.is_leaving = True
+        try:
+            self._replay.again(lambda: self._routes.ask_all(Leave()), self._wait_seconds)
+        except FencedError:
+            return  # it was taken already
