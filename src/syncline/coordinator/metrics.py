@@ -40,10 +40,10 @@ class Readings:
             if self._merging.is_new(name, incarnation, message.number):
                 if message.is_whole:
                     values = {n: value for n, (value, _) in message.values.items()}
-                    found = [self._merging.whole(values, message.step)]
+                    found = [self._merging.whole(values, message.step, message.errors)]
                 else:
                     told = {n: v for n, v in message.values.items() if not self._c.validating.is_validated(n)}
-                    found = self._merging.take(name, told, message.step, self._taking_part())
+                    found = self._merging.take(name, told, message.step, self._taking_part(), message.errors)
                 self._steps[name] = message.step
                 for fresh in found or [{}]:
                     self._c.stopping.take(fresh, message.step)
@@ -51,10 +51,10 @@ class Readings:
             steer = self._c.membership.state.steering.steer
         request.reply(steer)
 
-    def take_whole(self, values: Mapping[str, float], step: int) -> None:
+    def take_whole(self, values: Mapping[str, float], step: int, errors: Mapping[str, float] = {}) -> None:
         """Readings that were merged already, by whoever calls this: rules have seen them when it returns."""
         with self._c.lock:
-            self._c.stopping.take(self._merging.whole(values, step), step)
+            self._c.stopping.take(self._merging.whole(values, step, errors), step)
 
     def gone(self) -> None:
         """Somebody has left, or is out: a reading that waited for it may be whole."""

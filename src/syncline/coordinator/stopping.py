@@ -148,7 +148,8 @@ class StopRules:
             self._c.last_word(f"stopped by {self.state.stop}")
         if self._c.readings.values():
             self._c.last_word(f"last readings: {told(self._c.readings.values())}")
-        for sentence in self._unreported() if self._c.membership.formed else ():
+        unmet = Stopping(self.rules, self.state).unmet(self._c.readings.newest)
+        for sentence in [*self._unreported(), *unmet] if self._c.membership.formed else ():
             self._c.event(sentence)
 
     def close(self) -> None:

@@ -226,7 +226,7 @@ class Validations:
         self._readings = {over.turn: values}
         self._c.try_keep()
         self._c.event(f"validation at step {over.step}: {over.told}")
-        self._c.readings.take_whole(values, over.step)
+        self._c.readings.take_whole(values, over.step, over.errors())
         self._c.bests.validated(over)
 
     def _give_up(self, lost: Validation) -> None:
