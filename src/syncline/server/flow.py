@@ -13,6 +13,7 @@ from syncline.core.rounds import Commit, Rounds, Verdict
 from syncline.core.slice_state import Identity, life_of
 from syncline.errors import RuleError, SynclineError
 from syncline.server.clipping import Clipping
+from syncline.server.dropped_options import DroppedOptions
 from syncline.server.hosted import HostedSlice
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
@@ -49,6 +50,7 @@ class Flow:
         self._busy: set[Work] = set()
         self._under_way: dict[Key, RoundWork] = {}
         self.clipping = Clipping(self)
+        self._dropped = DroppedOptions(slices)
         self._parked: list[Held] = []
         self._clocks: dict[str, int] = {}  # of every worker, in what was queued so far
         self._preferred: list[int] = []
@@ -91,6 +93,8 @@ class Flow:
                 commits[0].item.void()
             slots = self.slots_in_order()
             lead = leading(commits, self.seniority)
+            if len(commits) > 1 and self._rounds.decides:
+                self._dropped.see(commits, lead, self.say)
             work = RoundWork(commits, slots, lead, self._rounds.policy, self._finished, self._held)
             works.append(work)
             if self.voting is not None:
