@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -62,6 +63,7 @@ class PartialAnswer:
         self._waiting_bytes = 0
         self._end: Callable[[], None] | None = None
         self._refused = False  # nothing leaves after that
+        self._error: Exception | None = None  # a slice could not be encoded
         self._sending = False
         self._lock = threading.Lock()
         self._word: tuple[Contribution, RoundMembership | None] | None = None  # what the end says
@@ -84,7 +86,11 @@ class PartialAnswer:
                 snapshot.sent()
             return
         self._given.add(number)  # by one thread: the one that applies, or after all is applied
-        part = self._part_of(slot, snapshot, locked)
+        try:
+            part = self._part_of(slot, snapshot, locked)
+        except Exception as error:  # a codec of the user's own: whoever applies goes on, the asker hears of it
+            self._error = self._error or error
+            return
         if part.buffers is not None:
             self._hold(part.num_bytes)
         with self._lock:
@@ -122,6 +128,8 @@ class PartialAnswer:
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
         """Everything is applied; or something else, a refusal, is the end of this answer."""
+        if end is None and (error := self._error) is not None:
+            end = functools.partial(self._request.refuse, error)
         with self._lock:
             dropped = self._ready if end is not None else []
             if end is not None:
