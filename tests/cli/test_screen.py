@@ -264,3 +264,10 @@ def test_lines_go_to_a_file_while_the_terminal_has_the_live_line(
             screen.progress(standings(3.0, {"worker-0": 1}))
             screen.line("worker-0", "policy  sync")
     assert (tmp_path / "log").read_text() == "policy  sync\n" and "sync, 1 worker" in terminal.close()
+
+
+def test_of_job_steps_the_line_says_steps() -> None:
+    epoch = EpochProgress(loader="steps-0", epoch=0, num_samples=1000, num_done=400, is_steps=True)
+    assert line_after(10.0, {"worker-0": 300, "worker-1": 100}, [epoch]) == (
+        "async, 2 workers · 10 s · step 7 · 40 % of 1,000 steps"
+    )

@@ -117,9 +117,9 @@ class TerminalScreen:
         ]
         newest = max(standings.epochs, key=lambda epoch: (epoch.epoch, epoch.num_samples), default=None)
         if newest is not None:
-            left = newest.num_left / self._rate if self._rate else 0.0
+            left = newest.num_left / self._rate if self._rate and not newest.is_steps else 0.0
             parts.append(epoch_told(newest) + (f", {duration(left)} left" if left else ""))
-        if self._rate is not None:
+        if self._rate is not None and not (newest is not None and newest.is_steps):
             parts.append(f"{self._rate:,.0f} samples/s")
             parts += _shares_told(shares(samples))
         if standings.readings:

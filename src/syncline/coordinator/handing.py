@@ -13,6 +13,7 @@ from syncline.core.leasing.leases import SHARD_POSITIONS, Leasing
 from syncline.core.leasing.ledger import Epoch
 from syncline.core.leasing.queue import LeaseQueue
 from syncline.core.slice_state import Identity
+from syncline.core.units import counted
 from syncline.core.wire.control import Heartbeat
 from syncline.core.wire.leases import (
     AskLease,
@@ -231,16 +232,21 @@ class Handing:
     def _tell_finished(self, finished: Iterable[tuple[str, int, Epoch]]) -> None:
         for name, number, epoch in finished:
             self._c.stopping.num_epochs = max(self._c.stopping.num_epochs, number + 1)
-            self._tell(f"epoch {number + 1} of {name!r}", epoch)
+            self._tell(name, number, epoch)
 
-    def _tell(self, which: str, epoch: Epoch) -> None:
+    def _tell(self, name: str, number: int, epoch: Epoch) -> None:
+        known = self.leasing.state.loaders.get(name)
+        is_steps = known is not None and known.is_steps
+        which, unit = ("job.steps", "steps") if is_steps else (f"epoch {number + 1} of {name!r}", "samples")
         for suspect_batch in epoch.aside:
             where = f"positions {suspect_batch.span.start} to {suspect_batch.span.stop - 1}"
             workers = ", ".join(suspect_batch.workers)
-            told = "syncline.data.samples_at says which they are"
-            self._c.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
+            told = "" if is_steps else "; syncline.data.samples_at says which they are"
+            self._c.event(f"{which}: the {unit} at {where} were set aside: {workers} died at them{told}")
         if epoch.num_passed_over:
-            self._c.event(f"{which}: {epoch.num_passed_over} samples were read and used in no step")
+            number_told = counted(epoch.num_passed_over, "step") if is_steps else f"{epoch.num_passed_over} samples"
+            what = "pushed nothing" if is_steps else "were read and used in no step"
+            self._c.event(f"{which}: {number_told} {what}")
 
     def end(self) -> None:
         """Under the lock: the job is over. What was set aside and passed over in its last epochs, finished or not."""
@@ -248,7 +254,7 @@ class Handing:
             self._tell_finished(self.leasing.forget_finished())
             for name, epochs in self.leasing.state.epochs.items():
                 for number, epoch in epochs.items():
-                    self._tell(f"epoch {number + 1} of {name!r}", epoch)
+                    self._tell(name, number, epoch)
 
     # -- answering ----------------------------------------------------------------------------------------
 
