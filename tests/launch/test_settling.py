@@ -89,6 +89,7 @@ def test_what_a_servers_death_would_cost() -> None:
     assert protection(2, ["a", "b"]).endswith("acknowledged by both: the loss of any one server costs nothing")
     assert protection(2, ["a", "a"]).endswith("costs nothing (process-level only: all servers are on one host)")
     assert "if a server dies, its parameters come back from a worker's copy" in protection(1, ["a", "b"])
+    assert "-s 2 --replicas 2" in protection(1, ["a"]), "and what helps"
 
 
 def test_one_more_goes_to_the_host_with_the_fewest() -> None:
