@@ -84,8 +84,9 @@ def main() -> None:
         print(f"seconds        {stats.seconds:.1f}")
         print(f"samples/s      {stats.samples_per_second:,.0f}")
         print(f"test accuracy  {accuracy(model, *load(train=False)):.2%}")
-        print(f"bytes/step     {stats.bytes_per_step:,.0f} over sockets, all workers")
-        print(f"staleness      {stats.staleness_mean:.2f} mean, {stats.staleness_max} at most")
+        sent = stats.bytes_per_step
+        print(f"bytes/step     {sent:,.0f} over sockets, by all workers" + ("" if sent else "; all in shared memory"))
+        print(f"staleness      {stats.staleness_mean:.2f} steps mean, {stats.staleness_max} at most")
         print(f"model          {out}")
     job.close()
 

@@ -15,12 +15,11 @@ cli/                       the command line
 
 from __future__ import annotations
 
+import importlib
 import os
 import typing
 from collections.abc import Collection
 
-from syncline.core.codecs.codec import Codec
-from syncline.core.rule import Rule
 from syncline.errors import (
     CollectiveError,
     ConfigError,
@@ -39,10 +38,16 @@ from syncline.errors import (
     VersionError,
     WaitTimeout,
 )
-from syncline.launch.start import init
-from syncline.worker.checkpoint.rng_state import seed_everything
-from syncline.worker.current import current_job
-from syncline.worker.job import Job
+
+if typing.TYPE_CHECKING:
+    import torch
+
+    from syncline.core.codecs.codec import Codec
+    from syncline.core.rule import Rule
+    from syncline.launch.start import init
+    from syncline.worker.checkpoint.rng_state import seed_everything
+    from syncline.worker.current import current_job
+    from syncline.worker.job import Job
 
 __version__ = "0.1.0"
 __all__ = [
@@ -72,8 +77,29 @@ __all__ = [
     "seed_everything",
 ]
 
-if typing.TYPE_CHECKING:
-    import torch
+#: Imported when they are first used: the command line, and scripts that only ask for the version, start at once.
+_LATER = {
+    "Codec": "syncline.core.codecs.codec",
+    "Job": "syncline.worker.job",
+    "Rule": "syncline.core.rule",
+    "current_job": "syncline.worker.current",
+    "init": "syncline.launch.start",
+    "seed_everything": "syncline.worker.checkpoint.rng_state",
+}
+_MODULES = frozenset({"config", "core", "extensions", "faults", "launch", "net", "stats", "store", "worker"})
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name in _LATER:
+        found = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return found
+    if name in _MODULES:
+        return importlib.import_module(f"syncline.{name}")
+    raise AttributeError(f"module 'syncline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
 
 
 def load_state_dict(

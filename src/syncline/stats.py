@@ -164,6 +164,7 @@ class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
     num_passed_over: int = 0  #: read, and in no step
     num_aside: int = 0  #: set aside: three different workers have failed at them
     leased: dict[str, int] = {}  #: worker -> samples that it has still to do
+    is_steps: bool = False  #: of `job.steps`: all numbers are of steps
 
     @property
     def num_left(self) -> int:

@@ -3,6 +3,16 @@ forgets when it began and who reported."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import pathlib
+import pty
+import re
+import sys
+import threading
+from typing import TextIO
+
 import msgspec
 import pytest
 
@@ -114,7 +124,7 @@ def test_the_line_has_the_newest_readings_and_what_has_stopped_it() -> None:
 
 def shown(screen: TerminalScreen, now: Standings, capsys: pytest.CaptureFixture[str]) -> str:
     """What a plain screen prints at once, as it does every ten seconds."""
-    screen._next_plain = 0.0
+    screen._plain_at = -math.inf
     screen.progress(now)
     return capsys.readouterr().out
 
@@ -159,3 +169,105 @@ def test_a_table_that_nobody_reads_on_standard_output_goes_to_standard_error(
     screen.verdict("interrupted by SIGPIPE")
     monkeypatch.undo()
     assert capsys.readouterr().err == "syncline: interrupted by SIGPIPE\n"
+
+
+def test_a_plain_line_does_not_stand_in_the_middle_of_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """The chief prints its results when training is over, and measures the accuracy between two of its lines."""
+    clock = Clock()
+    screen = TerminalScreen("sync", clock)
+
+    def look(seconds: float, step: int) -> str:
+        clock.now += seconds
+        screen.progress(standings(clock.now - 1000.0, {"worker-0": step}, step=step))
+        return capsys.readouterr().out
+
+    assert not look(9.0, 40) and "step 41" in look(2.0, 41), "while training goes on, every ten seconds"
+    assert not look(9.0, 50)
+    screen.line("worker-0", "samples/s      4,000")
+    assert capsys.readouterr().out == "samples/s      4,000\n"
+    assert not look(1.0, 60), "its step is heard of a little later"
+    assert not look(9.0, 60), "no step was made since the last look"
+    screen.line("worker-0", "test accuracy  87.20%")
+    capsys.readouterr()
+    assert not look(5.0, 60)
+    assert "step 60" in look(60.0, 60), "a job that stands still is not forgotten"
+
+
+class Terminal:
+    """A pseudo terminal of 60 columns, and what was written to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.master, self.slave = pty.openpty()
+        self.written = b""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        monkeypatch.setenv("COLUMNS", "60")
+        monkeypatch.setenv("TERM", "xterm")
+
+    def open(self) -> TextIO:
+        return os.fdopen(os.dup(self.slave), "w")
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(self.master, 4096):
+                self.written += data
+
+    def close(self) -> str:
+        os.close(self.slave)
+        self._reader.join(5)
+        os.close(self.master)
+        return self.written.decode()
+
+
+def test_a_live_line_is_never_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal breaks a wider one into two, and the first would stay between the lines of members."""
+    terminal = Terminal(monkeypatch)
+    with terminal.open() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with TerminalScreen("sync", Clock()) as screen:
+            long = msgspec.structs.replace(standings(3.0, {"worker-0": 1}), readings={"a" * 40: 1.0, "b" * 40: 2.0})
+            screen.progress(long)
+            screen.line("worker-0", "policy  sync")
+            screen.verdict("the job has finished")
+    written = terminal.close()
+    live = [part for part in re.split(r"\x1b\[[0-9;?]*[a-zA-Z]|[\r\n]", written) if "sync, 1 worker" in part]
+    assert live and max(map(len, live)) <= 60 and "policy  sync" in written, written
+    table = written.index("syncline: the job has finished")
+    assert "sync, 1 worker" not in written[table:], "the table is the last that is shown"
+
+
+def test_lines_go_to_a_pipe_although_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`syncline run … | tee log`: all lines are in the log, and no live line stands between them on the terminal."""
+    terminal = Terminal(monkeypatch)
+    end, pipe = os.pipe()
+    with terminal.open() as stream, os.fdopen(pipe, "w") as out, os.fdopen(end) as log:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "stdout", out)
+        with TerminalScreen("sync", Clock()) as screen:
+            screen.progress(standings(3.0, {"worker-0": 1}))
+            screen.line("worker-0", "policy  sync")
+        out.close()
+        assert log.read() == "policy  sync\n"
+    assert "sync, 1 worker" not in terminal.close()
+
+
+def test_lines_go_to_a_file_while_the_terminal_has_the_live_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """`syncline run … > log`."""
+    terminal = Terminal(monkeypatch)
+    with terminal.open() as stream, open(tmp_path / "log", "w") as out:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "stdout", out)
+        with TerminalScreen("sync", Clock()) as screen:
+            screen.progress(standings(3.0, {"worker-0": 1}))
+            screen.line("worker-0", "policy  sync")
+    assert (tmp_path / "log").read_text() == "policy  sync\n" and "sync, 1 worker" in terminal.close()
+
+
+def test_of_job_steps_the_line_says_steps() -> None:
+    epoch = EpochProgress(loader="steps-0", epoch=0, num_samples=1000, num_done=400, is_steps=True)
+    assert line_after(10.0, {"worker-0": 300, "worker-1": 100}, [epoch]) == (
+        "async, 2 workers · 10 s · step 7 · 40 % of 1,000 steps"
+    )

@@ -41,9 +41,9 @@ def test_a_quiet_job() -> None:
         "demo: sync · 2 replicas, ack replicated · term 2 · generation 7 · 61 s",
         "a server's death: every slice has a backup (process-level only)",
         "",
-        "member    life  host    pid  state     step  lag  heard     rtt  slices",
-        "server-0     3  local  4711  working              0.1 s  0.4 ms     3+2",
-        "worker-0     3  local  4711  working  1,812    1  0.1 s  0.4 ms",
+        "member    incarnation  host    pid  state     step  lag  heard     rtt  slices",
+        "server-0            3  local  4711  working              0.1 s  0.4 ms     3+2",
+        "worker-0            3  local  4711  working  1,812    1  0.1 s  0.4 ms",
         "",
         "waits: nobody for anybody",
     ]
@@ -99,3 +99,9 @@ def test_readings_and_rules() -> None:
     assert "readings: accuracy 0.9, loss 0.25" in lines
     assert "learning rates are multiplied by 0.1" in lines
     assert "training has stopped by --stop 'loss<1': loss = 0.25" in lines
+
+
+def test_a_loop_over_steps_has_steps_and_no_samples() -> None:
+    epoch = EpochProgress(loader="steps-0", epoch=0, num_samples=1000, num_done=400, num_passed_over=2, is_steps=True)
+    shown = show_status(job(epochs=[epoch]))
+    assert "job.steps: 40 % of 1,000 steps: 400 steps done, 2 passed over" in shown and "samples" not in shown

@@ -291,3 +291,15 @@ def test_with_one_replica_the_living_say_what_the_lost_server_knew(jobs: Any) ->
     until(lambda: bool(job["worker-0"].all(AskLeaseAcks)), "it is asked")
     until(lambda: job.coordinator.leases.leasing.epoch("a", 0).num_done == len(one.span), "and believed")  # type: ignore[union-attr]
     assert any("counts as read" in line for line in job.log)
+
+
+def test_of_job_steps_it_is_said_that_steps_pushed_nothing(jobs: Any) -> None:
+    job = begin(jobs, data=Loader(8, 1, is_steps=True))
+    found = take_all(job, "worker-0")
+    first = found[0]
+    job["worker-0"].ask(LeaveEpoch("a", 0, [(one.lease, len(one.span)) for one in found], [(first.lease, 0, 1)]))
+    for one in found:
+        primary(job).ask(Heartbeat(uses=[(one.lease, 1 if one is first else 0, len(one.span))]))
+    assert ask(job, "worker-0").wait(SECONDS).is_finished
+    until(lambda: any("job.steps: 1 step pushed nothing" in line for line in job.log), "it is said")
+    assert not any("samples" in line for line in job.log)

@@ -9,7 +9,7 @@ import pytest
 
 from syncline.config import JobConfig
 from syncline.core.members import Address
-from syncline.core.membership import Barriers, JobState, Membership, Outcome
+from syncline.core.membership import NOT_UP, Barriers, JobState, Membership, Outcome
 from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import ERA
 from syncline.core.wire.control import Passed
@@ -249,7 +249,10 @@ def test_who_never_came_is_named() -> None:
     members = members_of(2, 2)
     members.join("worker", "worker-0", "here", None)
     outcome = members.never_came(2.5)
-    assert outcome == Outcome(True, "server-0", "server-0, server-1, worker-1 did not come up within 2.5 s")
+    assert outcome == Outcome(
+        True, "server-0", f"server-0, server-1, worker-1 did not come up within 2.5 s; {NOT_UP}"
+    )
+    assert "--start-seconds" in NOT_UP
 
 
 def test_a_deadline_that_fires_as_the_last_one_joins_ends_nothing() -> None:

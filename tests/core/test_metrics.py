@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.metrics import MOST_AHEAD, MOST_METRICS, Merging, MetricState, Reading, told
+from syncline.core.metrics import MOST_AHEAD, MOST_METRICS, Merging, MetricState, Reading, rounding_error, told
 
 ALL = ["worker-0", "worker-1", "worker-2"]
 
@@ -111,3 +115,41 @@ def test_nothing_is_lost_between_readings(reports: list[tuple[int, float, int]])
 def test_told() -> None:
     values = {"loss": 0.31416, "accuracy": 0.9}
     assert told(values) == "accuracy 0.9, loss 0.3142" and told(values, 1) == "accuracy 0.9 and 1 more"
+
+
+def test_a_mean_is_as_exact_as_what_was_reported() -> None:
+    """0.88 and 0.92 as float32 have a mean that is no float32 and is off by as much as they are."""
+    merging = Merging(MetricState())
+    low, high = np.float32(0.88), np.float32(0.92)
+    errors = [{"loss": rounding_error(value, float(value))} for value in (low, high)]
+    assert merging.take("worker-0", one(float(low), 30), 1, ALL[:2], errors[0]) == []
+    (found,) = merging.take("worker-1", one(float(high), 10), 1, ALL[:2], errors[1])
+    assert math.isclose(found["loss"].error, 2**-24 * (0.88 * 30 + 0.92 * 10) / 40, rel_tol=1e-6)
+    for worker in ALL[:2]:
+        again = merging.take(worker, one(0.3), 2, ALL[:2])
+    assert again[0]["loss"].error == 0.0, "Python floats, and the sum began again"
+    assert merging.whole({"loss": 0.5}, 3, {"loss": 0.25})["loss"].error == 0.25
+
+
+@pytest.mark.parametrize(
+    ("value", "bits"),
+    [
+        (np.float16(0.9), 11),
+        (np.float32(0.9), 24),
+        (np.float32(0.9).item(), 24),  # as a script reports `.item()`
+        (np.array(0.9, np.float32), 24),
+        (torch.tensor(0.9), 24),
+        (torch.tensor(0.9, dtype=torch.bfloat16), 8),
+        (torch.tensor(0.9, dtype=torch.float16), 11),
+        (torch.tensor(0.9, dtype=torch.float64), None),
+        (np.float64(0.9), None),
+        (0.9, None),
+        (1e300, None),
+        (16777216.0, None),  # counts are exact
+        (16777216, None),
+        (torch.tensor(7), None),
+    ],
+)
+def test_the_type_of_a_value_says_how_far_it_may_be_off(value: Any, bits: int | None) -> None:
+    number = float(value)
+    assert rounding_error(value, number) == (abs(number) * 2.0**-bits if bits is not None else 0.0)

@@ -169,3 +169,47 @@ def test_a_plateau_fires_where_the_definition_says(values: list[float], count: i
             expected = n
             break
     assert fired == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "sign", "fires"),
+    [
+        (0.8999999761581421, 0.9 * 2**-24, ">=", True),  # 45/50 as float32
+        (0.8999999761581421, 0.0, ">=", False),  # the same digits from a float64 are below
+        (0.8984375, 0.9 * 2**-8, ">=", True),  # as bfloat16
+        (0.89453125, 0.9 * 2**-8, ">=", False),  # its neighbour is not 0.9
+        (0.8999999761581421, 0.9 * 2**-24, "<", False),
+        (0.8999999761581421, 0.9 * 2**-24, "<=", True),
+        (0.9000000357627869, 0.9 * 2**-24, ">", False),  # the mean of two float32 is off by as much as one of them
+        (0.9 - math.ulp(0.9), 0.0, ">=", True),  # (a + b + c) / 3 of Python floats
+        (0.9001, 0.9 * 2**-24, ">", True),
+        (math.inf, 0.0, ">", True),
+        (-math.inf, 0.0, ">=", False),
+        (math.nan, 0.0, ">=", False),
+    ],
+)
+def test_a_number_is_compared_at_the_precision_of_the_reading(
+    value: float, error: float, sign: str, fires: bool
+) -> None:
+    run = Run(stop=(f"accuracy{sign}0.9",))
+    reading = {"accuracy": Reading(value, 1, error=error)}
+    assert bool(run.stopping.take(reading, reading, 1)) == fires
+
+
+def test_what_was_compared_is_shown_with_the_digits_that_it_takes() -> None:
+    """The reader of `accuracy = 0.9` would ask why `accuracy<0.9` has fired."""
+    below = Run(stop=("accuracy<0.9",))
+    assert "accuracy = 0.8999999 at" in below.read(accuracy=0.8999999)[0]
+    equal = Run(stop=("accuracy>=0.9",))
+    reading = {"accuracy": Reading(0.8999999761581421, 1, error=0.9 * 2**-24)}
+    assert "accuracy = 0.9 at" in equal.stopping.take(reading, reading, 1)[0]
+
+
+def test_the_end_names_what_was_compared_in_vain() -> None:
+    run = Run(stop=("accuracy>=0.9 and loss<1", "loss.plateau(5)", "f1>0.5"))
+    assert run.read(accuracy=0.89999999, loss=0.5) == []
+    assert run.stopping.unmet(run.newest) == [
+        "--stop 'accuracy>=0.9 and loss<1' did not fire: the last reading was accuracy = 0.89999999"
+    ]
+    run.read(f1=0.6)
+    assert run.stopping.unmet(run.newest) == [], "another rule has stopped the job"

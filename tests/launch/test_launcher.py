@@ -16,6 +16,7 @@ from tests.patience import PATIENCE
 
 from syncline.core.wire.control import Died, Report, Standings
 from syncline.launch.lives import Lives
+from syncline.launch.oom import OomKills
 
 
 @pytest.fixture
@@ -36,14 +37,14 @@ def test_a_killed_worker_comes_back_under_its_name(play: Callable[..., Play]) ->
     job = play()
     job.end("worker-1", -9)
     job.wait_for_life("worker-1", 2)
-    assert job.coordinator.told == [Died("worker-1", "was killed by SIGKILL (out of memory?)")]
-    said = "syncline: worker-1 was killed by SIGKILL (out of memory?); starts again in 0.25 s (1 of 3)"
+    assert job.coordinator.told == [Died("worker-1", "was killed by SIGKILL")]
+    said = "syncline: worker-1 was killed by SIGKILL; starts again in 0.25 s (1 of 3)"
     assert said in job.screen.lines
     for name in ("worker-0", "worker-1"):
         job.end(name, 0)
     assert job.finish()[0] == 0
     log = (job.folder / "worker-1.log").read_text()
-    again = "--- worker-1 starts again: was killed by SIGKILL (out of memory?) ---"
+    again = "--- worker-1 starts again: was killed by SIGKILL ---"
     assert log == f"worker-1 speaks\n{again}\nworker-1 speaks\n"
 
 
@@ -174,10 +175,7 @@ def test_the_coordinator_comes_back_at_once_and_takes_the_job_up(play: Callable[
     assert job.coordinator.told == []
     job.end("coordinator", -9)
     code, verdict = job.finish()
-    assert (
-        code == 137
-        and "coordinator was killed by SIGKILL (out of memory?), for the 3rd time within a minute" in verdict
-    )
+    assert code == 137 and "coordinator was killed by SIGKILL, for the 3rd time within a minute" in verdict
 
 
 def test_nobody_starts_before_the_coordinator_has_heard_of_the_death(play: Callable[..., Play]) -> None:
@@ -359,7 +357,7 @@ def test_the_table_of_a_good_end_counts_steps_and_deaths(play: Callable[..., Pla
     code, table = job.finish()
     assert code == 0 and table.startswith("the job has finished: all 2 workers ended well\n  time ")
     assert "\n  steps        40 (sync), about 120 samples read, " in table
-    assert re.search(r"worker-1 was killed by SIGKILL \(out of memory\?\) at step 30, back after [\d.]+ s", table)
+    assert re.search(r"worker-1 was killed by SIGKILL at step 30, back after [\d.]+ s", table)
     assert table.endswith(f"\n  logs         {job.folder}")
 
 
@@ -401,3 +399,24 @@ def test_a_worker_that_was_told_to_go_did_not_end_well(play: Callable[..., Play]
     code, table = job.finish()
     assert code == 0 and table.startswith("the job has finished: 1 of 2 workers ended well\n")
     assert "deaths       worker-1 was killed by SIGTERM, not started again\n" in table
+
+
+def test_out_of_memory_is_said_only_where_the_kernel_says_so(
+    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 3
+    monkeypatch.setattr(OomKills, "at_start", lambda kills, pid: count)
+    monkeypatch.setattr(OomKills, "explains", lambda kills, pid, at_start: count > at_start)
+    job = play()
+    job.end("worker-1", -9)
+    job.wait_for_life("worker-1", 2)
+    count = 4
+    job.end("worker-1", -9)
+    job.wait_for_life("worker-1", 3)
+    assert [died.reason for died in job.coordinator.told] == [
+        "was killed by SIGKILL",
+        "was killed by SIGKILL (out of memory)",
+    ]
+    for name in ("worker-0", "worker-1"):
+        job.end(name, 0)
+    assert job.finish()[0] == 0

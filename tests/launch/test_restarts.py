@@ -41,8 +41,8 @@ def test_the_coordinators_deaths_count_within_a_minute() -> None:
 def test_what_is_said_of_it() -> None:
     restarts = Restarts(3)
     restarts.died("worker-1", True, 0.0)
-    said = restarts.died("worker-1", False, 0.0).describe("worker-1", "was killed by SIGKILL (out of memory?)")
-    assert said == "worker-1 was killed by SIGKILL (out of memory?); starts again in 0.5 s (2 of 3)"
+    said = restarts.died("worker-1", False, 0.0).describe("worker-1", "was killed by SIGKILL")
+    assert said == "worker-1 was killed by SIGKILL; starts again in 0.5 s (2 of 3)"
     assert restarts.died("coordinator", False, 0.0).describe("coordinator", "is gone").endswith("at once (1 of 3)")
 
 

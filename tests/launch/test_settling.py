@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -88,6 +89,7 @@ def test_what_a_servers_death_would_cost() -> None:
     assert protection(2, ["a", "b"]).endswith("acknowledged by both: the loss of any one server costs nothing")
     assert protection(2, ["a", "a"]).endswith("costs nothing (process-level only: all servers are on one host)")
     assert "if a server dies, its parameters come back from a worker's copy" in protection(1, ["a", "b"])
+    assert "-s 2 --replicas 2" in protection(1, ["a"]), "and what helps"
 
 
 def test_one_more_goes_to_the_host_with_the_fewest() -> None:
@@ -136,3 +138,21 @@ def test_in_a_ring_a_server_is_on_its_workers_host_and_shares_its_cores() -> Non
 def test_what_a_ring_excludes_is_said_at_launch(said: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settle_here({"workers": 2, "exchange": "ring", **said}, Script(path="train.py"))
+
+
+def test_jobs_that_start_in_the_same_second_have_folders_of_their_own(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had one name: the second was refused, or took the first one's logs away."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20250101-120000")
+    names = [settle_here({}, Script(path="train.py"))[1].name for _ in range(3)]
+    assert names == ["train-20250101-120000", "train-20250101-120000-2", "train-20250101-120000-3"]
+    assert settle_here({"name": "train-20250101-120000"}, Script(path="train.py"))[1].name == names[0], (
+        "as it is said"
+    )
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match=r"the folder file/train-.* cannot be used: Not a directory; say another with --runs"
+    ):
+        settle_here({"runs": "file"}, Script(path="train.py"))

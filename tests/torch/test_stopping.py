@@ -418,3 +418,25 @@ def test_reports_are_weighted_by_the_samples_since_the_last() -> None:
     with local_job(workers=2, policy="async") as local:
         local.run(work)
         assert local._process.coordinator.metrics.values()["loss"] == pytest.approx(8 / 12)
+
+
+@pytest.mark.parametrize("by_validation", [False, True])
+def test_a_rule_fires_at_45_of_50_as_float32(by_validation: bool) -> None:
+    """0.89999998 is what 0.9 is as float32; three workers, so that means of it are made too."""
+    right = torch.arange(150) % 10 != 0
+
+    def work(job: Job) -> tuple[bool, str]:
+        model, optimizer, _ = made()
+        step(model, optimizer, [torch.ones(4, 4)])
+        if by_validation:
+            data = TensorDataset(right)
+            job.validate(lambda batch: {"accuracy": batch[0].float().mean()}, data, batch_size=50).now()
+        else:
+            for _ in range(2):
+                job.report(accuracy=right.float().mean())
+        job.barrier("reported")
+        return job.should_stop, job.measures.stopped_by
+
+    with local_job(workers=3, stop=("accuracy>=0.9",)) as job:
+        for has_stopped, why in job.run(work):
+            assert has_stopped and "accuracy = 0.9 at step" in why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from syncline.testing import local_job
@@ -96,3 +97,30 @@ def test_a_loader_made_anew_for_every_epoch_is_told_of_once() -> None:
         again = [x.tolist() for (x,) in DataLoader(DATA, batch_size=2, shuffle=True, job=job)]
         assert again == orders[0]
         assert [text for text in job._noticed if "make it once" in text]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_learning_rate_that_does_not_count_is_named_once(differs: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """In sync the chief's counts. A script that scales its rate by the rank, say, heard nothing of it."""
+
+    def work(job: Job) -> float:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        lr = 0.5 / (job.rank + 1) if differs else 0.5
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model=model)
+        for number in range(8):
+            if not differs:
+                optimizer.param_groups[0]["lr"] = 0.5 if number % 2 else 0.25
+            optimizer.zero_grad()
+            model(torch.ones(1, 1).double()).mean().backward()
+            optimizer.step()
+        optimizer.pull()
+        return float(model.weight.detach())
+
+    with local_job(workers=3, servers=2) as jobs:
+        assert jobs.run(work) == ([-4.0] * 3 if differs else [-3.0] * 3)
+    said = [line for line in capfd.readouterr().err.splitlines() if "does not count" in line]
+    rest = "in a round all gradients are applied with the hyperparameters of worker-0"
+    assert len(said) == (2 if differs else 0), said
+    for name, lr in (("worker-1", 0.25), ("worker-2", 0.16666666666666666)) if differs else ():
+        assert any(f"{name} has lr = {lr} (0.5 in worker-0), which does not count: {rest}" in line for line in said)

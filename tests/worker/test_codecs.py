@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -281,3 +283,30 @@ def test_an_encoding_that_a_users_codec_cannot_read_closes_the_connection() -> N
         call = endpoint.call(stage_of(jobs[0], "sign", [[3]]), buffers=[data], payload_bytes=3)
         with pytest.raises(ConnectionLost, match="no encoding by sign: ValueError: cut short"):
             call.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"servers": 2}, {"policy": "async", "window": 2}, {"exchange": "ring"}, {"exchange": "ring", "workers": 3}],
+    ids=["one-server", "sync", "async", "ring", "ring-of-three"],
+)
+@pytest.mark.parametrize("fault", ["longer", "wider", "raises"])
+def test_a_pull_codec_that_breaks_its_word_is_told_to_who_waits_for_its_answer(
+    fault: str, settings: dict[str, Any]
+) -> None:
+    """The servers encode. In a ring each worker's process has the parameters, and sums then go as they are."""
+
+    def work(job: Job) -> str:
+        job.kv.register({"x": np.zeros(8, np.float32), "y": np.zeros(4, np.float32)}, SGD)
+        try:
+            job.kv.push_pull({"x": np.ones(8, np.float32)}).wait()
+        except SynclineError as error:
+            return str(error)
+        return ""
+
+    with local_job(**{"workers": 2, "transport": "tcp", "pull_codec": f"{__name__}:{fault}", **settings}) as jobs:
+        for said in jobs.run(work):
+            assert re.search(FAULTS[fault], said) or (not said and "exchange" in settings), said
+        for job in jobs:
+            with contextlib.suppress(SynclineError):
+                job.close()

@@ -19,7 +19,12 @@ from syncline.store.disk import MANIFEST
 from syncline.store.folders import Folder, open_folder
 
 app = typer.Typer(
-    help="Looks at checkpoints, verifies, prunes and exports them.", no_args_is_help=True, rich_markup_mode=None
+    name="checkpoint",
+    help="Looks at checkpoints, verifies, prunes and exports them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 FolderArgument = Annotated[str, typer.Argument(metavar="DIR", help="Folder of checkpoints; any path fsspec knows.")]
 OneArgument = Annotated[

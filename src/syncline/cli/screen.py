@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 import sys
 import threading
 import time
@@ -20,6 +22,10 @@ from syncline.core.wire.control import Standings
 
 #: Without a terminal, progress is a plain line now and then.
 PLAIN_SECONDS = 10.0
+#: A plain line waits until members have written nothing for so long: it would stand in the middle of their tables.
+QUIET_SECONDS = 2.0
+#: Members that write all the time, or make no step, hold a plain line back so long at most.
+MOST_PLAIN_SECONDS = 60.0
 #: Of so many workers each one's share of the samples is shown, of more the least and the largest.
 MOST_SHARES = 4
 #: Metrics that have room in the line.
@@ -33,20 +39,30 @@ class TerminalScreen:
         self._policy, self._clock = policy, clock
         self._began: float | None = None  # when the job was whole: a coordinator that comes back counts from itself
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._live = Live(console=self._console, transient=True, refresh_per_second=4)
+        # Lines go to our own standard output: Live would have them printed by its console, on standard error.
+        self._live = Live(
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._is_live = self._console.is_terminal and not _is_pipe()
         self._lock = threading.Lock()
         self._last: tuple[float, dict[str, int]] = (0.0, {})  # since when samples are counted; each worker's by then
-        self._next_plain = time.monotonic() + PLAIN_SECONDS
+        self._plain_at = self._line_at = (
+            clock()
+        )  # when the last plain line, and the last one of a member, was written
         self._rate: float | None = None  # not known
         self._step = 0  # a coordinator that comes back does not know it at once
 
     def __enter__(self) -> TerminalScreen:
-        if self._console.is_terminal:
+        if self._is_live:
             self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._console.is_terminal:
+        if self._is_live:
             self._live.stop()
 
     def line(self, member: str, text: str) -> None:
@@ -54,21 +70,33 @@ class TerminalScreen:
 
     def _write(self, shown: str) -> None:
         with self._lock:
-            if self._console.is_terminal and sys.stdout.isatty():
+            self._line_at = self._clock()
+            if self._is_live and sys.stdout.isatty():
                 self._console.print(Text.from_ansi(shown))  # above the live line
             else:
                 sys.stdout.write(shown + "\n")
                 sys.stdout.flush()
 
     def progress(self, standings: Standings) -> None:
+        before = self._step
         text = "" if _is_ending(standings) else self._describe(standings)
         with self._lock:
-            if self._console.is_terminal:
-                self._live.update(Text(text, style="dim"))
-            elif text and time.monotonic() >= self._next_plain:
-                self._next_plain = time.monotonic() + PLAIN_SECONDS
+            if self._is_live:
+                self._show_live(text)
+            elif text and self._is_due(has_advanced=self._step > before or not standings.formed):
+                self._plain_at = self._clock()
                 sys.stdout.write(text + "\n")
                 sys.stdout.flush()
+
+    def _show_live(self, text: str) -> None:
+        """One line, as wide as the terminal: the rest of a longer one would stay between the lines of members."""
+        self._live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _is_due(self, *, has_advanced: bool) -> bool:
+        """Whether a plain line is written now. Once training is over, members write their results."""
+        now = self._clock()
+        is_quiet = now - self._line_at >= QUIET_SECONDS
+        return now - self._plain_at >= (PLAIN_SECONDS if is_quiet and has_advanced else MOST_PLAIN_SECONDS)
 
     def _describe(self, standings: Standings) -> str:
         if not standings.formed:
@@ -89,9 +117,9 @@ class TerminalScreen:
         ]
         newest = max(standings.epochs, key=lambda epoch: (epoch.epoch, epoch.num_samples), default=None)
         if newest is not None:
-            left = newest.num_left / self._rate if self._rate else 0.0
+            left = newest.num_left / self._rate if self._rate and not newest.is_steps else 0.0
             parts.append(epoch_told(newest) + (f", {duration(left)} left" if left else ""))
-        if self._rate is not None:
+        if self._rate is not None and not (newest is not None and newest.is_steps):
             parts.append(f"{self._rate:,.0f} samples/s")
             parts += _shares_told(shares(samples))
         if standings.readings:
@@ -111,11 +139,22 @@ class TerminalScreen:
             self._rate, self._last = gained / (now - since) if any(samples.values()) else None, (now, samples)
 
     def verdict(self, text: str) -> None:
+        if self._is_live:
+            with self._lock:
+                self._show_live("")
         try:
             self._write(f"syncline: {text}")
         except (OSError, ValueError):  # standard output is closed, or lacks a letter
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._console.print(Text(f"syncline: {text}"))
+
+
+def _is_pipe() -> bool:
+    """Whether our lines go into a pipe: `tee` shows them on the same terminal as the live line."""
+    try:
+        return stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
+    except (OSError, ValueError):  # closed, or not a file at all
+        return False
 
 
 def _num_workers(standings: Standings) -> int:

@@ -11,7 +11,20 @@ from syncline.stats import EpochProgress, JobStatus, MemberStatus, Wait
 
 COLUMNS = 100
 MOST_EVENTS = 10
-_HEAD = ("member", "life", "host", "pid", "state", "step", "lag", "heard", "rtt", "slices", "samples/s", "share")
+_HEAD = (
+    "member",
+    "incarnation",
+    "host",
+    "pid",
+    "state",
+    "step",
+    "lag",
+    "heard",
+    "rtt",
+    "slices",
+    "samples/s",
+    "share",
+)
 _LEFT = (0, 2, 4)  # columns of words; the others are numbers
 
 
@@ -26,7 +39,7 @@ def show_status(status: JobStatus) -> str:
     lines = [head, f"a {'process' if is_ring else 'server'}'s death: {status.protection}", ""]
     lines += _table(status.members)
     if status.epochs:
-        lines += ["", *(f"{epoch.loader}: {_whole_epoch(epoch)}" for epoch in status.epochs)]
+        lines += ["", *(_whole_epoch(epoch) for epoch in status.epochs)]
     if status.readings:
         lines += ["", f"readings: {told(status.readings)}"]
     if status.lr_factor != 1.0:
@@ -91,14 +104,21 @@ def _wait(wait: Wait) -> str:
 
 
 def epoch_told(epoch: EpochProgress) -> str:
-    """epoch 2 (45 %); of shards, whose length nobody knows, epoch 2 (4,500 samples)."""
+    """epoch 2 (45 %); of shards, whose length nobody knows, epoch 2 (4,500 samples); 45 % of 1,000 steps."""
+    if epoch.is_steps:
+        return f"{_percent(epoch)} % of {epoch.num_samples:,} steps"
     if not epoch.num_samples:
         return f"epoch {epoch.epoch + 1} ({epoch.num_done:,} samples)"
-    return f"epoch {epoch.epoch + 1} ({100 * (epoch.num_samples - epoch.num_left) // epoch.num_samples} %)"
+    return f"epoch {epoch.epoch + 1} ({_percent(epoch)} %)"
+
+
+def _percent(epoch: EpochProgress) -> int:
+    return 100 * (epoch.num_samples - epoch.num_left) // epoch.num_samples if epoch.num_samples else 100
 
 
 def _whole_epoch(epoch: EpochProgress) -> str:
-    parts = [f"{epoch_told(epoch)}: {epoch.num_done:,} samples done"]
+    name, unit = ("job.steps", "steps") if epoch.is_steps else (epoch.loader, "samples")
+    parts = [f"{name}: {epoch_told(epoch)}: {epoch.num_done:,} {unit} done"]
     parts += [f"{epoch.num_passed_over:,} passed over"] if epoch.num_passed_over else []
     parts += [f"{epoch.num_aside:,} set aside"] if epoch.num_aside else []
     leased = [f"{name} {number:,}" for name, number in sorted(epoch.leased.items())]

@@ -14,6 +14,7 @@ from syncline.core.leasing.ledger import Epoch
 from syncline.core.leasing.queue import LeaseQueue
 from syncline.core.members import Member
 from syncline.core.slice_state import Identity
+from syncline.core.units import counted
 from syncline.core.wire.control import Heartbeat
 from syncline.core.wire.leases import (
     AskLease,
@@ -246,16 +247,21 @@ class LeaseService:
     def _report_finished(self, finished: Iterable[tuple[str, int, Epoch]]) -> None:
         for name, number, epoch in finished:
             self.num_epochs = max(self.num_epochs, number + 1)
-            self._report_skipped(f"epoch {number + 1} of {name!r}", epoch)
+            self._report_skipped(name, number, epoch)
 
-    def _report_skipped(self, which: str, epoch: Epoch) -> None:
+    def _report_skipped(self, name: str, number: int, epoch: Epoch) -> None:
+        known = self.leasing.state.loaders.get(name)
+        is_steps = known is not None and known.is_steps
+        which, unit = ("job.steps", "steps") if is_steps else (f"epoch {number + 1} of {name!r}", "samples")
         for suspect_batch in epoch.aside:
             where = f"positions {suspect_batch.span.start} to {suspect_batch.span.stop - 1}"
             workers = ", ".join(suspect_batch.workers)
-            told = "syncline.data.samples_at says which they are"
-            self._job.event(f"{which}: the samples at {where} were set aside: {workers} died at them; {told}")
+            told = "" if is_steps else "; syncline.data.samples_at says which they are"
+            self._job.event(f"{which}: the {unit} at {where} were set aside: {workers} died at them{told}")
         if epoch.num_passed_over:
-            self._job.event(f"{which}: {epoch.num_passed_over} samples were read and used in no step")
+            number_told = counted(epoch.num_passed_over, "step") if is_steps else f"{epoch.num_passed_over} samples"
+            what = "pushed nothing" if is_steps else "were read and used in no step"
+            self._job.event(f"{which}: {number_told} {what}")
 
     def report_at_end(self) -> None:
         """Under the lock, at the end of the job: reports skipped samples of the last epochs, finished or not."""
@@ -263,7 +269,7 @@ class LeaseService:
             self._report_finished(self.leasing.forget_finished())
             for name, epochs in self.leasing.state.epochs.items():
                 for number, epoch in epochs.items():
-                    self._report_skipped(f"epoch {number + 1} of {name!r}", epoch)
+                    self._report_skipped(name, number, epoch)
 
     # -- answering ----------------------------------------------------------------------------------------
 

@@ -143,7 +143,8 @@ class StopRules:
             self._job.final_event(f"stopped by {self.state.stop}")
         if _finite(self._readings):
             self._job.final_event(f"last readings: {told(_finite(self._readings))}")
-        for sentence in self._unreported() if self._job.membership.formed else ():
+        unmet = Stopping(self.rules, self.state).unmet(self._readings)
+        for sentence in [*self._unreported(), *unmet] if self._job.membership.formed else ():
             self._job.event(sentence)
 
     def close(self) -> None:
@@ -181,11 +182,11 @@ class MetricService:
             if self._merging.is_new(name, incarnation, message.number):
                 if message.is_whole:
                     values = {n: value for n, (value, _) in message.values.items()}
-                    found = [self._merging.whole(values, message.step)]
+                    found = [self._merging.whole(values, message.step, message.errors)]
                 else:
                     validated = self._job.membership.state.validations.metrics
                     told = {n: v for n, v in message.values.items() if n not in validated}
-                    found = self._merging.take(name, told, message.step, self._participants())
+                    found = self._merging.take(name, told, message.step, self._participants(), message.errors)
                 self._steps[name] = message.step
                 for fresh in found or [{}]:
                     self._stop_rules.add_readings(fresh, message.step)
@@ -193,10 +194,10 @@ class MetricService:
             steer = self._job.membership.state.steering.steer
         request.reply(steer)
 
-    def add_merged(self, values: Mapping[str, float], step: int) -> None:
+    def add_merged(self, values: Mapping[str, float], step: int, errors: Mapping[str, float] = {}) -> None:
         """Adds readings that are merged already. The stop rules have seen them when this returns."""
         with self._job.lock:
-            self._stop_rules.add_readings(self._merging.whole(values, step), step)
+            self._stop_rules.add_readings(self._merging.whole(values, step, errors), step)
 
     def member_is_out(self, member: Member) -> None:
         """A reading that waited for this member may be complete now."""

@@ -432,7 +432,7 @@ class ValidationService:
         self._readings = {over.turn: values}
         self._job.try_keep()
         self._job.event(f"validation at step {over.step}: {over.told}")
-        self._metrics.add_merged(values, over.step)
+        self._metrics.add_merged(values, over.step, over.errors())
         self._best.add_validation(over)
 
     def _give_up(self, lost: Validation) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from typing import NoReturn
@@ -30,6 +31,8 @@ _TOKEN = re.compile(
     r"|(?P<sign>>=|<=|==|!=|>|<|=|\(|\)|,|\.|\S))"
 )
 _COMPARISONS = (">=", "<=", ">", "<")
+#: A mean of many numbers is computed in float64: so many of its last steps are rounding.
+_MEAN_ULPS = 16
 
 
 class Compare(msgspec.Struct, frozen=True, tag=True):
@@ -39,10 +42,26 @@ class Compare(msgspec.Struct, frozen=True, tag=True):
     sign: str
     number: float
 
-    def holds(self, value: float) -> bool:
-        if self.sign in (">=", ">"):
-            return value >= self.number if self.sign == ">=" else value > self.number
-        return value <= self.number if self.sign == "<=" else value < self.number
+    def holds(self, value: float, error: float = 0.0) -> bool:
+        """`error`: how far the value may be off because of its type; a number within that is equal to it."""
+        return self.side(value, error) in _SIDES[self.sign]
+
+    def side(self, value: float, error: float = 0.0) -> int | None:
+        """Where the value is: -1 below the number, 0 equal to it, 1 above it, None for NaN."""
+        if math.isnan(value):
+            return None
+        if math.isfinite(value) and abs(value - self.number) <= error + _MEAN_ULPS * math.ulp(value):
+            return 0
+        return 1 if value > self.number else -1
+
+    def shown(self, value: float, error: float = 0.0) -> str:
+        """The value with six digits, or with as many as show on which side of the number it is."""
+        side = self.side(value, error)
+        texts = (f"{value:.{digits}g}" for digits in range(6, 18))
+        return next((text for text in texts if self.side(float(text), error) == side), repr(value))
+
+
+_SIDES = {">=": (0, 1), ">": (1,), "<=": (0, -1), "<": (-1,)}
 
 
 class Plateau(msgspec.Struct, frozen=True, tag=True):

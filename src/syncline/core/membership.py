@@ -19,6 +19,12 @@ from syncline.core.wire.control import Passed
 from syncline.core.wire.pace import Paced
 from syncline.errors import ConfigError
 
+#: What helps where members do not come up in time.
+NOT_UP = (
+    "their logs say how far they came. A worker is up when its script has called syncline.init(); if that takes "
+    "longer, give more time with --start-seconds"
+)
+
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """How a job ended: well, or by the death of a member, for a reason."""
@@ -280,7 +286,7 @@ class Membership:
         """The deadline for all members to be there has passed."""
         names = self.missing()
         if names and not self.formed:
-            self._end(Outcome(True, names[0], f"{', '.join(names)} did not come up within {seconds:g} s"))
+            self._end(Outcome(True, names[0], f"{', '.join(names)} did not come up within {seconds:g} s; {NOT_UP}"))
         return self.outcome
 
     def _end(self, outcome: Outcome) -> None:

@@ -7,6 +7,7 @@ for all who take part, until one of them reports a second time: who has never re
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Collection, Mapping
 
 import msgspec
@@ -18,6 +19,8 @@ from syncline.core.wire.message import Message
 MOST_METRICS = 1000
 #: So often somebody reports a metric without one of the others, and that one is not waited for until it does.
 MOST_AHEAD = 4
+#: Bits of the significand, by the name of a type. Others are taken as Python's floats.
+_SIGNIFICAND_BITS = {"float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
 
 
 class Metrics(Message, frozen=True):
@@ -25,12 +28,14 @@ class Metrics(Message, frozen=True):
 
     `number`: its reports so far in this life; one that comes twice counts once. `is_whole`: each value is one of
     the whole job by itself. `step`: the job's, as this worker knows it; it may be the last that there is to be.
+    `errors`: how far values may be off because of their types; see `rounding_error`.
     """
 
     number: int
     values: dict[str, tuple[float, float]]
     step: int = 0
     is_whole: bool = False
+    errors: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Steer(Message, frozen=True):
@@ -51,6 +56,7 @@ class Reading(msgspec.Struct, frozen=True, array_like=True):
     step: int = 0
     number: int = 1  # its readings so far
     weight: float = 0.0
+    error: float = 0.0  # how far the value may be off because of the types of the reported numbers
 
 
 class Reports(msgspec.Struct):
@@ -59,6 +65,7 @@ class Reports(msgspec.Struct):
     sums: dict[str, tuple[float, float, int]] = {}  # worker: sum of weight times value, of weights, how many reports
     reporters: list[str] | None = None  # whom a reading waits for; None: nobody knows yet, all who take part
     step: int = 0
+    errors: float = 0.0  # sum of weight times rounding error, of all workers
 
 
 class MetricState(msgspec.Struct):
@@ -84,7 +91,12 @@ class Merging:
         return True
 
     def take(
-        self, worker: str, values: Mapping[str, tuple[float, float]], step: int, taking_part: Collection[str]
+        self,
+        worker: str,
+        values: Mapping[str, tuple[float, float]],
+        step: int,
+        taking_part: Collection[str],
+        errors: Mapping[str, float] = {},
     ) -> list[dict[str, Reading]]:
         """A worker's report; the readings that are whole by it, in the order in which they are."""
         early: dict[str, Reading] = {}
@@ -100,20 +112,22 @@ class Merging:
             reports.sums[worker] = (total + weight * value, weights + weight, count + 1) if counts else (
                 total, weights, count + 1,
             )  # fmt: skip
+            reports.errors += weight * errors.get(name, 0.0) if counts else 0.0
             reports.step = max(reports.step, step)
             if reports.reporters is not None and worker not in reports.reporters:
                 reports.reporters.append(worker)
             found.update(self._read_if_whole(name, reports, taking_part))
         return [each for each in (early, found) if each]
 
-    def whole(self, values: Mapping[str, float], step: int) -> dict[str, Reading]:
+    def whole(self, values: Mapping[str, float], step: int, errors: Mapping[str, float] = {}) -> dict[str, Reading]:
         """Readings that somebody has merged already."""
         found = {}
         for name, value in values.items():
             known = self.state.readings.get(name)
             if known is None and len(self.state.readings) >= MOST_METRICS:
                 continue
-            found[name] = self._keep(name, Reading(value, step, known.number + 1 if known is not None else 1))
+            number = known.number + 1 if known is not None else 1
+            found[name] = self._keep(name, Reading(value, step, number, error=errors.get(name, 0.0)))
         return found
 
     def gone(self, taking_part: Collection[str]) -> dict[str, Reading]:
@@ -140,13 +154,34 @@ class Merging:
         known = self.state.readings.get(name)
         number = known.number + 1 if known is not None else 1
         reports.reporters = list(reports.sums)
-        reports.sums = {}
-        return {name: self._keep(name, Reading(value, reports.step, number, weights))}
+        error = reports.errors / weights if weights else 0.0
+        reports.sums, reports.errors = {}, 0.0
+        return {name: self._keep(name, Reading(value, reports.step, number, weights, error))}
 
     def _keep(self, name: str, reading: Reading) -> Reading:
         self.state.readings[name] = reading
         self.state.num_readings += 1
         return reading
+
+
+def rounding_error(value: object, number: float) -> float:
+    """How far `number`, the Python float of a reported `value`, may be off because of the value's type.
+
+    45/50 as float32 is 0.89999998. A Python float that is exactly a float32, as `.item()` of a tensor gives it, is
+    taken as one: a rule that this misleads has a number that agrees with the value in its first seven digits.
+    """
+    dtype = getattr(value, "dtype", None)
+    bits = _SIGNIFICAND_BITS.get(str(getattr(dtype, "name", dtype)).rpartition(".")[2])
+    if bits is None and isinstance(value, float) and not number.is_integer() and _is_float32(number):
+        bits = _SIGNIFICAND_BITS["float32"]
+    return abs(number) * 2.0**-bits if bits is not None and math.isfinite(number) else 0.0
+
+
+def _is_float32(number: float) -> bool:
+    try:
+        return bool(struct.unpack("<f", struct.pack("<f", number))[0] == number)
+    except OverflowError:
+        return False
 
 
 def told(values: Mapping[str, float], most: int = 8) -> str:

@@ -232,8 +232,8 @@ def protection(replicas: int, hosts: Iterable[str], replica_sets: Collection[Rep
     """What the death of a server would cost. `hosts`: of each server; `replica_sets`: as they are now."""
     if replicas < 2:
         return (
-            "1 replica, acknowledged from memory: if a server dies, its parameters come back from a worker's copy, "
-            "the rule's state (momenta) and updates since then are lost"
+            "1 replica: if a server dies, its parameters come back from a worker's copy, and the optimizer's state "
+            "(momenta) and the newest updates are lost; with -s 2 --replicas 2 nothing is"
         )
     alone = sum(not replica_set.backups for replica_set in replica_sets)
     if alone:

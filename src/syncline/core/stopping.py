@@ -188,6 +188,21 @@ class Stopping:
                 found.append(f"{flag}: nobody has reported {name!r}; {there}{hint}")
         return found
 
+    def unmet(self, newest: Mapping[str, Reading]) -> list[str]:
+        """At the end of a job that no rule has stopped: of each rule the last values that it compared in vain."""
+        found = []
+        for text, condition in self.rules.stop if self.state.stop is None else ():
+            words = {
+                f"{leaf.metric} = {leaf.shown(reading.value, reading.error)}": None
+                for leaf in leaves(condition)
+                if isinstance(leaf, Compare)
+                and (reading := newest.get(leaf.metric)) is not None
+                and not leaf.holds(reading.value, reading.error)
+            }
+            if words:
+                found.append(f"{_flagged(text)} did not fire: the last reading was {', '.join(words)}")
+        return found
+
     # -- deciding -----------------------------------------------------------------------------------------
 
     def _count(self, key: str, plateau: Plateau, value: float) -> None:
@@ -201,7 +216,7 @@ class Stopping:
     def _holds(self, condition: Condition, newest: Mapping[str, Reading], *, with_plateaus: bool) -> bool:
         if isinstance(condition, Compare):
             reading = newest.get(condition.metric)
-            return reading is not None and condition.holds(reading.value)
+            return reading is not None and condition.holds(reading.value, reading.error)
         if isinstance(condition, Plateau):
             return with_plateaus and self._is_reached(condition)
         parts = (self._holds(part, newest, with_plateaus=with_plateaus) for part in condition.parts)
@@ -229,10 +244,10 @@ class Stopping:
         words: dict[str, None] = {}
         for leaf in leaves(condition):
             reading = newest.get(leaf.metric)
-            value = f"{leaf.metric} = {reading.value:.6g}" if reading is not None else ""
-            if isinstance(leaf, Compare) and reading is not None and leaf.holds(reading.value):
-                words[value] = None
+            if isinstance(leaf, Compare) and reading is not None and leaf.holds(reading.value, reading.error):
+                words[f"{leaf.metric} = {leaf.shown(reading.value, reading.error)}"] = None
             elif isinstance(leaf, Plateau) and self._is_reached(leaf):
+                value = f"{leaf.metric} = {reading.value:.6g}" if reading is not None else ""
                 count = self.state.plateaus[leaf.key]
                 best = f"best {count.best:.6g}, " if count.best is not None else ""
                 words[f"{value} ({best}{count.num_worse} readings ago)"] = None

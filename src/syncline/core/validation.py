@@ -42,6 +42,7 @@ class Run(msgspec.Struct):
     todo: list[tuple[int, int]] = []
     stints: dict[int, ValidationShard] = {}
     sums: dict[str, float] = {}
+    errors: dict[str, float] = {}  # sums of rounding errors
 
     @property
     def is_finished(self) -> bool:
@@ -73,7 +74,9 @@ class Run(msgspec.Struct):
         validation_shard = self.stints[number] = ValidationShard(*owner, begin, min(end, begin + size))
         return validation_shard
 
-    def finish(self, number: int, owner: Identity, sums: Mapping[str, float]) -> bool:
+    def finish(
+        self, number: int, owner: Identity, sums: Mapping[str, float], errors: Mapping[str, float] = {}
+    ) -> bool:
         """Its owner is through with a validation shard: it counts, once."""
         validation_shard = self.stints.get(number)
         if validation_shard is None or validation_shard.owner != owner:
@@ -85,6 +88,7 @@ class Run(msgspec.Struct):
             )
         del self.stints[number]
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
+        self.errors = {name: self.errors.get(name, 0.0) + errors.get(name, 0.0) for name in sums}
         return True
 
     def out(self, owner: Identity) -> bool:
@@ -97,8 +101,15 @@ class Run(msgspec.Struct):
 
     def values(self) -> dict[str, float]:
         """The means, under the set's name where it has one."""
+        return self._means(self.sums)
+
+    def mean_errors(self) -> dict[str, float]:
+        """How far these may be off because of the types of the measured numbers."""
+        return self._means(self.errors)
+
+    def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
         prefix = f"{self.set}/" if self.set else ""
-        return {f"{prefix}{name}": total / self.num_samples for name, total in self.sums.items()}
+        return {f"{prefix}{name}": total / self.num_samples for name, total in sums.items()}
 
 
 class Validation(msgspec.Struct):
@@ -159,6 +170,14 @@ class Validation(msgspec.Struct):
         for run in self.runs:
             if run.candidate == candidate:
                 found.update(run.values())
+        return found
+
+    def errors(self) -> dict[str, float]:
+        """How far the values of the job's parameters may be off because of their types."""
+        found: dict[str, float] = {}
+        for run in self.runs:
+            if run.candidate == WEIGHTS:
+                found.update(run.mean_errors())
         return found
 
     @property
@@ -294,7 +313,7 @@ class Validating:
         run = now.run(message.set, message.candidate)
         run.open(message.num_samples, message.batch)
         if message.validation_shard:
-            run.finish(message.validation_shard, owner, message.sums)
+            run.finish(message.validation_shard, owner, message.sums, message.errors)
         # One that is asked for twice was given and got lost on the way.
         lost = next(
             (number for number, validation_shard in run.stints.items() if validation_shard.owner == owner), None

@@ -34,6 +34,21 @@ def hold(config: JobConfig, *, keeps: bool = False) -> Iterator[pathlib.Path]:
         yield folder
 
 
+def claim_name(runs: pathlib.Path, name: str) -> str:
+    """This name, or the first of NAME-2, NAME-3, … that has no folder: it has one now. Of two jobs that start in the
+    same second each gets its own."""
+    number = 1
+    while True:
+        found = name if number == 1 else f"{name}-{number}"
+        try:
+            (runs / found).mkdir(parents=True)
+            return found
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise _unusable(runs / found, error) from None
+
+
 def _unusable(folder: pathlib.Path, error: OSError) -> ConfigError:
     return ConfigError(f"the folder {folder} cannot be used: {error.strerror or error}; say another with --runs DIR")
 

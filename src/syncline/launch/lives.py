@@ -12,6 +12,7 @@ from typing import Protocol
 
 from syncline.core.wire.control import Standings
 from syncline.launch.forwarding import Forwarder
+from syncline.launch.oom import OomKills
 from syncline.launch.processes import MemberProcess, Plan, describe_exit
 
 #: What a server says when it was told to end: true where the job goes on without it, and there only.
@@ -48,10 +49,14 @@ class Life:
     had_left: bool = False  # the life before had left the job, and may still be on its list
     missing_since: float | None = None  # the coordinator does not count it any more
     is_ended_here: bool = False  # it was evicted, did not hear of it, and the launcher has killed it
+    oom_kills_at_start: int = 0  # by the kernel's counters
+    is_out_of_memory: bool = False  # by them it has ended so
 
     def describe_end(self, code: int) -> str:
         """How it ended, in words: a kill of our own is none of the machine's."""
-        return "was evicted, and ended by the launcher" if self.is_ended_here else describe_exit(code)
+        if self.is_ended_here:
+            return "was evicted, and ended by the launcher"
+        return describe_exit(code, is_out_of_memory=self.is_out_of_memory)
 
 
 class Lives:
@@ -67,6 +72,7 @@ class Lives:
         self._screen, self._folder, self._start = screen, folder, start
         self._unread = unread  # hears that nobody reads our own output any more
         self._current: dict[str, Life] = {}
+        self._oom_kills = OomKills()
         self._unheard: list[Life] = []  # ended, and not all that they wrote is passed on
         self._log_failed = False
         self._all_end = False  # they were told to
@@ -91,13 +97,16 @@ class Lives:
             self._keep(plan.name, f"--- {plan.name} starts again: {why} ---\n".encode())
         process = self._start(plan)
         forwarder = Forwarder(plan.name, process.output, functools.partial(self._forward, plan.name))
-        self._current[plan.name] = life = Life(plan, process, forwarder)
+        kills = self._oom_kills.at_start(process.pid)
+        self._current[plan.name] = life = Life(plan, process, forwarder, oom_kills_at_start=kills)
         return life
 
     def take_ended(self) -> list[tuple[Life, int]]:
         """The lives that have ended since the last call, with their exit codes; they are ours no longer."""
         ended = [(life, code) for life in self.values() if (code := life.process.poll()) is not None]
-        for life, _ in ended:
+        for life, code in ended:
+            if code == -signal.SIGKILL:
+                life.is_out_of_memory = self._oom_kills.explains(life.process.pid, life.oom_kills_at_start)
             del self._current[life.plan.name]
             life.process.close_lifeline()
             if not life.forwarder.wait(TOLD_SECONDS):  # its last words come before what is said of its end

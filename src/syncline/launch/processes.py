@@ -165,8 +165,8 @@ def _start(command: list[str], kept: tuple[int, ...], extra: dict[str, str]) -> 
     )
 
 
-def describe_exit(code: int) -> str:
-    """How a process ended, in words."""
+def describe_exit(code: int, *, is_out_of_memory: bool = False) -> str:
+    """How a process ended, in words. `is_out_of_memory`: the kernel's counters say that this was why."""
     if code == EVICTED:
         return "was evicted"
     if code >= 0:
@@ -175,8 +175,7 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+    return f"was killed by {name}" + (" (out of memory)" if is_out_of_memory else "")
 
 
 def exit_code(code: int) -> int:

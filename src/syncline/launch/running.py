@@ -25,7 +25,7 @@ from syncline.core.ring import (
 from syncline.core.settings import check_settings
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
-from syncline.launch.folder import found_by_others, hold
+from syncline.launch.folder import claim_name, found_by_others, hold
 from syncline.launch.hosts import assign, parse_hosts, quietest, settle_workers
 from syncline.launch.launcher import Launcher, Screen
 from syncline.launch.processes import LOCAL_HOSTS, MemberProcess, Plan, start_member
@@ -48,8 +48,6 @@ def settle_here(launch: Mapping[str, Any], script: Script) -> tuple[dict[str, An
     said = {**configuration.read_toml_here(), **configuration.check_known(launch, "command line")}
     check_said(said)
     given = settle_workers(said)
-    if not given.get("name"):
-        given["name"] = default_name(script)
     config = configuration.resolve(given)
     check_settings(config)
     given = settle_saving(settle_replicas(given, config, server_hosts(config)))
@@ -59,6 +57,9 @@ def settle_here(launch: Mapping[str, Any], script: Script) -> tuple[dict[str, An
     check_circle_hosts(config, server_hosts(config))
     if not config.hosts:
         check_circle_gpus(config, max(config.workers, config.most_workers), configuration.num_gpus())
+    if not config.name:
+        given = {**given, "name": claim_name(pathlib.Path(config.runs), default_name(script))}
+        config = configuration.resolve(given)
     return given, config
 
 

@@ -12,6 +12,7 @@ from syncline.core.rounds import Commit, Rounds, Verdict
 from syncline.core.slice_state import Identity, life_of
 from syncline.errors import RuleError, SynclineError
 from syncline.server.clipping import Clipping
+from syncline.server.dropped_options import DroppedOptions
 from syncline.server.pool import Pool, is_small
 from syncline.server.pulls import Pulls
 from syncline.server.slices import HostedSlice
@@ -57,6 +58,7 @@ class RoundExecutor:
         self._busy: set[SliceTask] = set()
         self._under_way: dict[Key, RoundTask] = {}
         self.clipping = Clipping(self)
+        self._dropped = DroppedOptions(slices)
         self._parked: list[Held] = []
         self._clocks: dict[str, int] = {}  # of every worker, in what was queued so far
         self._preferred: list[int] = []
@@ -112,6 +114,8 @@ class RoundExecutor:
                 commits[0].item.void()
             slots = self.slots_in_order()
             lead = leading(commits, self.seniority)
+            if len(commits) > 1 and self._rounds.decides:
+                self._dropped.see(commits, lead, self.log)
             work = RoundTask(commits, slots, lead, self._rounds.policy, self._finished, self._held)
             works.append(work)
             if self._ring is not None:

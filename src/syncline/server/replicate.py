@@ -21,7 +21,7 @@ from syncline.core.ring import Ballot
 from syncline.core.rounds import Commit
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import Replicate, Replicated, Seed
-from syncline.errors import ConnectionLost, FencedError, RuleError, SynclineError
+from syncline.errors import ConfigError, ConnectionLost, FencedError, RuleError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.server.encoded_sums import encode_sum
@@ -137,7 +137,12 @@ def update_of(
 def _encode(slot: HostedSlice, update: Update) -> None:
     coder, is_sent = slot.sum_coder, any(replica.lent is None for replica in slot.replicas)
     if coder is not None and is_sent and update.has and update.work.waits_for_votes:
-        encoded = encode_sum(coder, slot.segment, slot.part, update.has, update.region.array)
+        try:
+            encoded = encode_sum(coder, slot.segment, slot.part, update.has, update.region.array)
+        except ConfigError as error:  # a codec of the user's own; other servers wait for this sum
+            slot.sum_coder = None
+            slot.replicas[0].partner.log(f"{error}; sums of slice {slot.part.id} are sent as they are from now on")
+            return
         update.encoded = (coder.codec.name, encoded)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -230,6 +231,7 @@ class PartialAnswer:
         self._waiting_bytes = 0
         self._end: Callable[[], None] | None = None
         self._refused = False  # nothing leaves after that
+        self._error: Exception | None = None  # a slice could not be encoded
         self._sending = False
         self._lock = threading.Lock()
         self._word: tuple[StagedCommit, RoundMembership | None] | None = None  # what the end says
@@ -252,7 +254,11 @@ class PartialAnswer:
                 snapshot.sent()
             return
         self._given.add(number)  # by one thread: the one that applies, or after all is applied
-        part = self._part_of(slot, snapshot, locked)
+        try:
+            part = self._part_of(slot, snapshot, locked)
+        except Exception as error:  # a codec of the user's own: whoever applies goes on, the asker hears of it
+            self._error = self._error or error
+            return
         if part.buffers is not None:
             self._hold(part.num_bytes)
         with self._lock:
@@ -290,6 +296,8 @@ class PartialAnswer:
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
         """Everything is applied; or something else, a refusal, is the end of this answer."""
+        if end is None and (error := self._error) is not None:
+            end = functools.partial(self._request.refuse, error)
         with self._lock:
             dropped = self._ready if end is not None else []
             if end is not None:

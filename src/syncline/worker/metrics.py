@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from syncline.config import JobConfig
 from syncline.core.conditions import METRIC
-from syncline.core.metrics import MOST_METRICS, Metrics, Steer
+from syncline.core.metrics import MOST_METRICS, Metrics, Steer, rounding_error
 from syncline.core.rule import Option
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, SynclineError
@@ -98,6 +98,7 @@ class Measures:
         if weight is not None and not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"job.report: weight = {weight}: it must be a number from 0 on")
         taken = self._job.samples_taken
+        errors = {name: error for name, number in known.items() if (error := rounding_error(values[name], number))}
         weighted = {}
         for name, value in known.items():
             since = max(1, taken - self._taken.get(name, 0))
@@ -105,7 +106,7 @@ class Measures:
             self._taken[name] = taken
         with self._lock:
             self._number += 1
-            self._open.append(message := Metrics(self._number, weighted, self._job.step))
+            self._open.append(message := Metrics(self._number, weighted, self._job.step, False, errors))
             if not self._is_broken:
                 self._send(message)
         self.flush()

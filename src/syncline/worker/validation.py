@@ -15,6 +15,7 @@ import numpy as np
 from syncline.config import JobConfig
 from syncline.core.conditions import METRIC
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
+from syncline.core.metrics import rounding_error
 from syncline.core.units import Interval, interval
 from syncline.core.wire.message import Message
 from syncline.core.wire.validation import (
@@ -388,7 +389,7 @@ class WorkerValidation:
                 if name in self._sets:
                     one = self._sets[name]
                     size = len(one.dataset)
-                    values = {key: total / size for key, total in self._measure(one, 0, size).items()}
+                    values = {key: total / size for key, total in self._measure(one, 0, size)[0].items()}
                 self._job.ask(LocalCandidate(turn, name, values))
 
     @contextlib.contextmanager
@@ -411,14 +412,16 @@ class WorkerValidation:
         question = AskValidationShard(turn, one.name, candidate, len(one.dataset), one.batch_size)
         given = self._job.ask(question)
         while isinstance(given, GivenValidationShard) and given.validation_shard:
-            sums = self._measure(one, given.begin, given.end)
+            sums, errors = self._measure(one, given.begin, given.end)
             answer = AskValidationShard(
-                turn, one.name, candidate, len(one.dataset), one.batch_size, given.validation_shard, sums
+                turn, one.name, candidate, len(one.dataset), one.batch_size, given.validation_shard, sums, errors
             )
             given = self._job.ask(answer)
 
-    def _measure(self, one: Validated, begin: int, end: int) -> dict[str, float]:
+    def _measure(self, one: Validated, begin: int, end: int) -> tuple[dict[str, float], dict[str, float]]:
+        """The sums over these samples, and those of rounding errors."""
         sums: dict[str, float] = {}
+        errors: dict[str, float] = {}
         for first in range(begin, end, one.batch_size):
             samples = range(first, min(first + one.batch_size, end))
             found = one.measure(self._read(one.dataset, samples, one.collate))
@@ -428,8 +431,10 @@ class WorkerValidation:
                     '{"accuracy": 0.91}'
                 )
             for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + len(samples) * number_of(name, value)
-        return sums
+                number = number_of(name, value)
+                sums[name] = sums.get(name, 0.0) + len(samples) * number
+                errors[name] = errors.get(name, 0.0) + len(samples) * rounding_error(value, number)
+        return sums, errors
 
 
 def _due_since(one: Validated, step: int) -> int:

@@ -118,9 +118,11 @@ class SliceCoder:
             if parameters is not None and not any(place.parameter in parameters for place in unit.places):
                 found.sizes.append(NOT_SENT)
                 continue
-            place = unit.places[0]
-            raw = data[place.begin : place.end]
-            self.add(found, self.codec.encode(unit.gather(data)) if unit.is_encoded else raw.copy())
+            if unit.is_encoded:
+                self.add(found, self.encoded(segment, unit, unit.gather(data)))
+            else:
+                place = unit.places[0]
+                self.add(found, data[place.begin : place.end].copy())
         return found
 
     def encoded(self, segment: Segment, unit: Unit, values: Floats) -> Bytes:

@@ -26,6 +26,7 @@ def progress(state: LeaseState) -> list[EpochProgress]:
                     num_passed_over=epoch.num_passed_over,
                     num_aside=count(suspect_batch.span for suspect_batch in epoch.aside),
                     leased=leased,
+                    is_steps=name in state.loaders and state.loaders[name].is_steps,
                 )
             )
     return found

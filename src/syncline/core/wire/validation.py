@@ -63,7 +63,7 @@ class Begun(Message, frozen=True):
 
 class AskValidationShard(Message, frozen=True):
     """A worker wants its next validation shard of a set. `validation_shard`: the one that it is through with; the
-    sums over its samples.
+    sums over its samples, and of their rounding errors.
 
     `num_samples` and `batch` are of the set, the same in all workers.
     """
@@ -75,6 +75,7 @@ class AskValidationShard(Message, frozen=True):
     batch: int
     validation_shard: int = 0
     sums: dict[str, float] = {}
+    errors: dict[str, float] = {}
 
 
 class GivenValidationShard(Message, frozen=True):
