@@ -20,6 +20,7 @@ from syncline.core.wire.checkpoints import Finish, Noted, Save, Saved, WriteScri
 from syncline.core.wire.message import Done
 from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, StoreError, WaitTimeout
+from syncline.worker.checkpoint import resume
 from syncline.worker.checkpoint.boundary import Boundary
 
 SECONDS = PATIENCE
@@ -148,7 +149,8 @@ def test_a_script_that_waits_is_noted_by_the_thread_that_hears(house, tmp_path):
         assert asker.written(tmp_path, 1).clock == 1
 
 
-def test_a_note_is_whole_before_the_script_goes_on(house, tmp_path):
+def test_a_note_is_whole_before_the_script_goes_on(house, monkeypatch):
+    monkeypatch.setattr(resume, "NOTE_SECONDS", SECONDS)  # no note for a restart comes between
     _, job, asker = begin(house)
     step(job)
     inside, go_on, order = threading.Event(), threading.Event(), []
@@ -170,7 +172,8 @@ def test_a_note_is_whole_before_the_script_goes_on(house, tmp_path):
     assert isinstance(told.wait(SECONDS), Noted) and order == ["noted", "went on"]
 
 
-def test_what_cannot_be_saved_is_refused_when_it_is_given_and_said_when_it_became_so(house, tmp_path):
+def test_what_cannot_be_saved_is_refused_when_it_is_given_and_said_when_it_became_so(house, monkeypatch):
+    monkeypatch.setattr(resume, "NOTE_SECONDS", SECONDS)  # a note for a restart would say it too
     twin, job, asker = begin(house)
     with pytest.raises(ConfigError, match=r"job\.state\['f'\]: a function cannot be saved"):
         job.state["f"] = lambda: 0

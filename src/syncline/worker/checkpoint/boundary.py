@@ -37,6 +37,7 @@ class Boundary:
         self._pending: list[Callable[[], bool]] = []
         self._before_place: list[Callable[[], object]] = []
         self._on_stop: Callable[[Position, int], None] | None = None
+        self.notes_stop = False  #: whether the end of training by a rule is still to be noted
         self._lock = threading.RLock()
         self._watchers: tuple[Watcher, ...] = ()
         self._last = -1  # the clock at the boundary before
@@ -55,12 +56,7 @@ class Boundary:
 
     def note_stop(self, action: Callable[[Position, int], None]) -> None:
         """Calls this where training ends by a rule."""
-        self._on_stop = action
-
-    @property
-    def notes_stop(self) -> bool:
-        """Whether the end of training by a rule is still to be noted."""
-        return self._on_stop is not None
+        self._on_stop, self.notes_stop = action, True
 
     @property
     def is_clean(self) -> bool:
@@ -112,7 +108,7 @@ class Boundary:
         may still finish its step."""
         action, clock = self._on_stop, self.clock()
         if position != STEP:
-            self._on_stop = None
+            self._on_stop, self.notes_stop = None, False
         elif clock == self._stopped_at:
             return
         self._stopped_at = clock
