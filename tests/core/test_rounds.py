@@ -96,6 +96,19 @@ def test_a_stranger_takes_no_part() -> None:
         commit(rounds_of(SYNC, 2), 7, 1)
 
 
+def test_who_is_forgotten_is_fenced_and_no_stranger() -> None:
+    """A host was cut off: its worker speaks when nothing of it is open any more, and has to hear that it is out."""
+    rounds = rounds_of(SYNC, 3)
+    rounds.leave("worker-1", 11)
+    rounds.forget_left("worker-1")
+    rounds.begin_anew([rounds.standings["worker-0"]], {})
+    for number in (1, 2):
+        with pytest.raises(FencedError, match=f"worker-{number}, incarnation {10 + number}, has been evicted"):
+            rounds.standing(f"worker-{number}", 10 + number)
+    with pytest.raises(ProtocolError, match="worker-1 takes no part in this job's rounds"):
+        rounds.standing("worker-1", 12)
+
+
 def test_who_has_left_is_not_waited_for_and_may_not_come_back() -> None:
     rounds = rounds_of(SYNC, 3)
     commit(rounds, 0, 1)

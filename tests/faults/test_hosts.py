@@ -103,8 +103,9 @@ def test_a_host_that_is_cut_off_is_evicted_and_hears_of_it_when_it_is_back(
     assert was_said or accounts == ("0", ""), output
     assert sorted(job.evicted()) == ["server-2", "worker-2"], output
     for member in ("server-2", "worker-2"):
-        # Where it is slow to hear of it, the launcher has ended it.
-        heard = re.search(rf"{member}, incarnation \d+, is out of the job: ", output)
+        # It hears of it from the coordinator or, a worker, from a server, and says so. Where it is
+        # slow to hear of it, the launcher has ended it.
+        heard = re.search(rf"syncline: {member}(: FencedError| was evicted): ", output)
         how = "was evicted" if heard else "was evicted, and ended by the launcher"
         assert f"syncline: {member} {how}; starts again" in output, output
 

@@ -189,6 +189,7 @@ class Rounds(Generic[T]):
     def __init__(self, policy: Policy, workers: Iterable[tuple[str, int]]) -> None:
         self.policy = policy
         self.standings = {name: Standing(name, incarnation) for name, incarnation in workers}
+        self._forgotten: dict[str, int] = {}  # workers without a standing, and their last incarnations
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
         self._era = 0  # its first phase
         self._closed = (-ERA, 0)  # with spare workers: the last round that was closed
@@ -203,9 +204,9 @@ class Rounds(Generic[T]):
     def standing(self, worker: str, incarnation: int) -> Standing:
         """The standing of a known worker; an older incarnation is fenced."""
         standing = self.standings.get(worker)
-        if standing is None:
+        if standing is None and incarnation > self._forgotten.get(worker, -1):
             raise ProtocolError(f"{worker} takes no part in this job's rounds")
-        if incarnation != standing.incarnation or standing.left or standing.fenced:
+        if standing is None or incarnation != standing.incarnation or standing.left or standing.fenced:
             raise FencedError(f"{worker}, incarnation {incarnation}, has been evicted, replaced or has left")
         return standing
 
@@ -412,13 +413,21 @@ class Rounds(Generic[T]):
         """Nothing of a worker that has left is open: its standing is not needed any more."""
         standing = self.standings.get(worker)
         if standing is not None and standing.left and not any(worker in commits for commits in self._open.values()):
+            self._forget(standing)
             del self.standings[worker]
+
+    def _forget(self, standing: Standing) -> None:
+        """A process that was cut off may speak long after: it hears that it is out, not that it is a stranger."""
+        known = self._forgotten.get(standing.name, -1)
+        self._forgotten[standing.name] = max(known, standing.incarnation)
 
     def begin_anew(self, standings: Iterable[Standing], clocks: Mapping[tuple[str, int], int]) -> list[Commit[T]]:
         """Slices came or went: open commits are given back, to be made again; `clocks` are what every slice has."""
         dropped = [commit for commits in self._open.values() for commit in commits.values()]
         self._open, self._following = {}, {}
-        self.standings = {s.name: s for s in standings}
+        before, self.standings = self.standings, {s.name: s for s in standings}
+        for name in before.keys() - self.standings.keys():
+            self._forget(before[name])
         for standing in self.standings.values():
             clock = clocks.get((standing.name, standing.incarnation), 0)
             standing.position -= standing.clock - clock
