@@ -46,9 +46,9 @@ proof: setup data ## accuracy, slow faults, many seeds: before a capability is c
 soak: setup data ## an hour and more
 	@$(PYTEST) -m soak --timeout=14400 -s $(ARGS)
 
-bench: setup ## speed, beside a floor and a peer in the same run
-	@$(BIN)/syncline bench $(ARGS)
+bench: setup ## speed and memory, beside floors and other frameworks in the same run
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove .venv, builds and caches; runs/ stays
 	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
-	find src tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
