@@ -1,5 +1,7 @@
 """Comparisons with other frameworks and with bare loops, from a checkout: `python -m benchmarks`, `make bench`.
 
+`benchmarks.check` (`make bench-check`) compares two commits instead; `verdict` says which one is slower.
+
 Every row is measured beside its reference, in turns, and printed as a ratio. In reading order:
 
 command      the command line

@@ -8,7 +8,7 @@ import pathlib
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from benchmarks.row import NotMeasured
@@ -128,10 +128,17 @@ class SpannedJobSide(ProcessSide):
     """
 
     def __init__(
-        self, task: Task, over: Hosts, *, options: Sequence[str] = ("-s", "1"), side: str = "ours", each: int = 1
+        self,
+        task: Task,
+        over: Hosts,
+        *,
+        options: Sequence[str] = ("-s", "1"),
+        side: str = "ours",
+        each: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`each`: workers of a host."""
-        super().__init__(WORKER, task, processes=each * len(over.hosts), side=side)
+        super().__init__(WORKER, task, processes=each * len(over.hosts), side=side, environment=environment)
         self._over, self._options, self._each = over, options, each
 
     def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:

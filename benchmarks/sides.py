@@ -9,7 +9,7 @@ import pathlib
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, Protocol
 
 import msgspec
@@ -124,9 +124,18 @@ class ProcessSide:
     """Plain processes of a module of this package, numbered from 0; `prefix` is put before their commands."""
 
     def __init__(
-        self, module: str, task: Task, *, processes: int = 1, side: str = "reference", prefix: Sequence[str] = ()
+        self,
+        module: str,
+        task: Task,
+        *,
+        processes: int = 1,
+        side: str = "reference",
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment`: variables that these processes have besides ours."""
         self.num_processes = processes
+        self._environment = environment or {}
         self._module, self._task, self._side, self._prefix = module, task, side, prefix
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs: list[IO[bytes]] = []
@@ -155,6 +164,7 @@ class ProcessSide:
                     stdout=output,
                     stderr=output,
                     cwd=folder,  # where no syncline.toml changes what is measured
+                    env={**os.environ, **self._environment},
                 )
             )
 

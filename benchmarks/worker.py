@@ -1,4 +1,7 @@
-"""Our side of every row: the script that the workers of a job run, or one process alone (an embedded job)."""
+"""Our side of every row: the script that the workers of a job run, or one process alone (an embedded job).
+
+It uses the public API only, since `benchmarks.check` runs it with other versions of syncline too.
+"""
 
 from __future__ import annotations
 
