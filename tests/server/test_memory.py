@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 
+from benchmarks.memory import return_what_is_freed
 from syncline import Rule
-from syncline.bench.memory import return_what_is_freed
 from syncline.testing import local_job
 from syncline.worker.job import Job
 

@@ -1,30 +1,10 @@
-"""Figures with their references: every row is measured beside something bare, in turns, and printed as a ratio.
+"""`syncline bench`: how fast this machine, or a set of hosts, is with syncline, each figure against its floor.
 
-row          what a row is, how hard to measure, what came out
-rows         the rows there are, of these kinds:
-  moving       bytes between processes
-  collecting   all-reduce among workers
-  spanning     steps between hosts: ring and servers, codecs
-  training     steps of a model
-  leases       samples handed out
-  reading      files to batches
-  footprint    memory
-  starting     until the first step, which the script first_step makes
-efficiency   of a series of rows, by the number of workers
-words        figures in words
-machine      the machine in words, and how much of it others used meanwhile
-memory       how much memory a process has
-match        two sides taking turns: pairs of figures, taken right after each other
-turns        how the bench tells a process that it is its turn, and hears how long it took
-task         what a process does in its turns
-sides        starting the processes of one side: a real job, or some plain processes
-namespaces   two hosts on one machine, and a job that spans them
-switch       several of them, and how many bytes they send
-reader       both sides of what is read
-worker       our side: the script that a job's workers run
-floors       references without a framework: shared memory, a Unix socket, TCP
-tls          another one: a TLS echo between two hosts
-mpi          Open MPI's all-reduce, where it is installed
-peers        references with torch: gloo, DistributedDataParallel, a fused step, the plain loop
-models       the models that both sides train; the large one is in transformer
+rows      the rows, the jobs that measure them, and what a row's figures mean
+jobs      starts those jobs and collects their figures
+script    what the workers of such a job run: both sides of a row, in turns, in the same processes
+links     the floors between two processes: plain sockets and plain TLS sockets
+machine   describes the machine, and what other programs used of it meanwhile
+
+Comparisons with other frameworks, and with older commits of this repository, are in `benchmarks/` of a checkout.
 """

@@ -1,4 +1,4 @@
-"""The machine in words, and how much of it others used meanwhile: a figure taken beside them says little."""
+"""Describes the machine, and measures which share of it other programs used meanwhile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import platform
 import resource
 from typing import Any
 
-from syncline.bench.row import NotMeasured
 from syncline.config import num_cores
 from syncline.net.shm import available_bytes
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures depend on, without a name that would tell whose machine it is."""
+    """What the figures depend on; no host name, no user name."""
     return {
         "cores": num_cores(),
         "memory_available_bytes": available_bytes(),
@@ -26,8 +25,13 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def in_words(machine: dict[str, Any]) -> str:
+    has = ", ".join([f"{machine['cores']} cores", *machine["gpus"], machine["system"]])
+    return f"{has}, Python {machine['python']}, torch {machine['torch']}"
+
+
 def gpu_names(folder: str = "/proc/driver/nvidia/gpus") -> list[str]:
-    """As the driver calls them."""
+    """The names that the NVIDIA driver reports."""
     found = []
     for path in sorted(pathlib.Path(folder).glob("*/information")):
         lines = path.read_text(errors="replace").splitlines()
@@ -35,22 +39,14 @@ def gpu_names(folder: str = "/proc/driver/nvidia/gpus") -> list[str]:
     return found
 
 
-def check_gpu() -> None:
-    """Loads torch, which alone knows whether it can use one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise NotMeasured("needs a GPU")
-
-
 class Others:
-    """From when it is made: which part of all cores went to processes that are not ours."""
+    """The share of all cores that other processes used since this object was made."""
 
     def __init__(self) -> None:
         self._began = _look()
 
     def share(self) -> float | None:
-        """Between 0 and 1; None where the system does not tell. Children of ours count once they have ended."""
+        """Between 0 and 1; None where the system has no /proc/stat. Children count as ours once they have ended."""
         if self._began is None or (now := _look()) is None:
             return None
         busy, total, own = (after - before for before, after in zip(self._began, now, strict=True))
@@ -58,7 +54,7 @@ class Others:
 
 
 def _look() -> tuple[float, float, float] | None:
-    """CPU seconds since the system's start: busy, busy or not; and since ours: used by us and our children."""
+    """CPU seconds: busy and total since boot, and those of this process and its ended children."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             ticks = [int(word) for word in file.readline().split()[1:9]]

@@ -1,165 +1,170 @@
-"""The rows there are. A row is a value; its sizes are arguments, so that tests can make small ones."""
+"""The rows of `syncline bench`, the jobs that measure them, and what comes out."""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
+import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from syncline.bench.collecting import all_reduce, all_reduce_mpi, all_reduce_net, all_reduce_small
-from syncline.bench.footprint import server_memory, worker_memory
-from syncline.bench.leases import coordinator_memory, epoch_start, lease_share
-from syncline.bench.moving import adam, crowd, push_pull, replicas, sync, sync_scaling, tls
-from syncline.bench.reading import parquet
-from syncline.bench.row import Reach, Row
-from syncline.bench.saves import checkpoint
-from syncline.bench.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
-from syncline.bench.starting import start
-from syncline.bench.training import beside_ddp, beside_nccl, beside_strangers, early_beside_late, embedded, on_device
-from syncline.bench.words import KIB, MIB
+from syncline.core.units import size
 from syncline.errors import ConfigError
 
-LARGE, SMALL = 64 * MIB, 4 * KIB
-_MEMORY = "shared memory"
-_WIDE = "MLP 784-2048-2048-10 batch 32, SGD with momentum"
+LARGE, SMALL = 16 << 20, 4 << 10
 
 
-def all_rows() -> list[Row]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of ours beside its floor."""
+
+    name: str
+    what: str
+    floor: str
+    num_bytes: int = 0  #: of one operation; 0: a training step
+    good: float  #: up to this ratio there is nothing to do
+    advice: str  #: what to do when the ratio is larger
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows that one job measures, and the settings of that job."""
+
+    rows: tuple[Row, ...]
+    settings: dict[str, Any]
+    is_tls: bool = False  #: connections are inside TLS, those of the floor too
+
+
+_BUSY = "See that no other program uses the cores (column `others`)"
+ROWS = (
+    Row(
+        name="shm",
+        what=f"{size(LARGE)} push_pull between a worker and a server of one host, through shared memory",
+        floor="two plain copies of the same bytes",
+        num_bytes=LARGE,
+        good=2.0,
+        advice=f"{_BUSY}; write gradients into `kv.gradients()` instead of your own arrays.",
+    ),
+    Row(
+        name="shm-small",
+        what=f"{size(SMALL)} push_pull between the same two: latency",
+        floor="a round trip of the same bytes over a plain socket",
+        num_bytes=SMALL,
+        good=12.0,
+        advice=f"{_BUSY}; have a core for each process; for tiny models exchange less often (`--sync-every`).",
+    ),
+    Row(
+        name="tcp",
+        what=f"{size(LARGE)} push_pull between a worker and a server over TCP (`--transport tcp`)",
+        floor="the same bytes there and back over a plain socket",
+        num_bytes=LARGE,
+        good=2.0,
+        advice=f"{_BUSY}; on one host leave `--transport` out, and shared memory is used.",
+    ),
+    Row(
+        name="tls",
+        what=f"{size(LARGE)} push_pull between a worker and a server over TLS, as between hosts",
+        floor="the same bytes there and back over plain TLS sockets",
+        num_bytes=LARGE,
+        good=2.0,
+        advice=f"{_BUSY}: TLS needs them; send fewer bytes (`--codec int8`), or less often (`--sync-every`); have "
+        "as many servers as hosts (`-s`).",
+    ),
+    Row(
+        name="all-reduce",
+        what=f"{size(LARGE)} all_reduce_ of float32 among the workers",
+        floor="on one host two plain copies of the same bytes, between hosts the same bytes there and back",
+        num_bytes=LARGE,
+        good=2.5,
+        advice=f"{_BUSY}; make the arrays with `collectives.empty()`, which workers of a host read in place.",
+    ),
+    Row(
+        name="all-reduce-small",
+        what=f"{size(SMALL)} all_reduce_ of float32 among the workers: latency",
+        floor="a round trip of the same bytes over a plain socket",
+        num_bytes=SMALL,
+        good=12.0,
+        advice=f"{_BUSY}; put several small arrays into one call.",
+    ),
+    Row(
+        name="step",
+        what="a training step of an MLP 784-1024-1024-10, batch 128, Adam, in every worker (`sync`)",
+        floor="the plain torch step without syncline, in every worker at once",
+        good=1.5,
+        advice="`syncline run --profile` shows where your own model's step spends its time; use a larger batch or "
+        "`--sync-every`; between hosts try `--exchange ring` and `--codec`.",
+    ),
+)
+
+
+def groups(hosts: str = "", remote: str = "", bind: str = "") -> list[Group]:
+    """The jobs that measure all rows, on this machine or between these hosts."""
+    by_name = {row.name: row for row in ROWS}
+
+    def pick(*names: str) -> tuple[Row, ...]:
+        return tuple(by_name[name] for name in names)
+
+    if hosts:
+        over = {"hosts": hosts} | ({"remote": remote} if remote else {}) | ({"bind": bind} if bind else {})
+        return [
+            Group(pick("tls", "all-reduce", "all-reduce-small"), {**over, "policy": "async"}, is_tls=True),
+            Group(pick("step"), {**over, "policy": "sync"}),
+        ]
+    here: dict[str, Any] = {"workers": 2, "policy": "async"}
     return [
-        *_moving_rows(),
-        *_collective_rows(),
-        *_spanning_rows(),
-        *_training_rows(),
-        *_data_rows(),
-        *_save_rows(),
-        *_memory_rows(),
-        *_start_rows(),
-        *_gpu_rows(),
+        Group(pick("shm", "shm-small", "all-reduce", "all-reduce-small"), {**here, "transport": "shm"}),
+        Group(pick("tcp"), {**here, "transport": "tcp"}),
+        Group(pick("tls"), {**here, "transport": "tcp"}, is_tls=True),
+        Group(pick("step"), {**here, "policy": "sync"}),
     ]
 
 
-def _moving_rows() -> list[Row]:
-    return [
-        push_pull("shm-large", LARGE, own_arrays=False, floor=_MEMORY, reach=_at_most(1.3)),
-        push_pull("shm-large-arrays", LARGE, own_arrays=True, floor=_MEMORY, reach=_at_most(1.7)),
-        push_pull("shm-small", SMALL, own_arrays=False, floor="round trip", reach=_at_most(8)),
-        push_pull("tcp-large", LARGE, own_arrays=False, floor="stream", reach=_at_most(1.5), transport="tcp"),
-        tls("tls-large", LARGE, reach=_at_most(1.3)),
-        sync("sync-2", LARGE, workers=2, reach=_at_most(0.5)),
-        sync("sync-4", LARGE, workers=4, reach=_at_most(0.4)),
-        sync_scaling("sync-scaling", 16 * MIB, reach=_at_most(4)),
-        crowd("async-8-shm", LARGE, workers=8, floor=_MEMORY, transport="shm", reach=_at_most(1.4), num_cores=16),
-        crowd("async-8-tcp", LARGE, workers=8, floor="stream", transport="tcp", reach=_at_most(1.4), num_cores=16),
-        adam("adam", LARGE, reach=_at_most(1.3)),
-        replicas("replicas-sync", LARGE, policy="sync", reach=_at_most(1.6)),
-        replicas("replicas-async", LARGE, policy="async", reach=_at_most(2.2)),
-    ]
-
-
-def _collective_rows() -> list[Row]:
-    return [
-        all_reduce("allreduce-2", LARGE, workers=2, reach=_at_most(0.25)),
-        all_reduce("allreduce-4", LARGE, workers=4, reach=_at_most(0.25)),
-        *(all_reduce_mpi(f"allreduce-{n}-mpi", LARGE, workers=n, reach=_at_most(0.6)) for n in (2, 4)),
-        all_reduce("allreduce-arrays", LARGE, workers=2, own_arrays=True, reach=Reach("printed")),
-        all_reduce_small("allreduce-small", SMALL, reach=_at_most(8)),
-        all_reduce_net("allreduce-net", LARGE, rate="1gbit", reach=_at_most(1.05)),
-    ]
-
-
-def _spanning_rows() -> list[Row]:
-    codecs, printed = {"bf16": 0.51, "int8": 0.27, "topk:0.01": 0.03}, Reach("printed")
-    tags = {codec: codec.partition(":")[0] for codec in codecs}
-    return [
-        ring_net("ring-net", LARGE, rate="1gbit", reach=_at_most(1.05)),
-        *(ring_codec(f"ring-{tags[c]}", LARGE, c, rate="1gbit", reach=_at_most(r)) for c, r in codecs.items()),
-        *(
-            ring_codec(f"ring-{tag}-time", LARGE, codec, rate="1gbit", reach=printed, unit="seconds")
-            for codec, tag in tags.items()
-        ),
-        ring_hosts("ring-hosts", LARGE, each=2, rate="1gbit", unit="seconds"),
-        ring_hosts("ring-hosts-bytes", LARGE, each=2, rate="1gbit", unit="bytes"),
-        ring_early("ring-early", each=2, rate="1gbit"),
-        *(
-            ring_beside_servers(f"ring-servers-{n}-{rate}", 16 * MIB, workers=n, rate=rate)
-            for rate in ("1gbit", "10gbit")
-            for n in (2, 4, 6)
-        ),
-    ]
-
-
-def _training_rows() -> list[Row]:
-    small = "MLP 784-128-10 batch 64, Adam"
-    return [
-        embedded("lenet", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.03)),
-        embedded("mlp", "mlp-small", small, reach=_at_most(1.15)),
-        beside_ddp("mlp-ddp", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.2)),
-        beside_ddp("mlp-ring", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.35), exchange="ring"),
-        early_beside_late("mlp-early", "mlp-wide", _WIDE, workers=2),
-        beside_strangers("mlp-async", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 0.75)),
-        *(
-            beside_ddp(f"scaling-{n}", "mlp-wide", _WIDE, workers=n, reach=Reach("at least", 1.0), batch_size=32)
-            for n in (1, 2, 4, 8)
-        ),
-    ]
-
-
-def _data_rows() -> list[Row]:
-    enough, sizes = Reach("at least", 0.8), {"narrow": 1_000_000, "wide": 32_768, "lists": 65_536}
-    return [
-        *(lease_share(f"lease-{policy}", policy=policy, reach=_at_most(0.02)) for policy in ("sync", "async")),
-        coordinator_memory("lease-memory", 10**9, 20_000_000, reach=_at_most(1)),
-        epoch_start("lease-epoch", 10**9, reach=Reach("at most", 0, plus_seconds=1.0)),
-        *(parquet(f"parquet-{shape}", shape, rows, reach=enough) for shape, rows in sizes.items()),
-        *(
-            parquet(f"parquet-{shape}-shuffled", shape, rows, reach=enough, shuffle=True)
-            for shape, rows in sizes.items()
-        ),
-        *(
-            parquet(f"parquet-{shape}-groups", shape, rows, reach=Reach("printed"), beside="row_groups")
-            for shape, rows in sizes.items()
-        ),
-    ]
-
-
-def _save_rows() -> list[Row]:
-    return [
-        checkpoint("checkpoint-save", 512 * MIB, load=False, reach=_at_most(1.2)),
-        checkpoint("checkpoint-load", 512 * MIB, load=True, reach=_at_most(1.2)),
-    ]
-
-
-def _memory_rows() -> list[Row]:
-    return [
-        server_memory("server-memory", LARGE, transport="shm", num_staged=0, reach=_at_most(1.3)),
-        server_memory("server-memory-tcp", LARGE, transport="tcp", num_staged=1, reach=_at_most(1.3)),
-        worker_memory("worker-memory", (784, 2688, 2688, 2688, 10), reach=_at_most(2.2)),
-    ]
-
-
-def _start_rows() -> list[Row]:
-    return [start("start", reach=Reach("at most", 2, plus_seconds=1.5))]
-
-
-def _gpu_rows() -> list[Row]:
-    full, half = (f"transformer of 124 M parameters in {d}, Adam" for d in ("float32 batch 8", "bfloat16 batch 64"))
-    return [
-        on_device("cuda-sync", "gpt", full, reach=_at_most(1.3)),
-        on_device("cuda-async", "gpt", full, policy="async", window=1, reach=_at_most(1.1)),
-        on_device("cuda-sync-bf16", "gpt-bf16", half, reach=_at_most(1.3)),
-        on_device("cuda-async-bf16", "gpt-bf16", half, policy="async", window=1, reach=_at_most(1.1)),
-        beside_nccl("nccl-1", "gpt", full, workers=1, reach=Reach("at least", 0.98)),
-        beside_nccl("nccl-all", "gpt", full, workers=0, reach=Reach("at least", 0.98)),
-        on_device("cuda-server", "gpt", full, server_device="cuda", reach=Reach("printed")),
-    ]
-
-
-def _at_most(ratio: float) -> Reach:
-    return Reach("at most", ratio)
-
-
-def choose(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
-    """The rows with one of these names, where * stands for anything; all without names."""
+def choose(found: Sequence[Group], patterns: Sequence[str]) -> list[Group]:
+    """The groups with only those rows whose names match one of the patterns (`*` works); all without patterns."""
+    names = [row.name for group in found for row in group.rows]
     for pattern in patterns:
-        if not fnmatch.filter([row.name for row in rows], pattern):
-            raise ConfigError(f"--only {pattern}: there are {', '.join(row.name for row in rows)}")
-    return [row for row in rows if not patterns or any(fnmatch.fnmatch(row.name, p) for p in patterns)]
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"--only {pattern}: the rows are {', '.join(names)}")
+    kept = {name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+    picked = [(group, tuple(row for row in group.rows if row.name in kept)) for group in found]
+    return [dataclasses.replace(group, rows=rows) for group, rows in picked if rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A row as measured: seconds per operation, turn by turn; or why it was not measured."""
+
+    row: Row
+    ours: Sequence[float] = ()
+    floor: Sequence[float] = ()
+    others_share: float | None = None
+    not_measured: str = ""  #: this machine cannot
+    error: str = ""  #: it was tried and failed
+
+    @property
+    def ratios(self) -> list[float]:
+        """One per pair of turns: whatever slows down the machine for a while slows down both sides of a pair."""
+        return [ours / floor for ours, floor in zip(self.ours, self.floor, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def is_good(self) -> bool | None:
+        """None where it was not measured."""
+        return self.ratio <= self.row.good if self.ratios else None
+
+    def to_json(self) -> dict[str, Any]:
+        found = {**dataclasses.asdict(self.row), "not_measured": self.not_measured, "error": self.error}
+        if self.ratios:
+            found |= {
+                "ratio": self.ratio,
+                "lowest_ratio": min(self.ratios),
+                "highest_ratio": max(self.ratios),
+                "is_good": self.is_good,
+                "others_share": self.others_share,
+                "ours_seconds": list(self.ours),
+                "floor_seconds": list(self.floor),
+            }
+        return found

@@ -1,7 +1,8 @@
-"""`syncline bench`: every figure beside its reference, measured in the same run."""
+"""`syncline bench`: how fast this machine, or a set of hosts, is with syncline, each figure against its floor."""
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,65 +10,116 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from syncline.bench.machine import Others
-from syncline.bench.row import QUICK, Effort, NotMeasured, Outcome, Row
-from syncline.bench.rows import all_rows, choose
-from syncline.cli.figures import show_outcomes, show_rows, to_json
-from syncline.config import num_cores
-from syncline.errors import SynclineError
+from syncline.bench.jobs import QUICK, measure
+from syncline.bench.machine import describe_machine, in_words
+from syncline.bench.rows import Group, Outcome, choose, groups
+from syncline.bench.script import Effort
+from syncline.errors import ConfigError
+from syncline.launch.hosts import parse_hosts
 
 
 def bench(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Measure this row; may be repeated; * works.")
     ] = None,
+    hosts: Annotated[
+        str, typer.Option("-H", "--hosts", metavar="a,b", help="Measure between these hosts, as `syncline run -H`.")
+    ] = "",
+    remote: Annotated[str, typer.Option(help='How a host is reached, e.g. "ssh -p 2222 {host}".')] = "",
+    bind: Annotated[str, typer.Option(help="With -H: the coordinator's address, where the default is wrong.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter turns: a first look.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All figures, for machines.")] = False,
-    names: Annotated[bool, typer.Option("--list", help="List the rows and measure nothing.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="Describe the rows and measure nothing.")] = False,
 ) -> None:
-    """Measures speed and memory here: jobs of real processes beside bare loops and peers, in turns, as ratios.
+    """Measures shared memory, TCP, TLS, all-reduce and a training step here, each against its floor, as a ratio.
 
-    A ratio is the median over pairs of turns, with the lowest and the highest beside it. What other programs took
-    of the machine meanwhile is printed too: figures taken beside them say little. A row that this machine cannot
-    measure says what it needs.
+    Both sides of a row take turns in the same run, and a ratio is the median over pairs of turns. It takes about a
+    minute. A row that is slower than it should be says what you can do.
 
-    Example:  syncline bench --quick --only shm-small --only "sync-*"
+    Example:  syncline bench                    this machine
+    Example:  syncline bench -H a,b             between two hosts
+    Example:  syncline bench --quick --only step
     """
-    rows = choose(all_rows(), only or [])
+    if hosts and len(parse_hosts(hosts)) < 2:
+        raise ConfigError(f"-H {hosts}: name two hosts or more, e.g. -H a,b; leave -H out to measure this machine")
+    if (remote or bind) and not hosts:
+        raise ConfigError("--remote and --bind need -H: without it this machine is measured")
+    chosen = choose(groups(hosts, remote, bind), only or [])
     if names:
-        show_rows(rows)
+        _show_rows(chosen)
         return
-    outcomes = measure_rows(rows, QUICK if quick else Effort(), named=bool(only))
+    outcomes: list[Outcome] = []
+    with Console(stderr=True, highlight=False).status("") as status:
+        for group in chosen:
+            status.update(f"measuring {', '.join(row.name for row in group.rows)}")
+            outcomes += measure(group, QUICK if quick else Effort())
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(to_json(outcomes)), indent=2).decode() + "\n")
+        found = {"machine": describe_machine(), "hosts": hosts, "rows": [outcome.to_json() for outcome in outcomes]}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
-        show_outcomes(outcomes)
+        show(outcomes)
     raise typer.Exit(1 if any(outcome.error for outcome in outcomes) else 0)
 
 
-def measure_rows(rows: Sequence[Row], effort: Effort, *, named: bool = False) -> list[Outcome]:
-    """One row after the other; a row that fails says why and leaves the others alone.
-
-    `named`: the user asked for these, so that they are measured on a machine with too few cores too.
-    """
-    outcomes = []
-    console = Console(stderr=True, highlight=False)
-    with console.status("") as status:
-        for number, row in enumerate(rows, 1):
-            status.update(f"{number} of {len(rows)}: {row.name}: {row.what}")
-            outcomes.append(_measure(row, effort, named))
-    return outcomes
+def _show_rows(chosen: Sequence[Group]) -> None:
+    console = Console(highlight=False)
+    for row in (row for group in chosen for row in group.rows):
+        console.print(f"{row.name}: {row.what}", markup=False, soft_wrap=True)
+        console.print(f"    floor: {row.floor}; good: up to {row.good:g}×", markup=False, soft_wrap=True)
+        console.print(f"    if it is slower: {row.advice}", markup=False, soft_wrap=True)
 
 
-def _measure(row: Row, effort: Effort, named: bool) -> Outcome:
-    if num_cores() < row.num_cores and not named:
-        return Outcome(row, not_measured=f"needs {row.num_cores} cores, there are {num_cores()}")
-    others = Others()
-    try:
-        samples = row.measure(effort)
-    except NotMeasured as reason:
-        return Outcome(row, not_measured=str(reason))
-    except (SynclineError, OSError) as error:
-        return Outcome(row, error=f"{type(error).__name__}: {error}")
-    return Outcome(row, samples, others_share=others.share())
+def show(outcomes: Sequence[Outcome]) -> None:
+    """The table, and a sentence for every row that is slower than it should be."""
+    table = Table(box=None)
+    table.add_column("row", no_wrap=True)
+    for column in ("ours", "speed", "floor", "ratio", "lowest to highest", "good", "others"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(outcome.row.name, *_cells(outcome))
+    console = Console(highlight=False)
+    # On a narrow terminal lines are long rather than figures cut off.
+    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=1000)).maximum)
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.error:
+            console.print(f"{outcome.row.name}: {outcome.error}", markup=False, soft_wrap=True)
+        elif outcome.is_good is False:
+            console.print(f"{outcome.row.name}: {outcome.row.advice}", markup=False, soft_wrap=True)
+    console.print(
+        f"{in_words(describe_machine())}; ratio: ours to the floor, median of pairs; others: share of all cores that "
+        "other programs used meanwhile",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    row = outcome.row
+    if not outcome.ratios:
+        why = f"not measured: {outcome.not_measured}" if outcome.not_measured else "failed"
+        return ["", "", "", "", "", f"≤ {row.good:g}×", "", why]
+    ours = statistics.median(outcome.ours)
+    share = outcome.others_share
+    return [
+        _duration(ours),
+        _speed(ours, row.num_bytes),
+        _duration(statistics.median(outcome.floor)),
+        f"{outcome.ratio:.2f}×",
+        f"{min(outcome.ratios):.2f} to {max(outcome.ratios):.2f}",
+        f"≤ {row.good:g}×",
+        "" if share is None else f"{share:.0%}",
+        "good" if outcome.is_good else "slow",
+    ]
+
+
+def _speed(seconds: float, num_bytes: int) -> str:
+    is_large = num_bytes >= 1 << 20
+    return f"{num_bytes / seconds / 1e9:.2f} GB/s" if is_large else f"{1 / seconds:,.0f}/s"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"

@@ -1,0 +1,150 @@
+"""The models that both sides train, and one step of training."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.task import Task
+from benchmarks.transformer import Transformer
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Optimizing = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def lenet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(),
+        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def mlp(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = [nn.Flatten()]
+    for width, following in itertools.pairwise(widths):
+        layers += [nn.Linear(width, following), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def images(batch_size: int, generator: torch.Generator) -> Batch:
+    x = torch.randn(batch_size, 1, 28, 28, generator=generator)
+    return x, torch.randint(10, (batch_size,), generator=generator)
+
+
+def tokens(num_words: int, length: int) -> Callable[[int, torch.Generator], Batch]:
+    """Texts of chance, and the word that comes after each."""
+
+    def batch(batch_size: int, generator: torch.Generator) -> Batch:
+        text = torch.randint(num_words, (batch_size, length + 1), generator=generator)
+        return text[:, :-1].contiguous(), text[:, 1:].flatten()
+
+    return batch
+
+
+def _sgd(momentum: float) -> Optimizing:
+    return lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+
+
+def _adam(lr: float = 1e-3, fused: bool | None = None) -> Optimizing:
+    return lambda model: torch.optim.Adam(model.parameters(), lr=lr, fused=fused)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model, its data, and its optimizer as a plain script has it."""
+
+    build: Callable[[], nn.Module]
+    batch_size: int
+    optimizer: Optimizing
+    data: Callable[[int, torch.Generator], Batch] = images
+    dtype: torch.dtype = torch.float32
+
+
+def _gpt(batch_size: int, dtype: torch.dtype) -> Recipe:
+    """As GPT-2's smallest, 124 million parameters."""
+    return Recipe(
+        build=lambda: Transformer(num_layers=12, width=768, num_heads=12, num_words=50304, length=1024),
+        batch_size=batch_size,
+        optimizer=_adam(1e-4, fused=True),
+        data=tokens(50304, 1024),
+        dtype=dtype,
+    )
+
+
+MODELS = {
+    "lenet": Recipe(build=lenet, batch_size=64, optimizer=_adam()),
+    "mlp-small": Recipe(build=lambda: mlp(784, 128, 10), batch_size=64, optimizer=_adam()),
+    "mlp-wide": Recipe(build=lambda: mlp(784, 2048, 2048, 10), batch_size=32, optimizer=_sgd(0.9)),
+    "mlp-wide-256": Recipe(build=lambda: mlp(784, 2048, 2048, 10), batch_size=256, optimizer=_sgd(0.9)),
+    "mlp-tiny": Recipe(build=lambda: mlp(784, 4, 10), batch_size=4, optimizer=_sgd(0.0)),
+    "gpt": _gpt(8, torch.float32),
+    "gpt-bf16": _gpt(64, torch.bfloat16),
+    "gpt-tiny": Recipe(
+        build=lambda: Transformer(num_layers=1, width=8, num_heads=2, num_words=32, length=16),
+        batch_size=2,
+        optimizer=_adam(fused=True),
+        data=tokens(32, 16),
+        dtype=torch.bfloat16,
+    ),
+}
+
+
+def _mlp_of(widths: Sequence[int]) -> Recipe:
+    return Recipe(build=lambda: mlp(*widths), batch_size=32, optimizer=_adam())
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What one process trains: the same parameters in every process, each its own batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+
+
+def make(task: Task, seed: int) -> Training:
+    """What the task says; the seed is the batch's."""
+    if task.num_threads:
+        torch.set_num_threads(task.num_threads)
+    torch.manual_seed(0)
+    recipe = _mlp_of(task.widths) if task.widths else MODELS[task.model]
+    model = recipe.build().to(task.device, recipe.dtype)
+    x, y = (part.to(task.device) for part in recipe.data(recipe.batch_size, torch.Generator().manual_seed(seed)))
+    x = x.to(recipe.dtype) if x.is_floating_point() else x
+    return Training(model, recipe.optimizer(model), (x, y))
+
+
+def training_step(training: Training) -> Callable[[], None]:
+    """One step on a batch that stays the same: nothing but the step is measured."""
+    model, optimizer, (x, y) = training.model, training.optimizer, training.batch
+
+    def step() -> None:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def backward_step(training: Training, then: Callable[[], object] = lambda: None) -> Callable[[], None]:
+    """Forward and backward, then something; the gradients are still there at the end."""
+    model, (x, y) = training.model, training.batch
+
+    def step() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        then()
+
+    return step
+
+
+def settling(device: str) -> Callable[[], object]:
+    """What waits for the operations that a device has under way."""
+    return torch.cuda.synchronize if device.startswith("cuda") else lambda: None

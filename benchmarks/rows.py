@@ -1,0 +1,165 @@
+"""The rows there are. A row is a value; its sizes are arguments, so that tests can make small ones."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+from benchmarks.collecting import all_reduce, all_reduce_mpi, all_reduce_net, all_reduce_small
+from benchmarks.footprint import server_memory, worker_memory
+from benchmarks.leases import coordinator_memory, epoch_start, lease_share
+from benchmarks.moving import adam, crowd, push_pull, replicas, sync, sync_scaling, tls
+from benchmarks.reading import parquet
+from benchmarks.row import Reach, Row
+from benchmarks.saves import checkpoint
+from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
+from benchmarks.starting import start
+from benchmarks.training import beside_ddp, beside_nccl, beside_strangers, early_beside_late, embedded, on_device
+from benchmarks.words import KIB, MIB
+from syncline.errors import ConfigError
+
+LARGE, SMALL = 64 * MIB, 4 * KIB
+_MEMORY = "shared memory"
+_WIDE = "MLP 784-2048-2048-10 batch 32, SGD with momentum"
+
+
+def all_rows() -> list[Row]:
+    return [
+        *_moving_rows(),
+        *_collective_rows(),
+        *_spanning_rows(),
+        *_training_rows(),
+        *_data_rows(),
+        *_save_rows(),
+        *_memory_rows(),
+        *_start_rows(),
+        *_gpu_rows(),
+    ]
+
+
+def _moving_rows() -> list[Row]:
+    return [
+        push_pull("shm-large", LARGE, own_arrays=False, floor=_MEMORY, reach=_at_most(1.3)),
+        push_pull("shm-large-arrays", LARGE, own_arrays=True, floor=_MEMORY, reach=_at_most(1.7)),
+        push_pull("shm-small", SMALL, own_arrays=False, floor="round trip", reach=_at_most(8)),
+        push_pull("tcp-large", LARGE, own_arrays=False, floor="stream", reach=_at_most(1.5), transport="tcp"),
+        tls("tls-large", LARGE, reach=_at_most(1.3)),
+        sync("sync-2", LARGE, workers=2, reach=_at_most(0.5)),
+        sync("sync-4", LARGE, workers=4, reach=_at_most(0.4)),
+        sync_scaling("sync-scaling", 16 * MIB, reach=_at_most(4)),
+        crowd("async-8-shm", LARGE, workers=8, floor=_MEMORY, transport="shm", reach=_at_most(1.4), num_cores=16),
+        crowd("async-8-tcp", LARGE, workers=8, floor="stream", transport="tcp", reach=_at_most(1.4), num_cores=16),
+        adam("adam", LARGE, reach=_at_most(1.3)),
+        replicas("replicas-sync", LARGE, policy="sync", reach=_at_most(1.6)),
+        replicas("replicas-async", LARGE, policy="async", reach=_at_most(2.2)),
+    ]
+
+
+def _collective_rows() -> list[Row]:
+    return [
+        all_reduce("allreduce-2", LARGE, workers=2, reach=_at_most(0.25)),
+        all_reduce("allreduce-4", LARGE, workers=4, reach=_at_most(0.25)),
+        *(all_reduce_mpi(f"allreduce-{n}-mpi", LARGE, workers=n, reach=_at_most(0.6)) for n in (2, 4)),
+        all_reduce("allreduce-arrays", LARGE, workers=2, own_arrays=True, reach=Reach("printed")),
+        all_reduce_small("allreduce-small", SMALL, reach=_at_most(8)),
+        all_reduce_net("allreduce-net", LARGE, rate="1gbit", reach=_at_most(1.05)),
+    ]
+
+
+def _spanning_rows() -> list[Row]:
+    codecs, printed = {"bf16": 0.51, "int8": 0.27, "topk:0.01": 0.03}, Reach("printed")
+    tags = {codec: codec.partition(":")[0] for codec in codecs}
+    return [
+        ring_net("ring-net", LARGE, rate="1gbit", reach=_at_most(1.05)),
+        *(ring_codec(f"ring-{tags[c]}", LARGE, c, rate="1gbit", reach=_at_most(r)) for c, r in codecs.items()),
+        *(
+            ring_codec(f"ring-{tag}-time", LARGE, codec, rate="1gbit", reach=printed, unit="seconds")
+            for codec, tag in tags.items()
+        ),
+        ring_hosts("ring-hosts", LARGE, each=2, rate="1gbit", unit="seconds"),
+        ring_hosts("ring-hosts-bytes", LARGE, each=2, rate="1gbit", unit="bytes"),
+        ring_early("ring-early", each=2, rate="1gbit"),
+        *(
+            ring_beside_servers(f"ring-servers-{n}-{rate}", 16 * MIB, workers=n, rate=rate)
+            for rate in ("1gbit", "10gbit")
+            for n in (2, 4, 6)
+        ),
+    ]
+
+
+def _training_rows() -> list[Row]:
+    small = "MLP 784-128-10 batch 64, Adam"
+    return [
+        embedded("lenet", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.03)),
+        embedded("mlp", "mlp-small", small, reach=_at_most(1.15)),
+        beside_ddp("mlp-ddp", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.2)),
+        beside_ddp("mlp-ring", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.35), exchange="ring"),
+        early_beside_late("mlp-early", "mlp-wide", _WIDE, workers=2),
+        beside_strangers("mlp-async", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 0.75)),
+        *(
+            beside_ddp(f"scaling-{n}", "mlp-wide", _WIDE, workers=n, reach=Reach("at least", 1.0), batch_size=32)
+            for n in (1, 2, 4, 8)
+        ),
+    ]
+
+
+def _data_rows() -> list[Row]:
+    enough, sizes = Reach("at least", 0.8), {"narrow": 1_000_000, "wide": 32_768, "lists": 65_536}
+    return [
+        *(lease_share(f"lease-{policy}", policy=policy, reach=_at_most(0.02)) for policy in ("sync", "async")),
+        coordinator_memory("lease-memory", 10**9, 20_000_000, reach=_at_most(1)),
+        epoch_start("lease-epoch", 10**9, reach=Reach("at most", 0, plus_seconds=1.0)),
+        *(parquet(f"parquet-{shape}", shape, rows, reach=enough) for shape, rows in sizes.items()),
+        *(
+            parquet(f"parquet-{shape}-shuffled", shape, rows, reach=enough, shuffle=True)
+            for shape, rows in sizes.items()
+        ),
+        *(
+            parquet(f"parquet-{shape}-groups", shape, rows, reach=Reach("printed"), beside="row_groups")
+            for shape, rows in sizes.items()
+        ),
+    ]
+
+
+def _save_rows() -> list[Row]:
+    return [
+        checkpoint("checkpoint-save", 512 * MIB, load=False, reach=_at_most(1.2)),
+        checkpoint("checkpoint-load", 512 * MIB, load=True, reach=_at_most(1.2)),
+    ]
+
+
+def _memory_rows() -> list[Row]:
+    return [
+        server_memory("server-memory", LARGE, transport="shm", num_staged=0, reach=_at_most(1.3)),
+        server_memory("server-memory-tcp", LARGE, transport="tcp", num_staged=1, reach=_at_most(1.3)),
+        worker_memory("worker-memory", (784, 2688, 2688, 2688, 10), reach=_at_most(2.2)),
+    ]
+
+
+def _start_rows() -> list[Row]:
+    return [start("start", reach=Reach("at most", 2, plus_seconds=1.5))]
+
+
+def _gpu_rows() -> list[Row]:
+    full, half = (f"transformer of 124 M parameters in {d}, Adam" for d in ("float32 batch 8", "bfloat16 batch 64"))
+    return [
+        on_device("cuda-sync", "gpt", full, reach=_at_most(1.3)),
+        on_device("cuda-async", "gpt", full, policy="async", window=1, reach=_at_most(1.1)),
+        on_device("cuda-sync-bf16", "gpt-bf16", half, reach=_at_most(1.3)),
+        on_device("cuda-async-bf16", "gpt-bf16", half, policy="async", window=1, reach=_at_most(1.1)),
+        beside_nccl("nccl-1", "gpt", full, workers=1, reach=Reach("at least", 0.98)),
+        beside_nccl("nccl-all", "gpt", full, workers=0, reach=Reach("at least", 0.98)),
+        on_device("cuda-server", "gpt", full, server_device="cuda", reach=Reach("printed")),
+    ]
+
+
+def _at_most(ratio: float) -> Reach:
+    return Reach("at most", ratio)
+
+
+def choose(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
+    """The rows with one of these names, where * stands for anything; all without names."""
+    for pattern in patterns:
+        if not fnmatch.filter([row.name for row in rows], pattern):
+            raise ConfigError(f"--only {pattern}: there are {', '.join(row.name for row in rows)}")
+    return [row for row in rows if not patterns or any(fnmatch.fnmatch(row.name, p) for p in patterns)]
