@@ -43,6 +43,8 @@ QUICK = Effort(num_pairs=LEAST_PAIRS, turn_seconds=0.05, row_seconds=math.inf)
 #: The rows of `--quick`, where none are named: under a minute.
 SMOKE = ("shm-small", "allreduce-small")
 _RATE = "1gbit"
+#: On a busy machine a member that is silent for some seconds is slow, not dead.
+DEADLINE_SECONDS = "20"
 _IMPORT = "import syncline; print(syncline.__file__)"
 
 
@@ -195,7 +197,7 @@ class RunSide(ProcessSide):
     def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:
         options = [
             "-w", str(self.num_processes), *self._options, "--name", self._side, "--runs", str(folder),
-            "--wait-seconds", f"{WAIT_SECONDS:g}", "-m", WORKER,
+            "--wait-seconds", f"{WAIT_SECONDS:g}", "--deadline-seconds", DEADLINE_SECONDS, "-m", WORKER,
         ]  # fmt: skip
         return [[sys.executable, "-m", "syncline", "run", *options, *to_arguments(self._task, self._side, path)]]
 
@@ -216,8 +218,15 @@ def measure(row: Row, new: Version, old: Version, effort: Effort) -> dict[Unit, 
         def watch(side: str, num_operations: int) -> None:
             sent[side].append(meter.read(num_operations + row.task.num_uncounted))
 
+        options = (*row.options, "--deadline-seconds", DEADLINE_SECONDS)
         sides = [
-            SpannedJobSide(row.task, hosts, options=row.options, side=side, environment=version.environment)
+            SpannedJobSide(
+                row.task,
+                hosts,
+                options=options,
+                side=side,
+                environment=version.environment,
+            )
             for side, version in (("ours", new), ("reference", old))
         ]
         seconds = play(sides[0], sides[1], effort, watch=watch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.patience import PATIENCE
 
 from syncline.bench import jobs, links
 from syncline.bench.rows import ROWS, Outcome, choose, groups
@@ -60,8 +61,7 @@ TINY = Effort(num_pairs=5, turn_seconds=0.01)
 )
 def test_real_jobs_give_figures(names: list[str]):
     (group,) = choose(groups(), names)
-    patient = {"deadline_seconds": 60.0, "longest_deadline_seconds": 120.0, "start_seconds": 300.0}
-    group.settings.update(patient)
+    group.settings["start_seconds"] = PATIENCE
     outcomes = jobs.measure(group, TINY)
     assert [outcome.error for outcome in outcomes] == [""] * len(names)
     for outcome in outcomes:
