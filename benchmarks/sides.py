@@ -18,7 +18,7 @@ from benchmarks.task import Task, to_arguments
 from syncline import config as configuration
 from syncline.core.wire.control import Standings
 from syncline.errors import JobFailed, SynclineError
-from syncline.launch.processes import MemberProcess, Plan, start_member
+from syncline.launch.processes import MemberPlan, MemberProcess, start_member
 from syncline.launch.running import Script, run_job
 from syncline.launch.standby import Standby
 
@@ -103,7 +103,7 @@ class JobSide:
         self._thread = threading.Thread(target=run, name="bench job", daemon=True)
         self._thread.start()
 
-    def _start_member(self, plan: Plan, remote: str, standby: Standby) -> MemberProcess:
+    def _start_member(self, plan: MemberPlan, remote: str, standby: Standby) -> MemberProcess:
         process = start_member(plan, remote, standby)
         self.pids[plan.name] = process.pid
         return process

@@ -286,3 +286,114 @@ def test_the_ban_on_private_places_sees(line):
 @pytest.mark.parametrize("line", ["runs/NAME/work/x", "{folder}/work/", "../work/", "PyPI"])
 def test_the_ban_on_private_places_leaves(line):
     assert not re.search(PRIVATE, line)
+
+
+def imports_of(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of ours that this file imports anywhere, also for types only."""
+    found = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & modules.keys()
+
+
+def strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of nodes that all reach each other (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            place = stack.index(node)
+            found.append(sorted(stack[place:]))
+            del stack[place:]
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_import_cycle_of_more_than_three_files():
+    """Also through imports for types only: a reader follows those too."""
+    modules = {}
+    for path in SOURCES:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {name: imports_of(path, modules) - {name, "syncline"} for name, path in modules.items()}
+    assert [group for group in strongly_connected(graph) if len(group) > 3] == []
+
+
+def private_definitions(tree: ast.AST) -> set[str]:
+    """Private names of attributes, methods and globals that a file defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            found.add(node.attr)  # a base class may define it
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_class_reaches_into_the_private_state_of_a_class_in_another_file():
+    by_file = {path: private_definitions(parsed(path)) for path in SOURCES}
+    ours = set().union(*by_file.values())
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Attribute) or node.attr not in ours - by_file[path]:
+                continue
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                found.append(f"{relative(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def assigned_to_self(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Attributes that methods give to their object, with what is given; also the fields of a class."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets if isinstance(node, ast.Assign | ast.AnnAssign) else ():
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                yield target.attr, node.value
+            elif isinstance(target, ast.Name):
+                yield target.id, node.value
+
+
+def test_no_callback_is_patched_into_an_object_from_outside():
+    """What is called back is given to the constructor, or through a method that says what for."""
+    assigned = [pair for path in SOURCES for pair in assigned_to_self(parsed(path))]
+    slots = {name for name, value in assigned if isinstance(value, ast.Lambda)}
+    slots -= {name for name, value in assigned if not isinstance(value, ast.Lambda)}
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in slots):
+                continue
+            if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                found.append(f"{relative(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_no_two_classes_have_the_same_name():
+    """Of the package; a private class belongs to its file."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(relative(path))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

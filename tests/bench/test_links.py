@@ -20,7 +20,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_bytes", [64, 3 * links.PIECE_BYTES + 17])
 def test_every_byte_comes_back(is_tls: bool, num_bytes: int):
     """A stranger that connects first, with a token of its own, is not taken for the near end."""
-    listening, errors = links.Listening("127.0.0.1", is_tls=is_tls), list[Exception]()
+    listening, errors = links.BenchListener("127.0.0.1", is_tls=is_tls), list[Exception]()
 
     def serve() -> None:
         try:

@@ -6,7 +6,7 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline.bench import jobs, links
-from syncline.bench.rows import ROWS, Outcome, choose, groups
+from syncline.bench.rows import ROWS, RowOutcome, choose, groups
 from syncline.bench.script import Effort
 from syncline.errors import ConfigError
 
@@ -33,10 +33,10 @@ def test_only_takes_names_and_patterns():
 def test_a_ratio_is_the_median_over_pairs():
     """The machine was slow during the third pair, for both sides: that pair is no worse than the others."""
     row = ROWS[0]
-    outcome = Outcome(row, [3.0, 4.0, 300.0, 6.0, 2.0], [2.0, 2.0, 100.0, 2.0, 2.0])
+    outcome = RowOutcome(row, [3.0, 4.0, 300.0, 6.0, 2.0], [2.0, 2.0, 100.0, 2.0, 2.0])
     assert outcome.ratios == [1.5, 2.0, 3.0, 3.0, 1.0] and outcome.ratio == 2.0
     assert outcome.is_good is (row.good >= 2.0)
-    assert Outcome(row, error="failed").is_good is None
+    assert RowOutcome(row, error="failed").is_good is None
 
 
 def test_without_an_address_there_is_no_tls_to_measure(monkeypatch: pytest.MonkeyPatch):

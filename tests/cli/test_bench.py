@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from syncline.bench.rows import Group, Outcome
+from syncline.bench.rows import RowGroup, RowOutcome
 from syncline.bench.script import Effort
 from syncline.cli import bench
 from syncline.cli.main import app
@@ -15,17 +15,17 @@ from syncline.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[RowGroup]:
     """The groups that were asked for. `shm` is good, `tls` cannot be measured, `tcp` fails, the rest is slow."""
-    seen: list[Group] = []
+    seen: list[RowGroup] = []
 
-    def measure(group: Group, effort: Effort) -> list[Outcome]:
+    def measure(group: RowGroup, effort: Effort) -> list[RowOutcome]:
         seen.append(group)
         odd = {"tls": {"not_measured": "needs an address"}, "tcp": {"error": "JobFailed: worker-0 is gone"}}
         return [
-            Outcome(row, **odd[row.name])
+            RowOutcome(row, **odd[row.name])
             if row.name in odd
-            else Outcome(row, [0.2 if row.name != "shm" else 0.01] * 5, [0.01] * 5, others_share=0.25)
+            else RowOutcome(row, [0.2 if row.name != "shm" else 0.01] * 5, [0.01] * 5, others_share=0.25)
             for row in group.rows
         ]
 
@@ -64,13 +64,13 @@ def test_json_for_machines():
     assert rows["tls"]["not_measured"] and rows["tcp"]["error"] and "ratio" not in rows["tcp"]
 
 
-def test_list_measures_nothing(measured: list[Group]):
+def test_list_measures_nothing(measured: list[RowGroup]):
     code, output = invoke("--list")
     assert code == 0 and measured == []
     assert "all-reduce: 16 MiB all_reduce_" in output and "if it is slower: " in output
 
 
-def test_between_hosts(measured: list[Group]):
+def test_between_hosts(measured: list[RowGroup]):
     invoke("-H", "a,b", "--remote", "ssh -p 2222 {host}")
     assert {group.settings["hosts"] for group in measured} == {"a,b"}
 

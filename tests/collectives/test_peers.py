@@ -13,7 +13,7 @@ from tests.patience import PATIENCE
 
 from syncline import collectives
 from syncline.core.members import Member
-from syncline.core.wire.collectives import Chunk, Describe, Offer, Piece, Share
+from syncline.core.wire.collectives import Chunk, Describe, Offer, Share, TensorPiece
 from syncline.core.wire.control import Leave, Roster
 from syncline.net import memory
 from syncline.net.memory import HeapMemory
@@ -104,7 +104,7 @@ def lie(link: PeerLink, group: tuple[int, ...], which: str) -> None:
     elif which == "less than nothing":
         link.send(Offer(0, "float64", (-3,)))
     elif which == "too much at once":
-        link.send(Piece(0, 0), [memoryview(bytearray(1 << 20))], 1 << 20)
+        link.send(TensorPiece(0, 0), [memoryview(bytearray(1 << 20))], 1 << 20)
     elif which == "what is said to the coordinator":
         link.send(Leave(False))
 

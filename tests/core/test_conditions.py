@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.core.conditions import (
+    AllOf,
     Average,
     Best,
     Compare,
     Condition,
     Either,
-    Every,
     OnPlateau,
     Plateau,
     is_less_better,
@@ -38,8 +38,8 @@ from syncline.errors import ConfigError
         ("loss.plateau(5, min_delta=0.01)", Plateau("loss", 5, 0.01, True)),
         ("max:reach.plateau(2)", Plateau("reach", 2, 0.0, False)),
         ("max:loss.plateau(2)", Plateau("loss", 2, 0.0, False)),
-        ("a>1 and b<2 or c>3", Either((Every((Compare("a", ">", 1), Compare("b", "<", 2))), Compare("c", ">", 3)))),
-        ("a>1 and (b<2 or c>3)", Every((Compare("a", ">", 1), Either((Compare("b", "<", 2), Compare("c", ">", 3)))))),
+        ("a>1 and b<2 or c>3", Either((AllOf((Compare("a", ">", 1), Compare("b", "<", 2))), Compare("c", ">", 3)))),
+        ("a>1 and (b<2 or c>3)", AllOf((Compare("a", ">", 1), Either((Compare("b", "<", 2), Compare("c", ">", 3)))))),
         ("((a>1))", Compare("a", ">", 1)),
     ],
 )

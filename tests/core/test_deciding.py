@@ -9,7 +9,7 @@ from syncline.config import JobConfig
 from syncline.core.members import Standing
 from syncline.core.membership import JobState, Membership
 from syncline.core.reconfigure import Planner, Reconfiguration
-from syncline.core.replica_sets import Plan, ReplicaSet
+from syncline.core.replica_sets import PlacementPlan, ReplicaSet
 from syncline.core.wire.control import Entered, Prepared
 from syncline.errors import ConfigError
 
@@ -39,13 +39,13 @@ def seats_of(deciding: Planner) -> list[tuple[str, str]]:
     ]
 
 
-def begun(deciding: Planner, wanted: Plan | None = None) -> Reconfiguration:
+def begun(deciding: Planner, wanted: PlacementPlan | None = None) -> Reconfiguration:
     change = deciding.begin(wanted, SIZES)
     assert change is not None
     return change
 
 
-def carried_out(deciding: Planner, wanted: Plan | None = None) -> Reconfiguration:
+def carried_out(deciding: Planner, wanted: PlacementPlan | None = None) -> Reconfiguration:
     change = begun(deciding, wanted)
     deciding.install(change)
     deciding.settle(change)
@@ -150,14 +150,14 @@ def test_a_death_within_a_change_makes_the_next_one() -> None:
 def test_a_plan_waits_for_what_is_urgent() -> None:
     deciding = formed(ReplicaSet(0, "server-0"))
     deciding.moves = True
-    assert deciding.begin(Plan((), (ReplicaSet(0, "server-1"),), ""), SIZES) is None
+    assert deciding.begin(PlacementPlan((), (ReplicaSet(0, "server-1"),), ""), SIZES) is None
     assert seats_of(deciding) == [("server-0", "")]
 
 
 def test_a_slice_that_was_to_move_is_not_lost_with_where_it_was_to_go() -> None:
     """No server has installed the new replica set: the old primary has everything, and nothing is to be revoked."""
     deciding = formed(ReplicaSet(0, "server-0"))
-    begun(deciding, Plan((), (ReplicaSet(0, "server-1"),), "moves"))
+    begun(deciding, PlacementPlan((), (ReplicaSet(0, "server-1"),), "moves"))
     lose(deciding, "server-1")
     assert seats_of(deciding) == [("server-0", "")] and not deciding.state.lost
     assert deciding.moves and deciding.is_urgent
@@ -165,7 +165,7 @@ def test_a_slice_that_was_to_move_is_not_lost_with_where_it_was_to_go() -> None:
 
 def test_once_it_may_be_installed_a_slice_is_lost_with_its_new_primary() -> None:
     deciding = formed(ReplicaSet(0, "server-0"))
-    change = begun(deciding, Plan((), (ReplicaSet(0, "server-1"),), "moves"))
+    change = begun(deciding, PlacementPlan((), (ReplicaSet(0, "server-1"),), "moves"))
     deciding.install(change)
     lose(deciding, "server-1")
     assert deciding.state.lost == [0]
@@ -177,7 +177,8 @@ def test_a_plan_that_is_taken_back_does_not_count_on_a_backup_that_was_let_go() 
     now."""
     deciding = formed(ReplicaSet(0, "server-0", ("server-1",)), ReplicaSet(1, "server-1", ("server-0",)), replicas=2)
     begun(
-        deciding, Plan((), (ReplicaSet(0, "server-0"), ReplicaSet(1, "server-0", ("server-1",))), "server-1 leaves")
+        deciding,
+        PlacementPlan((), (ReplicaSet(0, "server-0"), ReplicaSet(1, "server-0", ("server-1",))), "server-1 leaves"),
     )
     assert deciding.moves
     deciding.take_back()
@@ -189,7 +190,7 @@ def test_a_plan_is_taken_back_without_the_servers_that_are_gone() -> None:
     deciding = formed(
         ReplicaSet(0, "server-0", ("server-1",)), ReplicaSet(1, "server-1", ("server-0",)), replicas=2, servers=3
     )
-    begun(deciding, Plan((), (ReplicaSet(0, "server-1", ("server-0",)),), "even"))
+    begun(deciding, PlacementPlan((), (ReplicaSet(0, "server-1", ("server-0",)),), "even"))
     lose(deciding, "server-1")
     assert seats_of(deciding) == [("server-0", ""), ("server-0", "")]
     assert deciding.state.is_changing and deciding.moves
@@ -198,7 +199,7 @@ def test_a_plan_is_taken_back_without_the_servers_that_are_gone() -> None:
 def test_a_plan_that_a_death_has_taken_back_may_be_taken_back_once_more() -> None:
     """A server dies in the moment in which the plan is found to have to wait."""
     deciding = formed(ReplicaSet(0, "server-0", ("server-1",)), replicas=2)
-    begun(deciding, Plan((), (ReplicaSet(0, "server-1", ("server-0",)),), "even"))
+    begun(deciding, PlacementPlan((), (ReplicaSet(0, "server-1", ("server-0",)),), "even"))
     lose(deciding, "server-1")
     deciding.take_back()
     assert seats_of(deciding) == [("server-0", "")] and deciding.moves and deciding.state.is_changing

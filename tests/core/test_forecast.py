@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncline.core.forecast import PATIENCE, Forecasts, Outcome, Share
+from syncline.core.forecast import PATIENCE, CommitShare, ForecastOutcome, Forecasts
 
 PUSHED = ((0, 4),)
 
 
-def shares(clock: int, /, **other: Any) -> list[Share]:
-    return [Share("worker-0", 1, clock, 1.0, PUSHED), Share("worker-1", 2, clock + 5, 2.0, PUSHED)._replace(**other)]
+def shares(clock: int, /, **other: Any) -> list[CommitShare]:
+    return [
+        CommitShare("worker-0", 1, clock, 1.0, PUSHED),
+        CommitShare("worker-1", 2, clock + 5, 2.0, PUSHED)._replace(**other),
+    ]
 
 
-def settle(forecasts: Forecasts, found: list[Share], *changed: int, skip: bool = False) -> Outcome:
+def settle(forecasts: Forecasts, found: list[CommitShare], *changed: int, skip: bool = False) -> ForecastOutcome:
     return forecasts.settle(found, changed, 10, skip=skip)
 
 
 def test_the_next_round_is_like_the_last_with_clocks_that_have_advanced() -> None:
     forecasts = Forecasts()
     assert forecasts.next == () and forecasts.number == 0
-    assert settle(forecasts, shares(1)) == Outcome(0, was_forecast=False)
+    assert settle(forecasts, shares(1)) == ForecastOutcome(0, was_forecast=False)
     assert list(forecasts.next) == shares(2) and forecasts.number == 1
-    assert settle(forecasts, shares(2), 3, 4) == Outcome(1, was_forecast=True, held=True, changed=frozenset({3, 4}))
+    assert settle(forecasts, shares(2), 3, 4) == ForecastOutcome(
+        1, was_forecast=True, held=True, changed=frozenset({3, 4})
+    )
 
 
 def test_what_is_not_as_it_was_forecast_is_added_up_anew() -> None:
@@ -44,9 +49,11 @@ def test_what_is_not_as_it_was_forecast_is_added_up_anew() -> None:
 
 
 def test_of_a_forecast_that_held_only_what_was_changed_is_made_anew() -> None:
-    outcome = Outcome(1, was_forecast=True, held=True, changed=frozenset({3}))
+    outcome = ForecastOutcome(1, was_forecast=True, held=True, changed=frozenset({3}))
     assert outcome.is_anew(3) and not outcome.is_anew(4)
-    assert not Outcome(0, was_forecast=False, changed=frozenset({3})).is_anew(3), "nothing was made of it early"
+    assert not ForecastOutcome(0, was_forecast=False, changed=frozenset({3})).is_anew(3), (
+        "nothing was made of it early"
+    )
 
 
 def test_forecasts_that_do_not_hold_end_and_come_back_when_they_would() -> None:
@@ -54,7 +61,7 @@ def test_forecasts_that_do_not_hold_end_and_come_back_when_they_would() -> None:
     for clock in range(1, 20):
         settle(forecasts, shares(clock, pushed=((0, clock),)))
     assert forecasts.next == ()
-    outcome, count = Outcome(0), 0
+    outcome, count = ForecastOutcome(0), 0
     while not outcome.was_forecast:
         count += 1
         outcome = settle(forecasts, shares(19 + count, pushed=((0, 19),)))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from syncline.core.layout import Parameter
-from syncline.core.registry import Decision, Registry
+from syncline.core.registry import RegistrationDecision, Registry
 from syncline.core.rule import Rule
 from syncline.errors import LayoutError, RuleError
 
@@ -19,7 +19,7 @@ def registry() -> Registry:
     return Registry(["server-0", "server-1"], 4096)
 
 
-def ask(known: Registry, who: str, ordinal: int, *parameters: Parameter) -> Decision:
+def ask(known: Registry, who: str, ordinal: int, *parameters: Parameter) -> RegistrationDecision:
     return known.register(who, who == "worker-0", ordinal, parameters, SGD, "mean")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from syncline.core.checkpoint.schedule import Standing, outdated
+from syncline.core.checkpoint.schedule import SaveStanding, outdated
 
 
-def standings(text: str, lineage: str = "a") -> list[Standing]:
+def standings(text: str, lineage: str = "a") -> list[SaveStanding]:
     """s: sound, d: damaged, u: unfinished; oldest first."""
-    return [Standing(str(n), n, lineage, kind == "s", kind == "u") for n, kind in enumerate(text, 1)]
+    return [SaveStanding(str(n), n, lineage, kind == "s", kind == "u") for n, kind in enumerate(text, 1)]
 
 
 def test_the_newest_and_the_best_stay() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.replica_sets import Plan, ReplicaSet, Seed, by_source, plan, rehome, without
+from syncline.core.replica_sets import PlacementPlan, ReplicaSet, SeedMove, by_source, plan, rehome, without
 
 HOSTS = {"server-0": "a", "server-1": "a", "server-2": "b"}
 SIZES = dict.fromkeys(range(8), 100)
 
 
-def carry_out(replica_sets: list[ReplicaSet], wanted: Plan) -> list[ReplicaSet]:
+def carry_out(replica_sets: list[ReplicaSet], wanted: PlacementPlan) -> list[ReplicaSet]:
     """A seed only ever goes from the slice's primary to a server that has nothing of it."""
     now = {replica_set.slice: replica_set for replica_set in replica_sets}
     for seed in wanted.seeds:
@@ -91,7 +91,7 @@ def test_who_leaves_is_relieved_first() -> None:
     wanted = plan(replica_sets, SIZES, HOSTS, replicas=2, leaving={"server-0"})
     assert wanted.reason == "server-0 leaves"
     assert wanted.replica_sets[:2] == (ReplicaSet(0, "server-1"), ReplicaSet(1, "server-1"))
-    assert wanted.seeds == (Seed(2, "server-0", "server-2"),)
+    assert wanted.seeds == (SeedMove(2, "server-0", "server-2"),)
 
 
 def test_primaries_are_moved_only_when_it_is_worth_it() -> None:
@@ -110,7 +110,11 @@ def test_what_is_planned_is_said_of_one_slice_and_of_several() -> None:
 
 
 def test_seeds_are_asked_for_by_source_and_target() -> None:
-    seeds = [Seed(0, "server-0", "server-1"), Seed(1, "server-0", "server-2"), Seed(2, "server-0", "server-1")]
+    seeds = [
+        SeedMove(0, "server-0", "server-1"),
+        SeedMove(1, "server-0", "server-2"),
+        SeedMove(2, "server-0", "server-1"),
+    ]
     assert by_source(seeds) == {("server-0", "server-1"): [0, 2], ("server-0", "server-2"): [1]}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from syncline.core.sizing import AGAIN_SECONDS, Decision, Sizing
+from syncline.core.sizing import AGAIN_SECONDS, Sizing, SizingDecision
 
 
 class Machine:
@@ -16,7 +16,7 @@ class Machine:
         self.rate, self.sizing, self.start_seconds = rate, Sizing(least, most), 2.0
         self.wanted = self.at_work = least
         self.now = self.samples = self.changed = 0.0
-        self.said: list[Decision] = []
+        self.said: list[SizingDecision] = []
 
     def run(self, seconds: float) -> Machine:
         until = self.now + seconds

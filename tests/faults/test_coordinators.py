@@ -19,7 +19,7 @@ from tests.patience import JOB_PATIENCE, PATIENCE
 from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
 from syncline.launch import jobfile
-from syncline.launch.processes import MemberProcess, Plan, start_member
+from syncline.launch.processes import MemberPlan, MemberProcess, start_member
 from syncline.launch.restarts import EVICTED
 from syncline.launch.watching import ask
 from syncline.net import tcp
@@ -65,7 +65,7 @@ class ByHand:
 
     def _start(self, name: str, file: jobfile.JobFile, **more: Any) -> MemberProcess:
         role = name.partition("-")[0]
-        plan = Plan(role=role, name=name, host="local", file=file, folder=str(self.folder), **more)
+        plan = MemberPlan(role=role, name=name, host="local", file=file, folder=str(self.folder), **more)
         process = start_member(plan)
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         reader.start()

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE
 from syncline.core.wire.control import Died, Standings
 from syncline.launch import jobfile
 from syncline.launch.launcher import Launcher
-from syncline.launch.processes import Plan
+from syncline.launch.processes import MemberPlan
 
 #: `syncline`, with a standby at once.
 STANDBY_SOON = """
@@ -51,7 +51,7 @@ SECONDS = PATIENCE
 class Process:
     """Lives until it is told how it ended; `ends`: its output does, at once."""
 
-    def __init__(self, plan: Plan, *, ends: bool = True) -> None:
+    def __init__(self, plan: MemberPlan, *, ends: bool = True) -> None:
         self.plan, self.name, self.pid = plan, plan.name, 1 << 30
         reader, self._writer = os.pipe()
         self.output = os.fdopen(reader, "rb")
@@ -176,13 +176,13 @@ class Play:
         self.code = self.launcher.run()
 
     @staticmethod
-    def plan(name: str, host: str = "local") -> Plan:
-        return Plan(role=name.rpartition("-")[0] or name, name=name, host=host, file=FILE)
+    def plan(name: str, host: str = "local") -> MemberPlan:
+        return MemberPlan(role=name.rpartition("-")[0] or name, name=name, host=host, file=FILE)
 
-    def grow(self, name: str, where: Mapping[str, str]) -> Plan:
+    def grow(self, name: str, where: Mapping[str, str]) -> MemberPlan:
         return self.plan(name, "local")
 
-    def start(self, plan: Plan, remote: str, standby: object) -> Process:
+    def start(self, plan: MemberPlan, remote: str, standby: object) -> Process:
         process = Process(plan)
         self.lives.setdefault(plan.name, []).append(process)
         number = len(self.lives[plan.name])

@@ -13,7 +13,7 @@ from tests.launch.played import STANDBY_SOON
 from tests.patience import PATIENCE
 
 from syncline.launch import jobfile
-from syncline.launch.processes import STANDBY, Plan, start_member, start_standby
+from syncline.launch.processes import STANDBY, MemberPlan, start_member, start_standby
 from syncline.launch.standby import Standby
 
 SECONDS = PATIENCE
@@ -93,9 +93,9 @@ def test_a_server_that_starts_again_takes_it_and_nobody_else() -> None:
     assert waiting is not None
     nowhere = jobfile.new("127.0.0.1", 1, {"start_seconds": 0.1})
     plans = [
-        Plan(role="server", name="server-0", host="local", file=nowhere),
-        Plan(role="worker", name="worker-0", host="local", file=nowhere, starts_again=True, script="none.py"),
-        Plan(role="server", name="server-0", host="local", file=nowhere, starts_again=True),
+        MemberPlan(role="server", name="server-0", host="local", file=nowhere),
+        MemberPlan(role="worker", name="worker-0", host="local", file=nowhere, starts_again=True, script="none.py"),
+        MemberPlan(role="server", name="server-0", host="local", file=nowhere, starts_again=True),
     ]
     members = [start_member(plan, "", standby) for plan in plans]
     try:

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE
 from syncline.core.wire.control import AskStatus, Died, GivenStatus
 from syncline.errors import ConnectionLost
 from syncline.launch import jobfile
-from syncline.launch.processes import MemberProcess, Plan, start_member
+from syncline.launch.processes import MemberPlan, MemberProcess, start_member
 from syncline.launch.watching import Watching, ask
 from syncline.net import tcp
 
@@ -37,8 +37,10 @@ def test_it_looks_on_when_the_coordinator_is_back(tmp_path: pathlib.Path) -> Non
         processes: list[MemberProcess] = []
 
         def start(takes_up: bool) -> None:
-            plan = Plan(role="coordinator", name="coordinator", host="local", file=file, listen_fd=sock.fileno())
-            processes.append(start_member(Plan(**{**_fields(plan), "takes_up": takes_up})))
+            plan = MemberPlan(
+                role="coordinator", name="coordinator", host="local", file=file, listen_fd=sock.fileno()
+            )
+            processes.append(start_member(MemberPlan(**{**_fields(plan), "takes_up": takes_up})))
 
         try:
             start(False)
@@ -59,7 +61,7 @@ def test_it_looks_on_when_the_coordinator_is_back(tmp_path: pathlib.Path) -> Non
                 process.stop(PATIENCE)
 
 
-def _fields(plan: Plan) -> dict[str, Any]:
+def _fields(plan: MemberPlan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in plan.__struct_fields__}
 
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.memory import pss_bytes
 from syncline import config as configuration
 from syncline.core.wire.control import Standings
-from syncline.launch.processes import MemberProcess, Plan, start_member
+from syncline.launch.processes import MemberPlan, MemberProcess, start_member
 from syncline.launch.running import Script, run_job
 from syncline.launch.standby import Standby
 
@@ -77,7 +77,7 @@ class _Gauge(threading.Thread):
         self.seen: list[tuple[float, int]] = []
         self.over = threading.Event()
 
-    def start_member(self, plan: Plan, remote: str, standby: Standby) -> MemberProcess:
+    def start_member(self, plan: MemberPlan, remote: str, standby: Standby) -> MemberProcess:
         process = start_member(plan, remote, standby)
         self.pids[plan.name] = process.pid
         return process

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from syncline.core.forecast import Share
+from syncline.core.forecast import CommitShare
 from syncline.server.reduce.process_group import GroupRound
 from syncline.server.reduce.reducer import Early, forecast_commits
 from syncline.server.tasks import StagedCommit
@@ -31,7 +31,7 @@ def test_what_is_staged_in_the_moment_of_the_look_is_laid_with_its_bytes() -> No
         lay=lambda own, equal: laid.append([commit.item.arrays(None) for commit in own]),
     )  # fmt: skip
     sums: Any = types.SimpleNamespace(buckets=lambda forecast: [bucket])
-    forecast = forecast_commits([Share("worker-0", 1, 5, 1.0, ((0, 1),))])
+    forecast = forecast_commits([CommitShare("worker-0", 1, 5, 1.0, ((0, 1),))])
     circling = GroupRound(sums, forecast, "worker-0", lambda tensor: tensor)  # type: ignore[arg-type, return-value]
     circling.go_on(InTheMoment())
     assert circling.num_begun == 1 and laid[0][0] is not None

@@ -10,7 +10,7 @@ from syncline.core.liveness import Liveness
 from syncline.core.members import Address, Member
 from syncline.core.membership import Barriers, JobState, Membership
 from syncline.core.reconfigure import Planner, Reconfiguration
-from syncline.core.replica_sets import Plan, ReplicaSet
+from syncline.core.replica_sets import PlacementPlan, ReplicaSet
 from syncline.core.ring import partner_of
 from syncline.core.wire.control import Entered, Prepared
 from syncline.errors import ConfigError
@@ -259,7 +259,7 @@ class Coordinator(AtBarriers):
         self.later = self.world.now + seconds
         self.after(seconds + 1e-6, self.pump)
 
-    def _begin(self, wanted: Plan | None) -> None:
+    def _begin(self, wanted: PlacementPlan | None) -> None:
         """Decides on the next generation, keeps it, and has every server prepare."""
         self.seeding = None
         change = self.deciding.begin(wanted, self.sizes())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.core.liveness import Liveness
 from syncline.core.membership import JobState, Membership
 from syncline.core.reconfigure import Planner
-from syncline.core.replica_sets import Plan, by_source
+from syncline.core.replica_sets import PlacementPlan, by_source
 from syncline.core.slice_state import Copy, Identity, freshest, life_of, num_revoked
 from syncline.errors import ConfigError
 
@@ -45,7 +45,7 @@ class Planning(Process):
 
     def _wait(self, seconds: float) -> None: ...
 
-    def _begin(self, wanted: Plan | None) -> None: ...
+    def _begin(self, wanted: PlacementPlan | None) -> None: ...
 
     def _prepare(self, attempt: dict[str, Any]) -> None: ...
 

@@ -12,7 +12,7 @@ from tests.patience import PATIENCE
 from tests.server.conftest import eventually
 from tests.server.rings import check_all_equal, kill, start
 
-from syncline.core.forecast import Outcome
+from syncline.core.forecast import ForecastOutcome
 from syncline.server import pool
 from syncline.server.reduce import process_group, sums
 from syncline.server.reduce.host_round import Turn
@@ -208,7 +208,7 @@ def test_so_it_does_where_gradients_stay_on_their_device(
 def test_deputies_begin_all_slices_before_their_round_is_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, anew, original = dict[int, int](), list[bool](), Turn.take_up
 
-    def take_up(self: Turn, work: Any, outcome: Outcome) -> Any:
+    def take_up(self: Turn, work: Any, outcome: ForecastOutcome) -> Any:
         begun[self.number] = begun.get(self.number, 0) + len(self.begun)
         anew.extend(map(outcome.is_anew, self.by_number))
         return original(self, work, outcome)
@@ -223,7 +223,7 @@ def test_a_circle_begins_all_buckets_before_their_round_is_whole(monkeypatch: py
     begun, original = list[tuple[int, int]](), GroupRound.make
     monkeypatch.setattr(sums, "BUCKET_BYTES", 512)
 
-    def make(self: GroupRound, work: Any, outcome: Outcome) -> Any:
+    def make(self: GroupRound, work: Any, outcome: ForecastOutcome) -> Any:
         assert not any(map(outcome.is_anew, range(100)))
         if outcome.number > 1:
             begun.append((self.num_begun, len(self._buckets)))
@@ -239,7 +239,7 @@ def test_buffers_that_are_there_at_the_step_do_not_hold_up_a_circle(monkeypatch:
     begun, original = dict[str, set[tuple[int, int]]](), GroupRound.make
     monkeypatch.setattr(sums, "BUCKET_BYTES", 256)
 
-    def make(self: GroupRound, work: Any, outcome: Outcome) -> Any:
+    def make(self: GroupRound, work: Any, outcome: ForecastOutcome) -> Any:
         if outcome.number > 1:
             begun.setdefault(self._own_worker, set()).add((self.num_begun, len(self._buckets)))
         return original(self, work, outcome)

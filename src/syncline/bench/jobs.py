@@ -10,7 +10,7 @@ import msgspec
 from syncline import config as configuration
 from syncline.bench import links, script
 from syncline.bench.machine import Others
-from syncline.bench.rows import Group, Outcome
+from syncline.bench.rows import RowGroup, RowOutcome
 from syncline.core.wire.control import Standings
 from syncline.errors import SynclineError
 from syncline.launch.hosts import settle_workers
@@ -28,14 +28,14 @@ class _Screen:
     """Collects figures, and keeps the last lines for a job that fails."""
 
     def __init__(self) -> None:
-        self.figures: dict[str, script.Figures] = {}
+        self.figures: dict[str, script.MeasuredFigures] = {}
         self.lines: collections.deque[str] = collections.deque(maxlen=20)
         self.reason = ""
 
     def line(self, member: str, text: str) -> None:
         mark, found, figures = text.partition(script.MARK)
         if found and not mark:
-            made = msgspec.json.decode(figures, type=script.Figures)
+            made = msgspec.json.decode(figures, type=script.MeasuredFigures)
             self.figures[made.row] = made
         else:
             self.lines.append(f"{member} | {text}")
@@ -47,13 +47,13 @@ class _Screen:
         self.reason = text
 
 
-def measure(group: Group, effort: script.Effort) -> list[Outcome]:
+def measure(group: RowGroup, effort: script.Effort) -> list[RowOutcome]:
     """Every row of the group; rows that the job did not get to have its error."""
     settings = dict(group.settings)
     if group.is_tls and not settings.get("hosts"):  # on loopback connections are in the clear
         address = links.address_towards(_ELSEWHERE)
         if not address or is_loopback(address):
-            return [Outcome(row, not_measured="needs a network address besides loopback") for row in group.rows]
+            return [RowOutcome(row, not_measured="needs a network address besides loopback") for row in group.rows]
         settings["bind"] = address
     screen, others = _Screen(), Others()
     try:
@@ -63,13 +63,13 @@ def measure(group: Group, effort: script.Effort) -> list[Outcome]:
     share, outcomes = others.share(), []
     for row in group.rows:
         if figures := screen.figures.get(row.name):
-            outcomes.append(Outcome(row, figures.ours, figures.floor, others_share=share))
+            outcomes.append(RowOutcome(row, figures.ours, figures.floor, others_share=share))
         else:
-            outcomes.append(Outcome(row, error=error or "the job ended without this row's figures"))
+            outcomes.append(RowOutcome(row, error=error or "the job ended without this row's figures"))
     return outcomes
 
 
-def _run(group: Group, settings: dict[str, object], effort: script.Effort, screen: _Screen) -> str:
+def _run(group: RowGroup, settings: dict[str, object], effort: script.Effort, screen: _Screen) -> str:
     """One job; why it failed, or nothing."""
     with tempfile.TemporaryDirectory(prefix="syncline-") as runs:
         given = settle_workers({**_FIXED, "name": "bench", "runs": runs, **settings})

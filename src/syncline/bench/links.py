@@ -24,7 +24,7 @@ CONNECT_SECONDS = 60.0
 _TOKEN_BYTES = 16
 
 
-class Listening:
+class BenchListener:
     """The far end, before the near end has connected. Whoever does not know the token is turned away."""
 
     def __init__(self, address: str, *, is_tls: bool) -> None:

@@ -27,7 +27,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Rows that one job measures, and the settings of that job."""
 
     rows: tuple[Row, ...]
@@ -97,7 +97,7 @@ ROWS = (
 )
 
 
-def groups(hosts: str = "", remote: str = "", bind: str = "") -> list[Group]:
+def groups(hosts: str = "", remote: str = "", bind: str = "") -> list[RowGroup]:
     """The jobs that measure all rows, on this machine or between these hosts."""
     by_name = {row.name: row for row in ROWS}
 
@@ -107,19 +107,19 @@ def groups(hosts: str = "", remote: str = "", bind: str = "") -> list[Group]:
     if hosts:
         over = {"hosts": hosts} | ({"remote": remote} if remote else {}) | ({"bind": bind} if bind else {})
         return [
-            Group(pick("tls", "all-reduce", "all-reduce-small"), {**over, "policy": "async"}, is_tls=True),
-            Group(pick("step"), {**over, "policy": "sync"}),
+            RowGroup(pick("tls", "all-reduce", "all-reduce-small"), {**over, "policy": "async"}, is_tls=True),
+            RowGroup(pick("step"), {**over, "policy": "sync"}),
         ]
     here: dict[str, Any] = {"workers": 2, "policy": "async"}
     return [
-        Group(pick("shm", "shm-small", "all-reduce", "all-reduce-small"), {**here, "transport": "shm"}),
-        Group(pick("tcp"), {**here, "transport": "tcp"}),
-        Group(pick("tls"), {**here, "transport": "tcp"}, is_tls=True),
-        Group(pick("step"), {**here, "policy": "sync"}),
+        RowGroup(pick("shm", "shm-small", "all-reduce", "all-reduce-small"), {**here, "transport": "shm"}),
+        RowGroup(pick("tcp"), {**here, "transport": "tcp"}),
+        RowGroup(pick("tls"), {**here, "transport": "tcp"}, is_tls=True),
+        RowGroup(pick("step"), {**here, "policy": "sync"}),
     ]
 
 
-def choose(found: Sequence[Group], patterns: Sequence[str]) -> list[Group]:
+def choose(found: Sequence[RowGroup], patterns: Sequence[str]) -> list[RowGroup]:
     """The groups with only those rows whose names match one of the patterns (`*` works); all without patterns."""
     names = [row.name for group in found for row in group.rows]
     for pattern in patterns:
@@ -131,7 +131,7 @@ def choose(found: Sequence[Group], patterns: Sequence[str]) -> list[Group]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class RowOutcome:
     """A row as measured: seconds per operation, turn by turn; or why it was not measured."""
 
     row: Row

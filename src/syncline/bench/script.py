@@ -47,7 +47,7 @@ class Instruction(msgspec.Struct, frozen=True, kw_only=True):
     effort: Effort = Effort()
 
 
-class Figures(msgspec.Struct, frozen=True):
+class MeasuredFigures(msgspec.Struct, frozen=True):
     """Of one row: seconds per operation, turn by turn."""
 
     row: str
@@ -117,7 +117,7 @@ class Bench:
         """The near end in the worker that measures, the far end in the first one; all workers call this."""
         listening, said = None, np.empty(0, np.uint8)
         if self._is_far:
-            listening = links.Listening(links.address_towards(self._told.coordinator), is_tls=self._told.is_tls)
+            listening = links.BenchListener(links.address_towards(self._told.coordinator), is_tls=self._told.is_tls)
             words = (listening.address, listening.port, listening.token)
             said = np.frombuffer(msgspec.json.encode(words), np.uint8).copy()
         said = collectives.broadcast(said if self._is_far else None, root=0)
@@ -131,7 +131,7 @@ class Bench:
         else:
             yield None, None
 
-    def play(self, row: str, sides: Sides) -> Figures:
+    def play(self, row: str, sides: Sides) -> MeasuredFigures:
         """The sides in turns; which one is first alternates."""
         effort = self._told.effort
         taken: tuple[list[float], list[float]] = ([], [])
@@ -143,7 +143,7 @@ class Bench:
                 break
             for side in (0, 1) if pair % 2 == 0 else (1, 0):
                 taken[side].append(self._turn(sides[side], counts[side]))
-        return Figures(row, *taken)
+        return MeasuredFigures(row, *taken)
 
     def _counts(self, sides: Sides) -> list[int]:
         """Operations of a turn of each side: the measuring worker finds out, and all workers make as many."""

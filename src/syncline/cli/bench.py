@@ -14,7 +14,7 @@ from rich.table import Table
 
 from syncline.bench.jobs import QUICK, measure
 from syncline.bench.machine import describe_machine, in_words
-from syncline.bench.rows import Group, Outcome, choose, groups
+from syncline.bench.rows import RowGroup, RowOutcome, choose, groups
 from syncline.bench.script import Effort
 from syncline.errors import ConfigError
 from syncline.launch.hosts import parse_hosts
@@ -50,7 +50,7 @@ def bench(
     if names:
         _show_rows(chosen)
         return
-    outcomes: list[Outcome] = []
+    outcomes: list[RowOutcome] = []
     with Console(stderr=True, highlight=False).status("") as status:
         for group in chosen:
             status.update(f"measuring {', '.join(row.name for row in group.rows)}")
@@ -63,7 +63,7 @@ def bench(
     raise typer.Exit(1 if any(outcome.error for outcome in outcomes) else 0)
 
 
-def _show_rows(chosen: Sequence[Group]) -> None:
+def _show_rows(chosen: Sequence[RowGroup]) -> None:
     console = Console(highlight=False)
     for row in (row for group in chosen for row in group.rows):
         console.print(f"{row.name}: {row.what}", markup=False, soft_wrap=True)
@@ -71,7 +71,7 @@ def _show_rows(chosen: Sequence[Group]) -> None:
         console.print(f"    if it is slower: {row.advice}", markup=False, soft_wrap=True)
 
 
-def show(outcomes: Sequence[Outcome]) -> None:
+def show(outcomes: Sequence[RowOutcome]) -> None:
     """The table, and a sentence for every row that is slower than it should be."""
     table = Table(box=None)
     table.add_column("row", no_wrap=True)
@@ -97,7 +97,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
     )
 
 
-def _cells(outcome: Outcome) -> list[str]:
+def _cells(outcome: RowOutcome) -> list[str]:
     row = outcome.row
     if not outcome.ratios:
         why = f"not measured: {outcome.not_measured}" if outcome.not_measured else "failed"

@@ -16,7 +16,7 @@ import msgspec
 from syncline.cli.reckoning import Kill, Look
 from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
-from syncline.launch.processes import MemberProcess, Plan, start_member
+from syncline.launch.processes import MemberPlan, MemberProcess, start_member
 from syncline.launch.standby import Standby
 from syncline.launch.watching import reach_coordinator
 from syncline.net.rpc import Endpoint
@@ -52,7 +52,7 @@ class Killing:
         self._processes: dict[str, MemberProcess] = {}
         self._stopped: set[str] = set()  # and do not go on yet
         self._num_started = 0
-        self._plan: Plan | None = None
+        self._plan: MemberPlan | None = None
         self._status: JobStatus | None = None
         self._looked = 0.0
         self._closed = threading.Event()
@@ -63,7 +63,7 @@ class Killing:
 
     # -- the members --------------------------------------------------------------------------------------
 
-    def start_member(self, plan: Plan, remote: str, standby: Standby) -> MemberProcess:
+    def start_member(self, plan: MemberPlan, remote: str, standby: Standby) -> MemberProcess:
         """What the launcher starts members with; workers get a witness."""
         if plan.role == "worker":
             self._num_started += 1

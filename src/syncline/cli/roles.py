@@ -20,7 +20,7 @@ from syncline.launch import jobfile
 from syncline.launch.folder import JOURNAL, hold
 from syncline.launch.hosts import parse_workers
 from syncline.launch.member import run_worker
-from syncline.launch.processes import Plan
+from syncline.launch.processes import MemberPlan
 from syncline.launch.running import Script, check_script, listen, server_hosts, settle_here
 from syncline.net import tcp
 
@@ -132,7 +132,7 @@ def worker(
     """
     target = chosen_script(script, module, arguments or [])
     check_script(target)
-    plan = Plan(
+    plan = MemberPlan(
         role="worker",
         name=name,
         host=host or socket.gethostname(),

@@ -18,7 +18,7 @@ from syncline.coordinator.restore import LostSlices
 from syncline.coordinator.saves import SaveService
 from syncline.core.members import Member
 from syncline.core.reconfigure import Reconfiguration
-from syncline.core.replica_sets import Plan, by_source
+from syncline.core.replica_sets import PlacementPlan, by_source
 from syncline.core.wire.control import Enter, Host, LetGo, Prepared, Retire, SeedTo
 from syncline.core.wire.leases import AskLeaseAcks
 from syncline.core.wire.message import Done, Message
@@ -156,7 +156,7 @@ class Reconfigurer:
         waits = waits or self._saves.has_work(time.monotonic())
         return self._planner.is_urgent or waits or not self._plan().is_empty
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> PlacementPlan:
         """Under the lock: what would bring the slices to where they should be."""
         return self._planner.plan(self._job.registry.sizes, self._registration.slices_with_values())
 
@@ -230,7 +230,7 @@ class Reconfigurer:
 
     # -- one reconfiguration ------------------------------------------------------------------------------
 
-    def _reconfigure(self, plan: Plan | None) -> float:
+    def _reconfigure(self, plan: PlacementPlan | None) -> float:
         """Installs the next generation: with the replica sets of `plan`, or, without a plan, with what members that
         came or went require.
 
@@ -305,7 +305,7 @@ class Reconfigurer:
 
     # -- plans that move slices ---------------------------------------------------------------------------
 
-    def _carry_out(self, plan: Plan) -> float:
+    def _carry_out(self, plan: PlacementPlan) -> float:
         """Seeds the backups of the plan, unless something more urgent comes up; then installs its replica sets."""
         with self._job.lock:
             members = dict(self._job.membership.state.members)

@@ -78,7 +78,7 @@ class Plateau(msgspec.Struct, frozen=True, tag=True):
         return f"{'min' if self.is_less else 'max'}:{self.metric}.plateau({self.num_readings}, {self.min_delta:g})"
 
 
-class Every(msgspec.Struct, frozen=True, tag=True):
+class AllOf(msgspec.Struct, frozen=True, tag="Every"):
     """All of these: `and`."""
 
     parts: tuple[Condition, ...]
@@ -90,11 +90,11 @@ class Either(msgspec.Struct, frozen=True, tag=True):
     parts: tuple[Condition, ...]
 
 
-Condition = Compare | Plateau | Every | Either
+Condition = Compare | Plateau | AllOf | Either
 
 
 def leaves(condition: Condition) -> Iterator[Compare | Plateau]:
-    if isinstance(condition, Every | Either):
+    if isinstance(condition, AllOf | Either):
         for part in condition.parts:
             yield from leaves(part)
     else:
@@ -160,7 +160,7 @@ class _Parser:
         while self._next.text == "and":
             self._word("and")
             parts.append(self._one())
-        return parts[0] if len(parts) == 1 else Every(tuple(parts))
+        return parts[0] if len(parts) == 1 else AllOf(tuple(parts))
 
     def _word(self, word: str) -> None:
         if self._next.text != word:

@@ -16,7 +16,7 @@ from syncline.core.layout import Ranges
 PATIENCE = 3
 
 
-class Share(NamedTuple):
+class CommitShare(NamedTuple):
     """One commit of a round, as far as sums depend on it."""
 
     worker: str
@@ -27,7 +27,7 @@ class Share(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ForecastOutcome:
     """What became of a round's forecast."""
 
     number: int  # of the round, in its generation
@@ -45,29 +45,29 @@ class Forecasts:
 
     def __init__(self) -> None:
         self.number = 0  #: of the round that is next
-        self._last: tuple[Share, ...] = ()
+        self._last: tuple[CommitShare, ...] = ()
         self._is_early = False
         self._misses = 0
 
     @property
-    def next(self) -> tuple[Share, ...]:
+    def next(self) -> tuple[CommitShare, ...]:
         """The commits of the next round, in their order; none, where nothing is to be added up early."""
         return self._last if self._is_early and self._misses < PATIENCE else ()
 
     def settle(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[CommitShare],
         changed: Collection[int],
         num_slices: int,
         *,
         is_early: bool = True,
         skip: bool = False,
-    ) -> Outcome:
+    ) -> ForecastOutcome:
         """A round is whole. `changed`: by the word of its commits; `num_slices`: that any of them has pushed.
         `is_early`: all of them have staged slices early, so that it will help again."""
         found = tuple(shares)
         held = found == self._last and not skip and any(share.weight > 0 for share in found)
-        outcome = Outcome(self.number, bool(self.next), held, frozenset(changed))
+        outcome = ForecastOutcome(self.number, bool(self.next), held, frozenset(changed))
         if self._last:
             is_hit = held and 2 * len(outcome.changed) <= num_slices
             self._misses = max(self._misses - 1, 0) if is_hit else min(self._misses + 1, 2 * PATIENCE - 1)

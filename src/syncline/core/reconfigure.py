@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from syncline.core.members import Member, Standing, merged
 from syncline.core.membership import Membership
-from syncline.core.replica_sets import Plan, ReplicaSet, plan, rehome, without
+from syncline.core.replica_sets import PlacementPlan, ReplicaSet, plan, rehome, without
 from syncline.core.ring import partner_of, settled_by
 from syncline.core.rounds import LOOP, RoundMembership, RoundMemberships
 from syncline.core.slice_state import Identity, life_of
@@ -94,7 +94,7 @@ class Planner:
         due = state.fencing or self.entering or self.moves or state.lost or state.is_changing
         return bool(self._membership.servers() and due)
 
-    def plan(self, sizes: Mapping[int, int], slices: Collection[int]) -> Plan:
+    def plan(self, sizes: Mapping[int, int], slices: Collection[int]) -> PlacementPlan:
         """What to do about the replica sets of these slices, which have values."""
         state = self.state
         replica_sets = [replica_set for number, replica_set in state.replica_sets.items() if number in slices]
@@ -121,7 +121,7 @@ class Planner:
 
     # -- one change ---------------------------------------------------------------------------------------
 
-    def begin(self, wanted: Plan | None, sizes: Mapping[int, int]) -> Reconfiguration | None:
+    def begin(self, wanted: PlacementPlan | None, sizes: Mapping[int, int]) -> Reconfiguration | None:
         """The next generation, to be kept before any server hears of it; None: a plan has to wait."""
         state = self.state
         if wanted is not None:

@@ -13,7 +13,7 @@ from syncline.errors import LayoutError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class RegistrationDecision:
     """What to do with a registration, and why."""
 
     kind: Literal["known", "create", "wait"]
@@ -39,7 +39,7 @@ class Registry:
         parameters: Sequence[Parameter],
         rules: Sequence[RuleSpec],
         reduce: str,
-    ) -> Decision:
+    ) -> RegistrationDecision:
         """Known: go on. Create: a new segment. Wait: the chief has not registered this yet."""
         segment = arrange(
             parameters,
@@ -54,15 +54,15 @@ class Registry:
             self._check_complete(who, ordinal, parameters)
             self._check_rules(who, parameters, rules, reduce)
             if not self._are_ready(parameters):
-                return Decision("wait", "the chief's values are on their way")
-            return Decision("known", "registered already")
+                return RegistrationDecision("wait", "the chief's values are on their way")
+            return RegistrationDecision("known", "registered already")
         if is_chief:
             self._check_new(parameters)
-            return Decision("create", "the chief's registration makes the layout", self._add(segment))
+            return RegistrationDecision("create", "the chief's registration makes the layout", self._add(segment))
         if any(known.ordinal >= ordinal for known in self.layout.segments):
             self.layout.check_same(parameters, who)
         names = ", ".join(p.name for p in parameters[:3])
-        return Decision("wait", f"the chief has not registered {names} yet")
+        return RegistrationDecision("wait", f"the chief has not registered {names} yet")
 
     def segments_with(self, parameters: Sequence[Parameter]) -> list[Segment]:
         """All segments up to the last that has any of these; one that comes after it may not be hosted yet."""

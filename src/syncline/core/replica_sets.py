@@ -31,7 +31,7 @@ class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
         return (self.primary, *self.backups) if self.primary else self.backups
 
 
-class Seed(msgspec.Struct, frozen=True):
+class SeedMove(msgspec.Struct, frozen=True):
     """A slice to be given a backup, by its primary."""
 
     slice: int
@@ -40,10 +40,10 @@ class Seed(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """What to do next about the replica sets, and why: seeds first, then these replica sets."""
 
-    seeds: tuple[Seed, ...]
+    seeds: tuple[SeedMove, ...]
     replica_sets: tuple[ReplicaSet, ...]
     reason: str
 
@@ -101,7 +101,7 @@ def plan(
     *,
     replicas: int,
     leaving: Collection[str] = (),
-) -> Plan:
+) -> PlacementPlan:
     """What brings the replica sets nearer to what they should be; nothing, when they are so.
 
     `hosts`: the live servers and where they are. First those who leave are relieved, then every slice gets its
@@ -110,13 +110,13 @@ def plan(
     replica_sets = list(replica_sets)
     staying = [server for server in sorted(hosts) if server not in leaving]
     if not staying or any(not replica_set.primary for replica_set in replica_sets):
-        return Plan((), (), "waits for a server")
+        return PlacementPlan((), (), "waits for a server")
     loads = _Loads(replica_sets, sizes, staying)
     for step in (_relieve, _back, _even):
         found = step(replica_sets, sizes, hosts, loads, replicas, frozenset(leaving))
         if not found.is_empty:
             return found
-    return Plan((), (), "the replica sets are as they should be")
+    return PlacementPlan((), (), "the replica sets are as they should be")
 
 
 class _Loads:
@@ -146,7 +146,7 @@ class _Loads:
 def _relieve(
     replica_sets: list[ReplicaSet], sizes: Mapping[int, int], hosts: Mapping[str, str], loads: _Loads, replicas: int,
     leaving: frozenset[str],
-) -> Plan:  # fmt: skip
+) -> PlacementPlan:  # fmt: skip
     seeds, after = [], []
     for replica_set in replica_sets:
         backups = tuple(name for name in replica_set.backups if name not in leaving)
@@ -159,42 +159,42 @@ def _relieve(
         elif replica_set.primary in leaving:
             target = loads.least(loads.all)
             loads.all[target] += sizes[replica_set.slice]
-            seeds.append(Seed(replica_set.slice, replica_set.primary, target))
+            seeds.append(SeedMove(replica_set.slice, replica_set.primary, target))
             after.append(ReplicaSet(replica_set.slice, target))
         elif backups != replica_set.backups:
             after.append(ReplicaSet(replica_set.slice, replica_set.primary, backups))
     names = ", ".join(sorted(leaving))
     leave = "leaves" if len(leaving) == 1 else "leave"
-    return Plan(tuple(seeds), tuple(after), f"{names} {leave}" if after else "")
+    return PlacementPlan(tuple(seeds), tuple(after), f"{names} {leave}" if after else "")
 
 
 def _back(
     replica_sets: list[ReplicaSet], sizes: Mapping[int, int], hosts: Mapping[str, str], loads: _Loads, replicas: int,
     leaving: frozenset[str],
-) -> Plan:  # fmt: skip
+) -> PlacementPlan:  # fmt: skip
     if replicas < 2:
         dropped = tuple(
             ReplicaSet(replica_set.slice, replica_set.primary) for replica_set in replica_sets if replica_set.backups
         )
-        return Plan((), dropped, "one replica is enough" if dropped else "")
-    seeds, after = list[Seed](), list[ReplicaSet]()
+        return PlacementPlan((), dropped, "one replica is enough" if dropped else "")
+    seeds, after = list[SeedMove](), list[ReplicaSet]()
     for replica_set in replica_sets:
         while len(replica_set.names) < replicas and (target := loads.choose_backup(replica_set, hosts)):
             loads.all[target] += sizes[replica_set.slice]
-            seeds.append(Seed(replica_set.slice, replica_set.primary, target))
+            seeds.append(SeedMove(replica_set.slice, replica_set.primary, target))
             replica_set = ReplicaSet(replica_set.slice, replica_set.primary, (*replica_set.backups, target))
             after = [other for other in after if other.slice != replica_set.slice] + [replica_set]
     get = "slice gets" if len(after) == 1 else "slices get"
-    return Plan(tuple(seeds), tuple(after), f"{len(after)} {get} a backup" if after else "")
+    return PlacementPlan(tuple(seeds), tuple(after), f"{len(after)} {get} a backup" if after else "")
 
 
 def _even(
     replica_sets: list[ReplicaSet], sizes: Mapping[int, int], hosts: Mapping[str, str], loads: _Loads, replicas: int,
     leaving: frozenset[str],
-) -> Plan:  # fmt: skip
+) -> PlacementPlan:  # fmt: skip
     """Some primaries of the fullest server go to the emptiest: by a swap with their backup there, else by a seed."""
     if not replica_sets or len(loads.primary) < 2:
-        return Plan((), (), "")
+        return PlacementPlan((), (), "")
     fullest = max(loads.primary, key=lambda name: loads.primary[name])
     emptiest = min(loads.primary, key=lambda name: (loads.primary[name], name))
     largest = max(sizes[replica_set.slice] for replica_set in replica_sets)
@@ -214,13 +214,15 @@ def _even(
             elif replica_set.backups:
                 continue  # it would need one more copy there first: whoever is its backup is asked before
             else:
-                seeds.append(Seed(replica_set.slice, fullest, emptiest))
+                seeds.append(SeedMove(replica_set.slice, fullest, emptiest))
                 after.append(ReplicaSet(replica_set.slice, emptiest))
     go = "slice goes" if len(after) == 1 else "slices go"
-    return Plan(tuple(seeds), tuple(after), f"{len(after)} {go} from {fullest} to {emptiest}" if after else "")
+    return PlacementPlan(
+        tuple(seeds), tuple(after), f"{len(after)} {go} from {fullest} to {emptiest}" if after else ""
+    )
 
 
-def by_source(seeds: Iterable[Seed]) -> dict[tuple[str, str], list[int]]:
+def by_source(seeds: Iterable[SeedMove]) -> dict[tuple[str, str], list[int]]:
     """Slices to be seeded, by (source, target)."""
     found: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for seed in seeds:

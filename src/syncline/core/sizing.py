@@ -18,7 +18,7 @@ AGAIN_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class SizingDecision:
     """So many workers from now on, and why."""
 
     count: int
@@ -36,7 +36,7 @@ class Sizing:
         self._rates: dict[int, float] = {}  # samples a second, by the number of workers
         self._is_settled_until = 0.0
 
-    def look(self, now: float, wanted: int, at_work: int, samples: int, waiting: float) -> Decision | None:
+    def look(self, now: float, wanted: int, at_work: int, samples: int, waiting: float) -> SizingDecision | None:
         """What follows from this look. `samples`: done so far, by all. `waiting`: the part of their time in which
         workers wait."""
         if wanted != self._wanted or at_work != wanted:
@@ -56,7 +56,7 @@ class Sizing:
         self._began = None
         return self._decide(now, wanted, waiting)
 
-    def _decide(self, now: float, count: int, waiting: float) -> Decision | None:
+    def _decide(self, now: float, count: int, waiting: float) -> SizingDecision | None:
         rate, fewer = self._rates[count], self._rates.get(count - 1)
         if fewer is not None and count > self._least:
             gain, worth = rate / fewer - 1, WORTH / (count - 1)
@@ -64,11 +64,11 @@ class Sizing:
             if gain < worth:
                 self._is_settled_until = now + AGAIN_SECONDS
                 why = f"less than the {worth:.0%} that would pay; workers wait {waiting:.0%} of their time"
-                return Decision(count - 1, f"{said}, {why}")
+                return SizingDecision(count - 1, f"{said}, {why}")
         else:
             verb = "do" if count > 1 else "does"
             said = f"{counted(count, 'worker')} {verb} {rate:,.0f} samples/s"
         if count < self._most:
-            return Decision(count + 1, f"{said}; one more is tried")
+            return SizingDecision(count + 1, f"{said}; one more is tried")
         self._is_settled_until = now + AGAIN_SECONDS
         return None

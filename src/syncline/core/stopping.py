@@ -14,11 +14,11 @@ import msgspec
 
 from syncline.config import JobConfig
 from syncline.core.conditions import (
+    AllOf,
     Average,
     Best,
     Compare,
     Condition,
-    Every,
     OnPlateau,
     Plateau,
     leaves,
@@ -220,7 +220,7 @@ class Stopping:
         if isinstance(condition, Plateau):
             return with_plateaus and self._is_reached(condition)
         parts = (self._holds(part, newest, with_plateaus=with_plateaus) for part in condition.parts)
-        return all(parts) if isinstance(condition, Every) else any(parts)
+        return all(parts) if isinstance(condition, AllOf) else any(parts)
 
     def _is_reached(self, plateau: Plateau) -> bool:
         count = self.state.plateaus.get(plateau.key)

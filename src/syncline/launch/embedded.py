@@ -290,7 +290,7 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
 
 
 def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Mapping[str, Any]) -> Job:
-    from syncline.launch.processes import Plan, start_member
+    from syncline.launch.processes import MemberPlan, start_member
 
     sock = tcp.bind("127.0.0.1", 0)
     file = jobfile.new("127.0.0.1", sock.getsockname()[1], given)
@@ -301,7 +301,7 @@ def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Ma
         Endpoint(connection, Stamp(file.job), process.coordinator)
 
     listener = tcp.Listener(identity, accept, sock=sock, log=say("coordinator"))
-    child = start_member(Plan(role="server", name="server-0", host="local", file=file))
+    child = start_member(MemberPlan(role="server", name="server-0", host="local", file=file))
 
     def close() -> None:
         process.close()

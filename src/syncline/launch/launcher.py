@@ -21,8 +21,8 @@ from syncline.launch.folder import JOURNAL
 from syncline.launch.lives import Life, Lives, Screen
 from syncline.launch.processes import (
     LOCAL_HOSTS,
+    MemberPlan,
     MemberProcess,
-    Plan,
     exit_code,
     start_member,
     start_standby,
@@ -53,7 +53,7 @@ FENCED_SECONDS = 30.0
 UNSURE_SECONDS = 10.0
 
 #: Makes the plan of one more member: its name, and where the others are.
-Grow = Callable[[str, Mapping[str, str]], Plan]
+Grow = Callable[[str, Mapping[str, str]], MemberPlan]
 
 
 class Launcher:
@@ -61,7 +61,7 @@ class Launcher:
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        plans: Sequence[MemberPlan],
         screen: Screen,
         watching: Watching,
         *,
@@ -69,7 +69,7 @@ class Launcher:
         grow: Grow,
         max_restarts: int = 3,
         remote: str = "",
-        start: Callable[[Plan, str, Standby], MemberProcess] = start_member,
+        start: Callable[[MemberPlan, str, Standby], MemberProcess] = start_member,
         standby: Standby | None = None,
         save: Callable[[str], Saved] | None = None,
     ) -> None:
@@ -79,7 +79,7 @@ class Launcher:
         self._standby = Standby(start_standby) if standby is None else standby
         self._lives = Lives(screen, folder, lambda plan: start(plan, remote, self._standby), self._unread)
         self._restarts = Restarts(max_restarts)
-        self._due: dict[str, tuple[float, Plan, str]] = {}  # to be started again: when, what, why
+        self._due: dict[str, tuple[float, MemberPlan, str]] = {}  # to be started again: when, what, why
         self._tally = Tally(time.monotonic())
         self._unsaid: dict[str, str] = {}  # likewise, what is said of it then, and not before
         self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started

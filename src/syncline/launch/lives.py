@@ -13,7 +13,7 @@ from typing import Protocol
 from syncline.core.wire.control import Standings
 from syncline.launch.forwarding import Forwarder
 from syncline.launch.oom import OomKills
-from syncline.launch.processes import MemberProcess, Plan, describe_exit
+from syncline.launch.processes import MemberPlan, MemberProcess, describe_exit
 
 #: What a server says when it was told to end: true where the job goes on without it, and there only.
 LEAVES = "leaves: its slices go to other servers"
@@ -40,7 +40,7 @@ class Screen(Protocol):
 class Life:
     """One process of a member; the next one has another incarnation."""
 
-    plan: Plan
+    plan: MemberPlan
     process: MemberProcess
     forwarder: Forwarder
     has_pushed: bool = False  # or has a slice: this life was of use
@@ -66,7 +66,7 @@ class Lives:
         self,
         screen: Screen,
         folder: pathlib.Path,
-        start: Callable[[Plan], MemberProcess],
+        start: Callable[[MemberPlan], MemberProcess],
         unread: Callable[[], None],
     ) -> None:
         self._screen, self._folder, self._start = screen, folder, start
@@ -91,7 +91,7 @@ class Lives:
 
     # -- one life -----------------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan, why: str = "") -> Life:
+    def begin(self, plan: MemberPlan, why: str = "") -> Life:
         """Starts a member; `why` it starts again stands in its log, between its lives."""
         if why:
             self._keep(plan.name, f"--- {plan.name} starts again: {why} ---\n".encode())

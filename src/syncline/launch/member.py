@@ -18,7 +18,7 @@ from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineErro
 from syncline.extensions import see_beside
 from syncline.launch import lifeline
 from syncline.launch.membership import say
-from syncline.launch.processes import STANDBY, Plan
+from syncline.launch.processes import STANDBY, MemberPlan
 from syncline.launch.restarts import EVICTED
 from syncline.launch.ringing import OwnServer
 from syncline.launch.start import Invitation, invite
@@ -41,7 +41,7 @@ def main() -> tuple[str, int]:
     return plan.role, play(plan)
 
 
-def keep_to_own_cores(plan: Plan) -> bool:
+def keep_to_own_cores(plan: MemberPlan) -> bool:
     """`--cores auto`: whether this process has cores of its own from now on."""
     if plan.place is None:
         return False
@@ -60,7 +60,7 @@ def _threads(num_workers: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, configuration.num_cores() // num_workers))}
 
 
-def play(plan: Plan) -> int:
+def play(plan: MemberPlan) -> int:
     """Plays the role until it ends; the exit code."""
     try:
         if plan.role == "coordinator":
@@ -80,7 +80,7 @@ def play(plan: Plan) -> int:
         return 130
 
 
-def run_worker(plan: Plan) -> int:
+def run_worker(plan: MemberPlan) -> int:
     """Runs the user's script as a worker; its exit code is the process's. In a ring a server is in it too."""
     if not configuration.resolve(plan.file.given).is_ring:
         return _run_script(plan, None)
@@ -88,7 +88,7 @@ def run_worker(plan: Plan) -> int:
     return own_server.finish(_run_script(plan, own_server))
 
 
-def _run_script(plan: Plan, own_server: OwnServer | None) -> int:
+def _run_script(plan: MemberPlan, own_server: OwnServer | None) -> int:
     invite(Invitation(plan.file, plan.name, plan.host, own_server))
     faults.arm(plan.name, plan.file.folder)
     leave_on_sigterm(saves=bool(plan.file.given.get("checkpoint")))
@@ -107,7 +107,7 @@ def _run_script(plan: Plan, own_server: OwnServer | None) -> int:
     return _finish(plan, code)
 
 
-def _failed(plan: Plan, error: BaseException) -> int:
+def _failed(plan: MemberPlan, error: BaseException) -> int:
     """The script ended with an error: said in words, or with its traceback; the exit code."""
     job = current_job() if has_current_job() else None
     if isinstance(error, ConnectionLost) and job is not None:
@@ -153,7 +153,7 @@ def _exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def _finish(plan: Plan, code: int) -> int:
+def _finish(plan: MemberPlan, code: int) -> int:
     """A clean end leaves the job; any other is for the launcher to tell."""
     if not has_current_job():
         return code
@@ -171,14 +171,14 @@ def _finish(plan: Plan, code: int) -> int:
     return 0
 
 
-def _read_plan() -> Plan:
+def _read_plan() -> MemberPlan:
     data = b""
     while not data.endswith(b"\n"):
         chunk = os.read(0, 1 << 16)
         if not chunk:
             raise SystemExit("this is started by syncline run; see syncline worker --help")
         data += chunk
-    return msgspec.json.decode(data, type=Plan)
+    return msgspec.json.decode(data, type=MemberPlan)
 
 
 def _die_with_parent() -> None:

@@ -29,7 +29,7 @@ STANDBY = "standby"
 LOCAL_HOSTS = frozenset({"local", "localhost", "127.0.0.1", "::1"})
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class MemberPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One member to start: who it is and what it runs."""
 
     role: str
@@ -109,7 +109,7 @@ class MemberProcess:
 _MEMBER = (sys.executable, "-m", "syncline.launch.member")
 
 
-def command_for(plan: Plan, remote: str) -> list[str]:
+def command_for(plan: MemberPlan, remote: str) -> list[str]:
     """The command line that starts a member; nothing secret is on it."""
     command = [*_MEMBER, plan.name]
     if plan.host in LOCAL_HOSTS:
@@ -123,7 +123,7 @@ def command_for(plan: Plan, remote: str) -> list[str]:
     return prefix + ([shlex.quote(word) for word in command] if through_shell else command)
 
 
-def start_member(plan: Plan, remote: str = "", standby: Standby | None = None) -> MemberProcess:
+def start_member(plan: MemberPlan, remote: str = "", standby: Standby | None = None) -> MemberProcess:
     """Starts a member and hands it its plan. A server that starts again takes a standby process, if there is one."""
     process = None
     if standby is not None and plan.role == "server" and plan.starts_again and plan.host in LOCAL_HOSTS:

@@ -28,7 +28,7 @@ from syncline.launch import jobfile
 from syncline.launch.folder import claim_name, found_by_others, hold
 from syncline.launch.hosts import assign, parse_hosts, quietest, settle_workers
 from syncline.launch.launcher import Launcher, Screen
-from syncline.launch.processes import LOCAL_HOSTS, MemberProcess, Plan, start_member
+from syncline.launch.processes import LOCAL_HOSTS, MemberPlan, MemberProcess, start_member
 from syncline.launch.saving import settle_saving
 from syncline.launch.standby import Standby
 from syncline.launch.watching import Watching, ask_to_save
@@ -103,7 +103,7 @@ def run_job(
     config: JobConfig,
     script: Script,
     screen: Screen,
-    start: Callable[[Plan, str, Standby], MemberProcess] = start_member,
+    start: Callable[[MemberPlan, str, Standby], MemberProcess] = start_member,
 ) -> int:
     """`syncline run`: one job from start to verdict; the exit code. `start` starts its members."""
     if not config.replicas:
@@ -182,27 +182,27 @@ class Plans:
         self._folder = os.getcwd()
         self._rendezvous_port = _free_port(file.host) if config.env == "torchrun" else 0
 
-    def first(self) -> list[Plan]:
+    def first(self) -> list[MemberPlan]:
         """Those that the job starts with."""
         where = assign(self._config)
         if self._config.is_ring:  # servers are in the workers' processes
             where = {name: host for name, host in where.items() if name.startswith("worker-")}
-        coordinator = Plan(
+        coordinator = MemberPlan(
             role="coordinator", name="coordinator", host="local", file=self._file, listen_fd=self._listen_fd
         )
         first = {host: name for name, host in reversed(where.items())}  # of each host one speaks for all
         return [coordinator, *(self._plan(name, where, first[host] == name) for name, host in where.items())]
 
-    def another(self, name: str, where: Mapping[str, str]) -> Plan:
+    def another(self, name: str, where: Mapping[str, str]) -> MemberPlan:
         """One more, on the host that has the fewest of its role. `where`: the hosts of those who are there."""
         host = quietest(name.rpartition("-")[0], where, self._config)
         return self._plan(name, {**where, name: host}, True)
 
-    def _plan(self, name: str, where: Mapping[str, str], speaks: bool) -> Plan:
+    def _plan(self, name: str, where: Mapping[str, str], speaks: bool) -> MemberPlan:
         role, host = name.rpartition("-")[0], where[name]
         place = self._place(name, where) if self._config.cores == "auto" else None
         if role == "server":
-            return Plan(
+            return MemberPlan(
                 role=role,
                 name=name,
                 host=host,
@@ -214,7 +214,7 @@ class Plans:
                 tells_cores=speaks,
             )
         beside = [other for other, h in where.items() if h == host and other.startswith("worker-")]
-        return Plan(
+        return MemberPlan(
             role=role,
             name=name,
             host=host,

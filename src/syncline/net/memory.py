@@ -70,10 +70,14 @@ class MemoryConnection(Connection):
         except SynclineError as error:
             other.close(f"refused what {other.peer} sent: {type(error).__name__}: {error}")
             return
-        with other._lock:
-            other._received[0] += 1
-            other._received[1] += num_bytes
+        other.count_received(num_bytes)
         receiver.deliver(parsed, message, payload, attachment)
+
+    def count_received(self, num_bytes: int) -> None:
+        """The other side has sent a frame of so many bytes."""
+        with self._lock:
+            self._received[0] += 1
+            self._received[1] += num_bytes
 
     def create_memory(self, num_bytes: int) -> Memory:
         return HeapMemory(num_bytes)

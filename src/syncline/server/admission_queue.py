@@ -15,7 +15,7 @@ from syncline.server.slices import HostedSlice
 from syncline.server.tasks import RingRounds, StagedCommit, respond
 
 
-class Asked(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A request that waits, and what is to be done about it then."""
 
     request: Request
@@ -37,10 +37,12 @@ class AdmissionQueue:
         self._rounds, self._slices, self._idle = rounds, slices, idle
         self._is_held = False  # while a generation changes
         self.gate: SnapshotBarrier | None = None  # closed, for a cut
-        self._queue: collections.deque[Asked] | None = None  # what came since, until all of it is decided upon
+        self._queue: collections.deque[QueuedRequest] | None = (
+            None  # what came since, until all of it is decided upon
+        )
         self.loading: set[Identity] = set()  # who gives rules their state, on some servers before others
         self._is_deciding = False
-        self._in_hand: Asked | None = None  # its turn has come
+        self._in_hand: QueuedRequest | None = None  # its turn has come
         self._ring: RingRounds | None = None
 
     def enter_ring(self, ring: RingRounds) -> None:
@@ -59,7 +61,7 @@ class AdmissionQueue:
         """Whether this request waits; its action is done when its turn comes, and asks here again."""
         if self._queue is None:
             return False
-        asked, mine = Asked(request, kind, clock, action), self._in_hand
+        asked, mine = QueuedRequest(request, kind, clock, action), self._in_hand
         passes = self._passes(asked)
         if mine is not None and mine.request is request:
             self._in_hand = None
@@ -71,7 +73,7 @@ class AdmissionQueue:
         self._queue.append(asked)
         return True
 
-    def _passes(self, asked: Asked) -> bool:
+    def _passes(self, asked: QueuedRequest) -> bool:
         if self._is_held:
             return False
         gate = self.gate
@@ -151,7 +153,7 @@ class AdmissionQueue:
             if asked is not None:  # a bug of ours: others must be able to go on
                 self._is_deciding = False
 
-    def _take_next(self) -> Asked | None:
+    def _take_next(self) -> QueuedRequest | None:
         """The next that may pass; None: whoever comes from now on sees that nobody decides."""
         with self._idle:
             queue = self._queue

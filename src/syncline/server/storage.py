@@ -135,7 +135,7 @@ _REGISTERED_ALREADY = 712
 _WORTH_A_WORD = 1 << 20
 
 
-class Registered:
+class RegisteredMemory:
     """Memory that was registered with the GPU's driver, until this object goes."""
 
     def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
@@ -244,7 +244,7 @@ class DeviceStorage(SliceStorage):
 
     def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
         self._device = device
-        self._registered = Registered(device, say)
+        self._registered = RegisteredMemory(device, say)
         self._threads = threading.local()
 
     def adopt(self, memory: Bytes) -> None:

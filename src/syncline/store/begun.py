@@ -16,7 +16,7 @@ BEGUN = "begun.json"
 _LONG_SECONDS = 24 * 3600.0
 
 
-class Begun(msgspec.Struct, frozen=True):
+class BegunSave(msgspec.Struct, frozen=True):
     """Which job, and which of its processes."""
 
     lineage: str = ""
@@ -33,17 +33,17 @@ class Begun(msgspec.Struct, frozen=True):
         return bool(self.machine) and self.machine == _machine() and not _is_alive(self.pid)
 
 
-def begun_here(lineage: str, token: str) -> Begun:
+def begun_here(lineage: str, token: str) -> BegunSave:
     """As this process begins one."""
-    return Begun(lineage, token, _machine(), os.getpid(), time.time())
+    return BegunSave(lineage, token, _machine(), os.getpid(), time.time())
 
 
-def read_begun(folder: Folder) -> Begun:
+def read_begun(folder: Folder) -> BegunSave:
     """Who began what is in this folder; nobody knows: all of it empty."""
     try:
-        return msgspec.json.decode(folder.read(BEGUN), type=Begun)
+        return msgspec.json.decode(folder.read(BEGUN), type=BegunSave)
     except (MissingError, msgspec.MsgspecError, ValueError, RecursionError):
-        return Begun()
+        return BegunSave()
 
 
 def _machine() -> str:

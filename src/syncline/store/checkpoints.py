@@ -13,7 +13,7 @@ import msgspec
 
 from syncline import faults
 from syncline.core.checkpoint.manifest import Manifest, SavedFile
-from syncline.core.checkpoint.schedule import Standing, outdated
+from syncline.core.checkpoint.schedule import SaveStanding, outdated
 from syncline.core.checkpoint.soundness import check_manifest, checkpoint_name, decode_manifest, number_in
 from syncline.errors import DamagedError, StoreError
 from syncline.store.begun import BEGUN, begun_here, read_begun
@@ -248,17 +248,17 @@ def prune(
     return gone
 
 
-def _standing(folder: Folder, found: Found, token: str, wholly: bool) -> Standing:
+def _standing(folder: Folder, found: Found, token: str, wholly: bool) -> SaveStanding:
     if found.manifest is None:
         lineage = _left_by(folder.join(found.name), token) if found.is_unfinished else ""
-        return Standing(found.name, found.number, lineage, is_sound=False, is_unfinished=found.is_unfinished)
+        return SaveStanding(found.name, found.number, lineage, is_sound=False, is_unfinished=found.is_unfinished)
     try:
         (verify if wholly else check_files)(folder.join(found.name), found.manifest)
         is_sound = True
     except StoreError:
         is_sound = False
     is_whole = found.manifest.kind == "whole"
-    return Standing(found.name, found.number, found.manifest.lineage, is_sound, is_whole=is_whole)
+    return SaveStanding(found.name, found.number, found.manifest.lineage, is_sound, is_whole=is_whole)
 
 
 def _left_by(folder: Folder, token: str) -> str:

@@ -16,10 +16,10 @@ Direction = Literal["up", "down"]
 CHUNK_BYTES = 1 << 16
 JOIN_SECONDS = 10.0
 #: Takes a chunk of a direction, waits as it is told to, and gives what is to be sent on, and how to cut then, if so.
-Pass = Callable[["Link", Direction, bytes], tuple[bytes, "Cut | None"]]
+Pass = Callable[["ProxiedLink", Direction, bytes], tuple[bytes, "CutLink | None"]]
 
 
-class Cut:
+class CutLink:
     """How a connection is cut: `reset` is an RST, otherwise it is closed in an orderly way (FIN)."""
 
     def __init__(self, reset: bool) -> None:
@@ -33,14 +33,14 @@ class Recording:
         self.up, self.down = bytearray(), bytearray()
 
 
-class Link:
+class ProxiedLink:
     """`may_read` waits until a direction flows, `pass_on` says what becomes of a chunk, `ended` wakes who waits."""
 
     def __init__(
         self,
         client: socket.socket,
         target: socket.socket,
-        may_read: Callable[[Link, Direction], bool],
+        may_read: Callable[[ProxiedLink, Direction], bool],
         pass_on: Pass,
         ended: Callable[[], None],
         recording: Recording | None,
@@ -86,7 +86,7 @@ class Link:
                 if cut is not None:
                     self.end(cut)
         except OSError:
-            self.end(Cut(reset=True))  # as it broke on one side, so on the other
+            self.end(CutLink(reset=True))  # as it broke on one side, so on the other
         finally:
             self._give_back()
 
@@ -104,7 +104,7 @@ class Link:
             with contextlib.suppress(BlockingIOError):
                 left = left[sink.send(left) :]
 
-    def end(self, cut: Cut) -> None:
+    def end(self, cut: CutLink) -> None:
         """Both threads end, and then both sockets are closed; does not wait for that."""
         with self._lock:
             if self.ended:

@@ -19,7 +19,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from syncline.testing.links import CHUNK_BYTES, JOIN_SECONDS, Cut, Direction, Link, Recording
+from syncline.testing.links import CHUNK_BYTES, JOIN_SECONDS, CutLink, Direction, ProxiedLink, Recording
 
 __all__ = ["Direction", "Proxy", "Recording", "Replayed"]
 
@@ -29,7 +29,7 @@ _DIRECTIONS: tuple[Direction, ...] = ("up", "down")
 class _Fault:
     """At this many bytes from now: a byte is changed, or everything is cut."""
 
-    def __init__(self, after_bytes: int, *, flip: int = 0, cut: Cut | None = None) -> None:
+    def __init__(self, after_bytes: int, *, flip: int = 0, cut: CutLink | None = None) -> None:
         self.after_bytes, self.flip, self.cut = after_bytes, flip, cut
 
 
@@ -48,8 +48,8 @@ class Proxy:
     def __init__(self, target_host: str, target_port: int) -> None:
         self._target = (target_host, target_port)
         self._changed = threading.Condition()
-        self._links: list[Link] = []
-        self._cuts: list[Cut] = []  # that were asked for so far
+        self._links: list[ProxiedLink] = []
+        self._cuts: list[CutLink] = []  # that were asked for so far
         self._faults: dict[Direction, list[_Fault]] = {"up": [], "down": []}
         self._stopped: set[Direction] = set()
         self._delay_seconds = 0.0
@@ -103,11 +103,11 @@ class Proxy:
 
     def cut(self, *, reset: bool = False) -> None:
         """Ends all connections there are: with a FIN, or a `reset` (RST). New ones are welcome."""
-        self._end_all(Cut(reset))
+        self._end_all(CutLink(reset))
 
     def cut_after(self, num_bytes: int, direction: Direction, *, reset: bool = False) -> None:
         """Cuts the connection that carries it after exactly so many more bytes of this direction."""
-        self._add(direction, _Fault(num_bytes, cut=Cut(reset)))
+        self._add(direction, _Fault(num_bytes, cut=CutLink(reset)))
 
     def corrupt(self, offset: int, direction: Direction, flip: int = 0xFF) -> None:
         """Changes one byte: the one that has so many others before it, from now on. `flip`: which of its bits."""
@@ -172,7 +172,7 @@ class Proxy:
             if recording is not None:
                 self.recordings.append(recording)
             self._links = [link for link in self._links if not link.is_over]
-            link = Link(client, target, self._may_read, self._pass_on, self._wake, recording)
+            link = ProxiedLink(client, target, self._may_read, self._pass_on, self._wake, recording)
             self._links.append(link)
         if len(self._cuts) > num_cuts:  # the target may know of it longer than this thread: it was meant too
             link.end(self._cuts[-1])
@@ -181,20 +181,20 @@ class Proxy:
         with self._changed:
             self._changed.notify_all()
 
-    def _may_read(self, link: Link, direction: Direction) -> bool:
+    def _may_read(self, link: ProxiedLink, direction: Direction) -> bool:
         """Waits until this direction flows; False when the link has ended."""
         with self._changed:
             self._changed.wait_for(lambda: link.ended or direction not in self._stopped)
         return not link.ended
 
-    def _pass_on(self, link: Link, direction: Direction, data: bytes) -> tuple[bytes, Cut | None]:
+    def _pass_on(self, link: ProxiedLink, direction: Direction, data: bytes) -> tuple[bytes, CutLink | None]:
         with self._changed:
             until = time.monotonic() + self._delay_seconds
             self._changed.wait_for(lambda: link.ended or not self._delay_seconds, max(0.0, until - time.monotonic()))
             self._changed.wait_for(lambda: link.ended or direction not in self._stopped)
             return self._harmed(direction, data)
 
-    def _harmed(self, direction: Direction, data: bytes) -> tuple[bytes, Cut | None]:
+    def _harmed(self, direction: Direction, data: bytes) -> tuple[bytes, CutLink | None]:
         """What faults make of this chunk; those that are over are taken off."""
         changed, due = bytearray(data), [f for f in self._faults[direction] if f.after_bytes <= len(data)]
         for fault in sorted(due, key=lambda f: f.after_bytes):
@@ -210,7 +210,7 @@ class Proxy:
 
     # -- the end ------------------------------------------------------------------------------------------
 
-    def _end_all(self, cut: Cut) -> None:
+    def _end_all(self, cut: CutLink) -> None:
         with self._changed:
             self._cuts.append(cut)
             links, self._links = self._links, []
@@ -227,5 +227,5 @@ class Proxy:
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
-        self._end_all(Cut(reset=False))
+        self._end_all(CutLink(reset=False))
         self._thread.join(JOIN_SECONDS)

@@ -10,7 +10,7 @@ import torch
 
 from syncline.core.layout import Segment, Slice
 from syncline.torch.comparing import Comparison, place_of
-from syncline.torch.streams import Mark, Side
+from syncline.torch.streams import Side, StreamMark
 from syncline.worker.arrays import to_bytes
 from syncline.worker.exchange.finite import LOOK_BYTES, SMALL_BYTES, copy_digested, copy_finite, is_same
 from syncline.worker.exchange.servers import ServersExchange
@@ -136,7 +136,7 @@ class MirrorCarrier:
         self._comparison = Comparison(segment, self._mirror)
         self._streams: set[Hashable] = set()  # that have filled the mirror since the side followed them
         self._bucket: list[Slice] = []
-        self._under_way: collections.deque[tuple[Mark, list[Slice]]] = collections.deque()  # to a socket
+        self._under_way: collections.deque[tuple[StreamMark, list[Slice]]] = collections.deque()  # to a socket
 
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         return [self._views[index] for index in indices]

@@ -15,7 +15,7 @@ from syncline.torch.device_sink import DeviceSink
 from syncline.torch.guard import Guard
 from syncline.torch.landing import pull_all
 from syncline.torch.parameters import Tracked, shaped
-from syncline.torch.streams import Mark, Side
+from syncline.torch.streams import Side, StreamMark
 from syncline.worker.exchange.commit import ServersTicket
 from syncline.worker.exchange.servers import ServersExchange
 
@@ -53,7 +53,7 @@ class DeviceLanding:
         self._due: ServersTicket | None = None
         self._landed = False  # and not awaited by anybody yet
         self._astray: set[int] = set()  # parameters that lie elsewhere, and are still to be copied there
-        self._home: dict[int, Mark] = {}
+        self._home: dict[int, StreamMark] = {}
         self._first_reads: dict[int, None] | None = {}  # in their order, until it is known
         self._lock = threading.RLock()
         waits = {id(item.tensor): functools.partial(self._read, k) for k, item in enumerate(self._tracked)}

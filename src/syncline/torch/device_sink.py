@@ -9,7 +9,7 @@ import torch
 
 from syncline.core.layout import Slice
 from syncline.net.device_channel import DeviceChannel
-from syncline.torch.streams import Mark, Side
+from syncline.torch.streams import Side, StreamMark
 from syncline.worker.arrays import Bytes, address_of
 from syncline.worker.exchange.targets import FlatTarget, Landed, WantedSlices
 
@@ -33,9 +33,9 @@ class DeviceSink:
         self._on_host = FlatTarget(on_host)
         self._landing: dict[int, torch.Tensor] = {}  # by segment: host memory for what is brought as bytes
         self._sources: dict[int, tuple[int, torch.Tensor]] = {}  # by slice: where it was seen last
-        self._marks: dict[int, tuple[int, Mark]] = {}  # by slice, numbered in the order of the side's queue
+        self._marks: dict[int, tuple[int, StreamMark]] = {}  # by slice, numbered in the order of the side's queue
         self._count = 0
-        self._taking: Mark | None = None  # the last that is read from the servers' memory
+        self._taking: StreamMark | None = None  # the last that is read from the servers' memory
         self._follows = False
         self._lock = threading.RLock()  # the exchange may call from the threads that bring its answers
         self.wanted: dict[str, WantedSlices] = {}  # the exchange's own

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from syncline.server.storage import Registered
+from syncline.server.storage import RegisteredMemory
 from syncline.worker.arrays import Bytes
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A place in a side's queue."""
 
     def done(self) -> bool:
@@ -42,7 +42,7 @@ class Side(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy; both stay alive and untouched until a later mark is done."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Done when everything queued so far is."""
 
     def host_memory(self, array: Bytes) -> torch.Tensor:
@@ -81,7 +81,7 @@ class CudaSide:
     def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._registered = Registered(device, say)
+        self._registered = RegisteredMemory(device, say)
 
     def current(self) -> Hashable:
         return torch.cuda.current_stream(self._device)
@@ -96,7 +96,7 @@ class CudaSide:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         return CudaMark(self._device, self._stream)
 
     def host_memory(self, array: Bytes) -> torch.Tensor:

@@ -17,7 +17,7 @@ from syncline.torch.weights import load_state_dict
 from syncline.worker.validation import WorkerValidation
 
 
-class Pulls(Protocol):
+class PulledParameters(Protocol):
     """An optimizer of ours."""
 
     def pull(self) -> None: ...
@@ -28,7 +28,7 @@ class Pulls(Protocol):
 class ValidatedModel:
     """What one optimizer updates."""
 
-    def __init__(self, optimizer: Pulls, model: torch.nn.Module | None) -> None:
+    def __init__(self, optimizer: PulledParameters, model: torch.nn.Module | None) -> None:
         self._optimizer, self._model = optimizer, model
         self._average: dict[torch.Tensor, torch.Tensor] = {}
         self._own: dict[str, torch.Tensor] = {}
@@ -96,7 +96,7 @@ class ValidatedModel:
                 module.training = mode
 
 
-def take_part_in(validating: WorkerValidation, optimizer: Pulls, model: torch.nn.Module | None) -> None:
+def take_part_in(validating: WorkerValidation, optimizer: PulledParameters, model: torch.nn.Module | None) -> None:
     """As long as this optimizer is there, validations see to its parameters."""
     alive, made = weakref.ref(optimizer), weakref.WeakValueDictionary[str, ValidatedModel]()
 

@@ -66,7 +66,7 @@ FEWEST = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class SaveStanding:
     """A checkpoint's folder, as it was found."""
 
     name: str
@@ -77,7 +77,7 @@ class Standing:
     is_whole: bool = True  # a job can go on from it; else it is of weights only
 
 
-def outdated(found: Iterable[Standing], keep: int, lineage: str, best: Collection[str]) -> list[str]:
+def outdated(found: Iterable[SaveStanding], keep: int, lineage: str, best: Collection[str]) -> list[str]:
     """Names of those to remove, oldest first.
 
     Only of this lineage; not the `keep` newest sound ones, not the best. What is damaged stays until as many newer

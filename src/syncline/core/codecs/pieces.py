@@ -22,7 +22,7 @@ NOT_SENT = -1
 _EMPTY = np.empty(0, np.uint8)
 
 
-class Place(NamedTuple):
+class PiecePlace(NamedTuple):
     """Where a parameter's piece lies within its slice."""
 
     parameter: int  # index within the segment
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 class Unit(NamedTuple):
     """What is encoded together, or goes as it is."""
 
-    places: tuple[Place, ...]
+    places: tuple[PiecePlace, ...]
     num_bytes: int
     is_encoded: bool
 
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
         parts = [data[place.begin : place.end].view(np.float32) for place in self.places]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def spread(self, values: Floats) -> Iterator[tuple[Place, Floats]]:
+    def spread(self, values: Floats) -> Iterator[tuple[PiecePlace, Floats]]:
         """Numbers that are gathered, or are to be, by their places."""
         start = 0
         for place in self.places:
@@ -84,12 +84,12 @@ class SliceCoder:
         return known[1]
 
     def _find_units(self, segment: Segment, part: Slice) -> list[Unit]:
-        encoded: list[Place] = []
+        encoded: list[PiecePlace] = []
         found: list[Unit] = []
         for piece in segment.pieces(part):
             parameter = segment.parameters[piece.parameter]
             end = piece.offset + piece.num_items * ITEM_BYTES[parameter.dtype]
-            place = Place(piece.parameter, piece.start, piece.offset, end)
+            place = PiecePlace(piece.parameter, piece.start, piece.offset, end)
             is_encoded = self._codecs.encodes(segment, parameter)
             if is_encoded and self._is_joint:
                 encoded.append(place)

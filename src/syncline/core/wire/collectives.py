@@ -97,7 +97,7 @@ class Take(Message, frozen=True):
     number: int
 
 
-class Piece(Message, frozen=True):
+class TensorPiece(Message, frozen=True):
     """Some bytes of an offer."""
 
     number: int

@@ -25,7 +25,7 @@ from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.server.commits import Commits
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
-from syncline.server.reduce.host_round import NOTHING_LAID, HostRound, Lent, Place, Turn, lay_out
+from syncline.server.reduce.host_round import NOTHING_LAID, HostRound, HostSlot, Lent, Turn, lay_out
 from syncline.server.reduce.reducer import Failed, Summed, forecast_commits, settle_forecast
 from syncline.server.reduce.sums import counted_in, wide_of
 from syncline.server.rules import Bytes
@@ -185,7 +185,7 @@ class HierarchicalReducer:
         counted = forecast_commits(shares) if shares else counted_in(self._works[0])
         return Turn(number, counted, self._adding.laid.places.values(), self._deputies.host_of)
 
-    def _to_add(self, turn: Turn, staged: set[int] | None) -> list[Place]:
+    def _to_add(self, turn: Turn, staged: set[int] | None) -> list[HostSlot]:
         """The slices of which this host's sum can be made here, what is sent first; `staged`: only of these."""
         adding, here, found = self._adding, self._adding.here(turn), []
         for number in turn.by_number if staged is None else staged & turn.by_number.keys():
@@ -225,7 +225,7 @@ class HierarchicalReducer:
             names = {name for number in turn.left for name in self._missing(turn, turn.by_number[number])}
             return turn.work, sorted(names - {self._hosting.name}, key=by_name)
 
-    def _missing(self, turn: Turn, place: Place) -> list[str]:
+    def _missing(self, turn: Turn, place: HostSlot) -> list[str]:
         reading = [saying.partner.name for saying in place.given if not saying.is_acknowledged]
         if reading:
             return reading

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from syncline.core.forecast import Outcome
+from syncline.core.forecast import ForecastOutcome
 from syncline.core.layout import aligned
 from syncline.core.ring import HostLeaders
 from syncline.core.wire.message import Done
@@ -31,7 +31,7 @@ from syncline.server.slices import HostedSlice, RoundSums
 from syncline.server.tasks import RoundTask
 
 
-class Place:
+class HostSlot:
     """One slice at one server, as long as a generation lasts: where it is added up, and where its sum lies then."""
 
     def __init__(self, slot: HostedSlice, host_leaders: Mapping[str, str], region: Region | None) -> None:
@@ -90,12 +90,14 @@ class Place:
 class Turn:
     """One round's. All under the hierarchical reducer's lock."""
 
-    def __init__(self, number: int, counted: Counted, places: Iterable[Place], host_of: Callable[[str], str]) -> None:
+    def __init__(
+        self, number: int, counted: Counted, places: Iterable[HostSlot], host_of: Callable[[str], str]
+    ) -> None:
         """`number`: of the round, in its generation; `counted`: its commits, or those of its forecast."""
         self.number, self._places, self._host_of = number, list(places), host_of
         self.work: RoundTask | None = None  # when it is whole
         self.errors: dict[int, Exception] = {}  # by slice: of what was done early
-        self._outcome: Outcome | None = None
+        self._outcome: ForecastOutcome | None = None
         self.sayings: list[tuple[int, ReliableSend]] = []  # by slice
         self.unanswered: list[tuple[int, Request]] = []  # of slices that are read where they lie
         self._count(counted)
@@ -103,7 +105,7 @@ class Turn:
     def _count(self, counted: Counted) -> None:
         self.counted, self.equal = counted, equal_weight(counted)
         self.hosts: dict[int, set[str]] = {}  # by slice that anybody has pushed anything of: who has
-        self.by_number: dict[int, Place] = {}
+        self.by_number: dict[int, HostSlot] = {}
         for place in self._places:
             pushed = {self._host_of(c.worker) for c in counted if place.slot.touched_by(c.item.pushed)}
             if pushed:
@@ -122,7 +124,7 @@ class Turn:
         """Whether this slice is added up again: what was made of it early counts for nothing."""
         return self._outcome is not None and self._outcome.is_anew(number)
 
-    def take_up(self, work: RoundTask, outcome: Outcome) -> list[Request]:
+    def take_up(self, work: RoundTask, outcome: ForecastOutcome) -> list[Request]:
         """Its round is whole. Returns whom to tell that what they have lent is not read any more."""
         early = list(self.by_number.values())
         self.work, self._outcome = work, outcome
@@ -158,7 +160,7 @@ LEND_SECONDS = 10.0
 class Laid(NamedTuple):
     """By slice, and by server; `readers`: those that are not sent sums, but read them where they lie."""
 
-    places: dict[int, Place]
+    places: dict[int, HostSlot]
     partners: dict[str, Partner]
     readers: frozenset[str]
 
@@ -182,7 +184,7 @@ def lay_out(generation: int, names: Sequence[str], host_leaders: HostLeaders, ho
     places = {}
     for number, slot in slots.items():
         region = _region(memory, offsets, number, slot.part.num_bytes, slot.part.dtype)
-        places[number] = Place(slot, host_leaders.of(number), region)
+        places[number] = HostSlot(slot, host_leaders.of(number), region)
     return Laid(places, partners, frozenset(readers))
 
 
@@ -249,10 +251,10 @@ class HostRound:
         """Whether this server is, on its host."""
         return self._deputies.of(number).get(self.host) == self._name
 
-    def is_primary(self, place: Place) -> bool:
+    def is_primary(self, place: HostSlot) -> bool:
         return self._deputies.primary(place.number) == self._name
 
-    def do(self, turn: Turn, place: Place, anew: bool, action: Callable[[], None]) -> None:
+    def do(self, turn: Turn, place: HostSlot, anew: bool, action: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 if not self.is_closed:
@@ -267,7 +269,7 @@ class HostRound:
 
         self._pool.submit(run)
 
-    def _is_free(self, turn: Turn, place: Place, anew: bool, action: Callable[[], None]) -> bool:
+    def _is_free(self, turn: Turn, place: HostSlot, anew: bool, action: Callable[[], None]) -> bool:
         """Whether no neighbour reads there what the round before has left; if one does, this is done after that."""
         with self.lock:
             if all(saying.is_acknowledged for saying in place.given):
@@ -275,7 +277,7 @@ class HostRound:
             place.waiting.append(lambda: self.do(turn, place, anew, action))
             return False
 
-    def _freed(self, place: Place) -> None:
+    def _freed(self, place: HostSlot) -> None:
         with self.lock:
             if not all(saying.is_acknowledged for saying in place.given):
                 return
@@ -285,11 +287,11 @@ class HostRound:
 
     # -- sums ---------------------------------------------------------------------------------------------
 
-    def _is_wanted(self, turn: Turn, place: Place, anew: bool) -> bool:
+    def _is_wanted(self, turn: Turn, place: HostSlot, anew: bool) -> bool:
         """Under the lock: whether the round that this is done for is still the one, and the slice not begun again."""
         return self.turn is turn and place.number in turn.by_number and turn.is_anew(place.number) == anew
 
-    def add(self, turn: Turn, place: Place, anew: bool) -> None:
+    def add(self, turn: Turn, place: HostSlot, anew: bool) -> None:
         """This host's gradients."""
         if not self._is_free(turn, place, anew, functools.partial(self.add, turn, place, anew)):
             return
@@ -309,7 +311,7 @@ class HostRound:
             message = HostSum(self.generation, turn.number, place.number, anew)
             self._say(turn, place, anew, ReliableSend(primary, message, [place.wide_bytes]))
 
-    def _has_come(self, turn: Turn, place: Place, anew: bool, host: str) -> None:
+    def _has_come(self, turn: Turn, place: HostSlot, anew: bool, host: str) -> None:
         with self.lock:
             if not self._is_wanted(turn, place, anew):
                 return
@@ -318,7 +320,7 @@ class HostRound:
         if is_last:
             self._finish(turn, place, anew)
 
-    def _finish(self, turn: Turn, place: Place, anew: bool) -> None:
+    def _finish(self, turn: Turn, place: HostSlot, anew: bool) -> None:
         """At its primary: the sums of all hosts are here."""
         if not self._is_free(turn, place, anew, functools.partial(self._finish, turn, place, anew)):
             return
@@ -338,7 +340,7 @@ class HostRound:
             place.spare += others
         self._give(turn, place, anew)
 
-    def _give(self, turn: Turn, place: Place, anew: bool) -> None:
+    def _give(self, turn: Turn, place: HostSlot, anew: bool) -> None:
         """The sum is here: to those who have it from here."""
         assert place.region is not None
         message = WholeSum(self.generation, turn.number, place.number, anew)
@@ -357,7 +359,7 @@ class HostRound:
             self._say(turn, place, anew, ReliableSend(partners[name], message, data))
         self._has(turn, place, anew)
 
-    def _say(self, turn: Turn, place: Place, anew: bool, saying: ReliableSend) -> None:
+    def _say(self, turn: Turn, place: HostSlot, anew: bool, saying: ReliableSend) -> None:
         name = saying.partner.name
         with self.lock:
             if self.is_closed or not self._is_wanted(turn, place, anew):
@@ -367,7 +369,7 @@ class HostRound:
                 self._outboxes[name] = Outbox(name)
             self._outboxes[name].put(saying)
 
-    def _has(self, turn: Turn, place: Place, anew: bool) -> None:
+    def _has(self, turn: Turn, place: HostSlot, anew: bool) -> None:
         with self.lock:
             if not self._is_wanted(turn, place, anew):
                 return
@@ -414,7 +416,7 @@ class HostRound:
             got = functools.partial(self._got, turn, place, message.anew, request.peer.name, data)
             self.do(turn, place, message.anew, got)
 
-    def _got(self, turn: Turn, place: Place, anew: bool, sender: str, data: Bytes | None) -> None:
+    def _got(self, turn: Turn, place: HostSlot, anew: bool, sender: str, data: Bytes | None) -> None:
         if not self._is_free(turn, place, anew, functools.partial(self._got, turn, place, anew, sender, data)):
             return
         with place.lock:

@@ -15,7 +15,7 @@ import torch.distributed
 from torch._C._distributed_c10d import Store
 
 from syncline.config import JobConfig
-from syncline.core.forecast import Forecasts, Outcome
+from syncline.core.forecast import ForecastOutcome, Forecasts
 from syncline.core.members import Member
 from syncline.core.ring import check_circle_hosts, partner_of
 from syncline.core.slice_state import Identity
@@ -146,7 +146,7 @@ class GroupRound:
             bucket.lay(own, equal)
             self._pending.append(self._reduce(bucket.flat))
 
-    def make(self, work: RoundTask, outcome: Outcome) -> RoundSums:
+    def make(self, work: RoundTask, outcome: ForecastOutcome) -> RoundSums:
         """The round is whole."""
         counted = counted_in(work)
         if outcome.was_forecast:

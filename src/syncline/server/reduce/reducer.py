@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from syncline.core.forecast import Forecasts, Outcome, Share
+from syncline.core.forecast import CommitShare, ForecastOutcome, Forecasts
 from syncline.core.layout import Slice
 from syncline.core.members import by_name
 from syncline.core.rounds import Commit
@@ -60,7 +60,7 @@ class Early:
 _NONE = _Staged(0, lambda part: None, set())
 
 
-def forecast_commits(shares: Sequence[Share]) -> Counted:
+def forecast_commits(shares: Sequence[CommitShare]) -> Counted:
     """The commits of a forecast, as far as they count."""
     counted = []
     for share in shares:
@@ -71,9 +71,9 @@ def forecast_commits(shares: Sequence[Share]) -> Counted:
     return counted
 
 
-def settle_forecast(forecasts: Forecasts, work: RoundTask, num_slices: int) -> Outcome:
+def settle_forecast(forecasts: Forecasts, work: RoundTask, num_slices: int) -> ForecastOutcome:
     """A round is whole: what of its forecast has held. `num_slices`: of the round."""
-    shares = [Share(*key_of(commit), commit.item.weight, commit.item.pushed) for commit in work.commits]
+    shares = [CommitShare(*key_of(commit), commit.item.weight, commit.item.pushed) for commit in work.commits]
     changed = {number for commit in work.commits for number in commit.item.changed}
     is_early = all(commit.item.is_early for commit in work.commits)
     return forecasts.settle(shares, changed, num_slices, is_early=is_early, skip=work.skip)

@@ -19,7 +19,7 @@ from syncline.core.collectives import (
     num_bytes,
 )
 from syncline.core.members import Member
-from syncline.core.wire.collectives import Broken, Offer, Piece, Take, Taken, Withdraw
+from syncline.core.wire.collectives import Broken, Offer, Take, Taken, TensorPiece, Withdraw
 from syncline.core.wire.message import Message
 from syncline.errors import CollectiveError, ConnectionLost, FrameError
 from syncline.net.rpc import Request
@@ -44,7 +44,7 @@ class Pairs:
         self._peers, self._rendezvous = calls.peers, calls.rendezvous
         self._change = self._peers.change
         self._queues: dict[tuple[str, int], TicketQueue] = {}
-        self._peers.handlers.update(dict.fromkeys((Offer, Take, Piece, Taken, Withdraw), self))
+        self._peers.handlers.update(dict.fromkeys((Offer, Take, TensorPiece, Taken, Withdraw), self))
 
     # -- sending ------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class Pairs:
                 if answer is None:
                     for start in range(0, len(value.data), CHUNK_BYTES):
                         part = buffer_of(value.data[start : start + CHUNK_BYTES])
-                        link.send(Piece(number, start), [part], len(part))
+                        link.send(TensorPiece(number, start), [part], len(part))
                     answer = self._answer(link, stream, waiting, number, False)
                     assert answer is not None
             except BaseException:
@@ -250,7 +250,7 @@ class Pairs:
             if payload_bytes != self._inline_bytes(message):
                 raise FrameError(f"{payload_bytes} bytes with an offer of other sizes")
             return [memoryview(bytearray(payload_bytes))]
-        if isinstance(message, Piece) and 0 < payload_bytes <= CHUNK_BYTES:
+        if isinstance(message, TensorPiece) and 0 < payload_bytes <= CHUNK_BYTES:
             with self._change:
                 inbox = self._rendezvous.heard.stream(link).inbox
             if inbox is None or inbox.number != message.number:
@@ -292,7 +292,11 @@ class Pairs:
                 kept = [one for one in stream.offers if one[0].number != message.number]
                 stream.offers.clear()
                 stream.offers.extend(kept)
-            elif isinstance(message, Piece) and stream.inbox is not None and stream.inbox.number == message.number:
+            elif (
+                isinstance(message, TensorPiece)
+                and stream.inbox is not None
+                and stream.inbox.number == message.number
+            ):
                 stream.inbox.count += sum(map(len, request.payload))
             self._change.notify_all()
 

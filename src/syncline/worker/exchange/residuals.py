@@ -13,7 +13,7 @@ import numpy as np
 
 from syncline.core.codecs.codec import Floats
 from syncline.core.codecs.named import Codecs
-from syncline.core.codecs.pieces import NOT_SENT, Encoded, Place, SliceCoder, Unit, coder_of
+from syncline.core.codecs.pieces import NOT_SENT, Encoded, PiecePlace, SliceCoder, Unit, coder_of
 from syncline.core.layout import Layout, Parameter, Ranges, Segment, Slice, in_ranges
 from syncline.errors import StoreError
 from syncline.worker.arrays import Bytes
@@ -26,7 +26,7 @@ class _Pending(NamedTuple):
     part: Slice
     encoded: Encoded
     residual: Floats | None
-    has: set[Place]
+    has: set[PiecePlace]
 
 
 def encoder_of(
@@ -74,13 +74,13 @@ class PushEncoder:
         self._pending[part.id] = _Pending(part, encoded, residual, has)
         return encoded
 
-    def _pushed(self, segment: Segment, part: Slice, pushed: Ranges | None) -> set[Place]:
+    def _pushed(self, segment: Segment, part: Slice, pushed: Ranges | None) -> set[PiecePlace]:
         places = (place for unit in self.coder.units(segment, part) for place in unit.places)
         first = segment.first_parameter
         return {place for place in places if pushed is None or in_ranges(pushed, first + place.parameter)}
 
     def _encode(
-        self, part: Slice, unit: Unit, has: Collection[Place], values: Floats, residual: Floats | None
+        self, part: Slice, unit: Unit, has: Collection[PiecePlace], values: Floats, residual: Floats | None
     ) -> Bytes:
         """What the unit `has` not counts as zeros."""
         before = self._residuals.get(part.id) if residual is not None else None
@@ -139,7 +139,7 @@ class PushEncoder:
         self._pending.clear()
         return found
 
-    def _adopt(self, part: Slice, residual: Floats, others: Collection[Place]) -> None:
+    def _adopt(self, part: Slice, residual: Floats, others: Collection[PiecePlace]) -> None:
         """`others`: what the push does not have."""
         number = part.id
         self._parts[number] = part
@@ -186,7 +186,7 @@ class PushEncoder:
                 target[:] = values[place.start : place.start + target.size]
         return found
 
-    def _encoded_places(self, part: Slice) -> Iterator[tuple[Parameter, Place]]:
+    def _encoded_places(self, part: Slice) -> Iterator[tuple[Parameter, PiecePlace]]:
         segment = self._layout.segments[part.segment]
         for unit in self.coder.units(segment, part):
             if unit.is_encoded:
