@@ -404,13 +404,12 @@ def test_a_worker_that_was_told_to_go_did_not_end_well(play: Callable[..., Play]
 def test_out_of_memory_is_said_only_where_the_kernel_says_so(
     play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = 3
-    monkeypatch.setattr(OomKills, "at_start", lambda kills, pid: count)
-    monkeypatch.setattr(OomKills, "explains", lambda kills, pid, at_start: count > at_start)
+    counts = iter([3, 4])
+    monkeypatch.setattr(OomKills, "at_start", lambda kills, pid: 3)
+    monkeypatch.setattr(OomKills, "explains", lambda kills, pid, at_start: next(counts) > at_start)
     job = play()
     job.end("worker-1", -9)
     job.wait_for_life("worker-1", 2)
-    count = 4
     job.end("worker-1", -9)
     job.wait_for_life("worker-1", 3)
     assert [died.reason for died in job.coordinator.told] == [

@@ -12,7 +12,7 @@ from syncline.core.replica_sets import protection
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.hosts import assign, parse_workers, quietest, settle_workers
-from syncline.launch.running import Plans, Script, settle_here, settle_replicas
+from syncline.launch.running import Plans, Script, settle_here, settle_name, settle_replicas
 
 
 def test_a_number_of_workers_or_the_least_and_the_most() -> None:
@@ -110,7 +110,7 @@ def test_one_more_goes_to_the_host_with_the_fewest() -> None:
 
 
 def test_in_a_ring_servers_follow_the_workers_and_have_no_processes() -> None:
-    given, config = settle_here({"workers": 3, "exchange": "ring"}, Script(path="train.py"))
+    given, config = settle_here({"workers": 3, "exchange": "ring"})
     assert (config.servers, config.replicas, config.ack) == (3, 3, "replicated")
     plans = Plans(jobfile.new("h", 1, given), config, Script(path="train.py"), 3).first()
     assert [plan.name for plan in plans] == ["coordinator", "worker-0", "worker-1", "worker-2"]
@@ -119,7 +119,7 @@ def test_in_a_ring_servers_follow_the_workers_and_have_no_processes() -> None:
 
 def test_in_a_ring_a_server_is_on_its_workers_host_and_shares_its_cores() -> None:
     said = {"hosts": "a:2,b:1", "exchange": "ring", "cores": "auto"}
-    given, config = settle_here(said, Script(path="train.py"))
+    given, config = settle_here(said)
     where = assign(config)
     assert [where[f"server-{k}"] for k in range(3)] == [where[f"worker-{k}"] for k in range(3)] == ["a", "a", "b"]
     plans = Plans(jobfile.new("h", 1, given), config, Script(path="train.py"), 3).first()
@@ -137,7 +137,7 @@ def test_in_a_ring_a_server_is_on_its_workers_host_and_shares_its_cores() -> Non
 )
 def test_what_a_ring_excludes_is_said_at_launch(said: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settle_here({"workers": 2, "exchange": "ring", **said}, Script(path="train.py"))
+        settle_here({"workers": 2, "exchange": "ring", **said})
 
 
 def test_jobs_that_start_in_the_same_second_have_folders_of_their_own(
@@ -146,13 +146,12 @@ def test_jobs_that_start_in_the_same_second_have_folders_of_their_own(
     """They had one name: the second was refused, or took the first one's logs away."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20250101-120000")
-    names = [settle_here({}, Script(path="train.py"))[1].name for _ in range(3)]
+    names = [settle_name(*settle_here({}), Script(path="train.py"))[1].name for _ in range(3)]
     assert names == ["train-20250101-120000", "train-20250101-120000-2", "train-20250101-120000-3"]
-    assert settle_here({"name": "train-20250101-120000"}, Script(path="train.py"))[1].name == names[0], (
-        "as it is said"
-    )
+    said = settle_here({"name": "train-20250101-120000"})
+    assert settle_name(*said, Script(path="train.py"))[1].name == names[0], "as it is said"
     (tmp_path / "file").touch()
     with pytest.raises(
         ConfigError, match=r"the folder file/train-.* cannot be used: Not a directory; say another with --runs"
     ):
-        settle_here({"runs": "file"}, Script(path="train.py"))
+        settle_name(*settle_here({"runs": "file"}), Script(path="train.py"))

@@ -26,7 +26,7 @@ class Reader(Worker):
         super().__init__(job, name)
         assert job.scenario.data is not None
         self.data = job.scenario.data
-        self.place, self.phase = 0, "open"
+        self.place, self.activity = 0, "open"
         self.uses, self.portion, self.piece = LeaseAcks(), Portion(self.data.batch), None
         self.piece: BatchRange | None
         self.is_finished, self.has_paused, self.enters_again = False, False, False
@@ -39,7 +39,7 @@ class Reader(Worker):
         self.said: dict[str, tuple[Any, Session | None]] = {}
 
     def what(self) -> str:
-        return f" {self.phase} level {self.level} left {self.portion.num_left} piece {self.piece}"
+        return f" {self.activity} level {self.level} left {self.portion.num_left} piece {self.piece}"
 
     def is_said(self, life: str, kind: str, body: Any) -> bool:
         """Questions about leases are said once in each connection."""
@@ -80,7 +80,7 @@ class Reader(Worker):
         elif self.must_tell and self.has_paused and self.has_entered:
             self._ask_all("rest", (self.rests_from, False))
         else:
-            getattr(self, "_" + self.phase)()
+            getattr(self, "_" + self.activity)()
 
     def _ask_for(self, kind: str, body: Any) -> None:
         if kind not in self.asks:
@@ -95,7 +95,7 @@ class Reader(Worker):
         if self.heed(session, frame) and "open_epoch" in self.asks and number == self.place:
             del self.asks["open_epoch"]
             self.portion, self.is_finished, self.level = Portion(self.data.batch), not is_left, 0
-            self.phase, self.num_steps = "read", 0
+            self.activity, self.num_steps = "read", 0
             self.pump()
 
     def _leaves_early(self) -> bool:
@@ -114,7 +114,7 @@ class Reader(Worker):
     def _read(self) -> None:
         if self.piece is None and not self.is_finished and self._leaves_early():
             self._forget_question()
-            self.phase = "end"
+            self.activity = "end"
             self._end()
             return
         self._ask_ahead()
@@ -129,7 +129,7 @@ class Reader(Worker):
         if self.piece is not None:
             self._step(self.piece)
         elif self.is_finished:
-            self.phase = "end"
+            self.activity = "end"
             self._end()
         elif "ask_lease" not in self.asks:
             self._wait()
@@ -189,7 +189,7 @@ class Reader(Worker):
 
     def on_recall(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):
-            is_here = self.phase == "read" and frame.body[0] == self.place
+            is_here = self.activity == "read" and frame.body[0] == self.place
             before = self.portion.given if "given_once" in self.job.bugs else []
             newest = self.portion.newest if is_here else None
             given = self.portion.give_back(keeps_begun=False) if is_here else []
@@ -214,7 +214,7 @@ class Reader(Worker):
         """Whether it is in no more rounds up to this phase; all servers are told, once until its next step."""
         if self.open:
             return False
-        if self.has_paused and self.phase % LOOP > 0 and self.phase == "read":
+        if self.has_paused and self.phase % LOOP > 0 and self.activity == "read":
             return True
         self.rests_from = phase
         if not self.has_entered:
@@ -236,8 +236,8 @@ class Reader(Worker):
 
     def _are_told(self) -> None:
         self.phase, self.needs_place, self.has_paused = self.rests_from + 1, True, True
-        if self.phase == "rest":
-            self.place, self.phase = self.place + 1, "open"
+        if self.activity == "rest":
+            self.place, self.activity = self.place + 1, "open"
             self.enters_again = False
         else:
             again = self.has_entered and "no_second_entry" not in self.job.bugs
@@ -259,7 +259,7 @@ class Reader(Worker):
     def _is_left(self) -> None:
         if self.is_finished:
             self.uses.forget(self.portion.numbers)
-        self.phase = "rest"
+        self.activity = "rest"
         self.pump()
 
     def _rest(self) -> None:

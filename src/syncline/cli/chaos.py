@@ -23,7 +23,7 @@ from syncline.core.units import counted, duration
 from syncline.errors import ConfigError
 from syncline.launch.hosts import assign
 from syncline.launch.processes import LOCAL_HOSTS
-from syncline.launch.running import Script, run_job
+from syncline.launch.running import Script, run_job, settle_name
 
 ROLES = ("worker", "server", "coordinator")
 
@@ -68,6 +68,7 @@ def chaos(
         raise ConfigError("syncline chaos kills processes of this host only; leave -H out")
     if config.is_ring and rate.roles == ["server"]:
         raise ConfigError("--roles server: a ring's servers are in its workers' processes; say --roles worker")
+    given, config = settle_name(given, config, script)
     before = None
     if baseline:
         code, before = _run({**given, "name": f"{config.name}-baseline"}, config, script, None)
@@ -81,8 +82,9 @@ def chaos(
 def _run_parameters(context: typer.Context, words: list[str]) -> dict[str, Any]:
     """The words after our own, read as `syncline run` reads its own."""
     assert context.parent is not None
-    commands: Mapping[str, Any] = vars(context.parent.command)["commands"]
-    parameters: dict[str, Any] = commands["run"].make_context("run", list(words), parent=context.parent).params
+    command: Any = context.parent.command
+    run = command.get_command(context.parent, "run")
+    parameters: dict[str, Any] = run.make_context("run", list(words), parent=context.parent).params
     return parameters
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import socket
 import sys
@@ -21,7 +22,7 @@ from syncline.launch.folder import JOURNAL, hold
 from syncline.launch.hosts import parse_workers
 from syncline.launch.member import run_worker
 from syncline.launch.processes import MemberPlan
-from syncline.launch.running import Script, check_script, listen, server_hosts, settle_here
+from syncline.launch.running import Script, check_script, listen, server_hosts, settle_here, settle_name
 from syncline.net import tcp
 
 JobOption = Annotated[
@@ -56,10 +57,13 @@ def coordinator(
     launch = settings_of(said) | (parse_workers(workers) if workers is not None else {})
     if "least_workers" in launch:
         launch["workers"] = launch["workers"] or launch["least_workers"]  # who comes by hand is not known yet
-    given, config = settle_here(launch, Script(path=job.stem))
+    given, config = settle_here(launch)
     if config.bind.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::") or config.bind in ("0.0.0.0", "::"):
         raise ConfigError(f"--bind {config.bind}: members must know where to connect; give an address of this host")
-    with listen(config) as sock, hold(config):
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(listen(config))
+        given, config = settle_name(given, config, Script(path=job.stem))
+        stack.enter_context(hold(config))
         file = jobfile.new(str(sock.getsockname()[0]), sock.getsockname()[1], given)
         jobfile.write(job, file)
         sys.stderr.write(f"syncline: coordinator: {protection_of(config, server_hosts(config))}\n")

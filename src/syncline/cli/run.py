@@ -73,7 +73,7 @@ def prepare(said: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig, Script]
     workers = launch.pop("workers", None)
     launch.update(parse_workers(workers) if workers is not None else _default_workers(launch))
     check_script(target)
-    given, config = settle_here(launch, target)
+    given, config = settle_here(launch)
     check_own_codecs(config, "" if target.is_module else target.path)
     return given, config, target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -43,7 +44,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     arguments: list[str] = []
 
 
-def settle_here(launch: Mapping[str, Any], script: Script) -> tuple[dict[str, Any], JobConfig]:
+def settle_here(launch: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig]:
     """All that is given for a job: the command line over syncline.toml; checked as far as it can be."""
     said = {**configuration.read_toml_here(), **configuration.check_known(launch, "command line")}
     check_said(said)
@@ -57,10 +58,15 @@ def settle_here(launch: Mapping[str, Any], script: Script) -> tuple[dict[str, An
     check_circle_hosts(config, server_hosts(config))
     if not config.hosts:
         check_circle_gpus(config, max(config.workers, config.most_workers), configuration.num_gpus())
-    if not config.name:
-        given = {**given, "name": claim_name(pathlib.Path(config.runs), default_name(script))}
-        config = configuration.resolve(given)
     return given, config
+
+
+def settle_name(given: dict[str, Any], config: JobConfig, script: Script) -> tuple[dict[str, Any], JobConfig]:
+    """A job without a name gets one, and its folder: last, so that a refused command leaves nothing behind."""
+    if config.name:
+        return given, config
+    given = {**given, "name": claim_name(pathlib.Path(config.runs), default_name(script))}
+    return given, configuration.resolve(given)
 
 
 def server_hosts(config: JobConfig) -> list[str]:
@@ -109,7 +115,10 @@ def run_job(
     if not config.replicas:
         given = settle_replicas(given, config, server_hosts(config))
         config = configuration.resolve(given)
-    with listen(config) as sock, hold(config) as folder:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(listen(config))
+        given, config = settle_name(given, config, script)
+        folder = stack.enter_context(hold(config))
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
         plans = Plans(file, config, script, sock.fileno())
         for told in (protection_of(config, server_hosts(config)), trust_told(config, server_hosts(config))):
