@@ -331,7 +331,8 @@ class EpochLeases:
         self._asks, self._uses, self._data = asks, uses, data
         self._times, self._worker = times, worker
         self._portion = Portion(part_of(data, worker))
-        self._asked: PendingAnswer | None = None
+        self._asked: PendingAnswer | None = None  # a lease that was asked for ahead
+        self._ahead = threading.Lock()  # whoever takes what came of it: the script, or a recall
         self._not_before = 0.0  # there was no answer, or nothing in it
         self._told = times.measured  # samples and seconds of work, as last said
         self._untold: list[LeaveEpoch] = []  # what the coordinator is still to hear of the end of this loop
@@ -394,9 +395,7 @@ class EpochLeases:
         """While a whole lease is still to be read, so that training goes on without the coordinator."""
         now = time.monotonic()
         try:
-            if self._asked is not None and self._asked.arrives(0):
-                asked, self._asked = self._asked, None
-                self._take(asked.wait(0))
+            self._take_ahead()
             if self._is_finished or self._asked is not None or now < self._not_before:
                 return
             if self._is_common and self._portion.num_left:
@@ -406,9 +405,18 @@ class EpochLeases:
         except SynclineError:
             self._not_before = now + _AGAIN_SECONDS
 
+    def _take_ahead(self) -> None:
+        """Takes the lease that was asked for ahead, if it has come."""
+        with self._ahead:
+            asked = self._asked
+            if asked is not None and asked.arrives(0):
+                self._asked = None
+                self._take(asked.wait(0))
+
     def _wait(self) -> Message:
         """Nothing is left here. When others have all the rest, no round is to wait for this worker meanwhile."""
-        asked, self._asked = self._asked, None
+        with self._ahead:
+            asked, self._asked = self._asked, None
         if asked is not None:
             with contextlib.suppress(SynclineError):
                 answer = asked.wait(_ANSWER_SECONDS)
@@ -431,7 +439,6 @@ class EpochLeases:
                 called.answer()
 
     def _take(self, answer: Message) -> None:
-        self._asked = None
         assert isinstance(answer, GivenLease)
         if answer.is_finished:
             self._is_finished, self.is_shared = True, answer.is_shared
@@ -452,8 +459,11 @@ class EpochLeases:
     def give_back(self) -> GaveBack:
         """What is not cut into batches yet is others'; in the thread that hears the coordinator.
 
-        Nothing of a shard that is begun: the next worker must read it from its first sample.
+        Nothing of a shard that is begun: the next worker must read it from its first sample. A lease that has come
+        ahead is given back too: the script may be in a long step, and takes it after that only.
         """
+        with contextlib.suppress(SynclineError):
+            self._take_ahead()
         newest = self._portion.newest  # before that: one that comes now is not given back
         return GaveBack(self._portion.give_back(keeps_begun=self._data.num_shards > 0), newest)
 
