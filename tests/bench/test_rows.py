@@ -48,14 +48,14 @@ def test_without_an_address_there_is_no_tls_to_measure(monkeypatch: pytest.Monke
 TINY = Effort(num_pairs=5, turn_seconds=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "names",
     [
         ["shm", "shm-small", "all-reduce", "all-reduce-small"],
-        pytest.param(["tcp"], marks=pytest.mark.proof),
-        pytest.param(["tls"], marks=pytest.mark.proof),
-        pytest.param(["step"], marks=pytest.mark.proof),
+        ["tcp"],
+        ["tls"],
+        ["step"],
     ],
     ids="+".join,
 )

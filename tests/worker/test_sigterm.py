@@ -133,9 +133,9 @@ def test_a_fenced_worker_says_so_in_one_line(tmp_path: pathlib.Path) -> None:
     text = """
     from syncline.launch import jobfile
     from syncline.launch.member import run_worker
-    from syncline.launch.processes import Plan
+    from syncline.launch.processes import MemberPlan
     file = jobfile.new("127.0.0.1", 1, {})
-    sys.exit(run_worker(Plan(role="worker", name="worker-2", host="local", file=file, script="script.py")))
+    sys.exit(run_worker(MemberPlan(role="worker", name="worker-2", host="local", file=file, script="script.py")))
     """
     process = start(tmp_path, textwrap.dedent(text))
     output, _ = process.communicate(timeout=PATIENCE)
