@@ -14,7 +14,7 @@ JOBS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test check proof soak bench bench-check lint clean
+.PHONY: help setup data train test check proof soak bench bench-check lint docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,7 +37,11 @@ lint: setup ## ruff, mypy, the layers
 check: lint ## lint and the quick tests: before each commit
 	@$(PYTEST) -m "not slow and not proof and not soak" $(ARGS)
 
-test: setup data lint ## lint and all tests
+# Not --quiet: it hides warnings, and --strict then does not count them.
+docs: setup ## the site into site/; fails where a link or an anchor leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+test: setup data lint docs ## lint, the site and all tests
 	@$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
 proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done; figures at its end
@@ -55,5 +59,5 @@ bench-check: setup ## this checkout against BASE=<commit>, in turns; fails where
 	@$(BIN)/python -m benchmarks.check $(BASE) $(foreach row,$(ROWS),--only "$(row)") $(ARGS)
 
 clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find src tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -256,7 +256,7 @@ def test_the_ban_on_the_environment_sees(text):
 
 def test_the_design_names_every_module():
     """Of the packages that its list of the house goes through; a name may stand for the same one elsewhere."""
-    text = (ROOT / "docs" / "design.md").read_text()
+    text = (ROOT / "docs" / "internals" / "design.md").read_text()
     listed = set(re.findall(r"\w+", text.partition("\nsrc/syncline/\n")[2].partition("```")[0]))
     whole = ("testing",)  # named as a whole
     modules = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] not in whole]
@@ -264,7 +264,7 @@ def test_the_design_names_every_module():
 
 
 def test_the_page_on_reliability_counts_the_planted_bugs():
-    text = (ROOT / "docs" / "reliability.md").read_text()
+    text = (ROOT / "docs" / "internals" / "reliability.md").read_text()
     assert re.findall(r"(\d+) planted bugs", text) == [str(len(BUGS))]
 
 

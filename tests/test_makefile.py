@@ -23,6 +23,7 @@ TARGETS = [
     "bench",
     "bench-check",
     "lint",
+    "docs",
     "clean",
 ]
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
@@ -72,7 +73,7 @@ def test_help_names_every_target():
 
 
 def test_every_make_command_of_the_docs_exists():
-    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/design.md")]
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/internals/design.md")]
     text = "\n".join(page.read_text() for page in pages)
     code = [*re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL), *re.findall(r"`[^`\n]+`", text)]
     named = set(re.findall(r"^`?make ([a-z-]+)", "\n".join(code), re.MULTILINE))
@@ -97,7 +98,15 @@ def test_pytest_has_the_last_word():
     lines = make_n("test", "ARGS=-k placement")
     assert "-m pytest -q" in lines[-1] and lines[-1].endswith(" -k placement")
     text = "\n".join(lines)
-    for tool in ("setup.sh", "fetch_data.sh", "ruff check", "ruff format --check", "mypy", "lint-imports"):
+    for tool in (
+        "setup.sh",
+        "fetch_data.sh",
+        "ruff check",
+        "ruff format --check",
+        "mypy",
+        "lint-imports",
+        "mkdocs build",
+    ):
         assert tool in text
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv with syncline (editable) and what its tests need. Called by `make setup`.
+# Makes .venv with syncline (editable) and what its tests and its site need. Called by `make setup`.
 #
 # .venv/.setup holds what the environment was made from: the place and the two files below, whole. When that is
 # still so, nothing is done, and this costs some milliseconds.
@@ -103,6 +103,6 @@ fi
 # The old stamp goes first, so that an install that was cut short is repeated.
 rm -f "$STAMP"
 say "installing syncline and the tools of its tests (torch is the large one)"
-"$VENV/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+"$VENV/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 wanted >"$STAMP"
 say "ready"

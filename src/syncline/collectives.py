@@ -1,4 +1,4 @@
-"""Collectives: what the workers of a job do together, with no server between them; see docs/collectives.md.
+"""Collectives: what the workers of a job do together, with no server between them; see docs/guides/collectives.md.
 
 On NumPy arrays and torch tensors. Every rank of a group makes the same calls in the same order; whoever does not is
 named by a CollectiveError, which every rank gets. With `wait=False` a call returns a ticket (`.done()`,

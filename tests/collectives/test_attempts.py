@@ -23,7 +23,7 @@ from syncline.worker.job import Job
 F3, LARGE = np.ones(3, np.float32), np.ones(50_000, np.float32)
 REMEDY = (
     "; their scripts are not at the same place, so this call fails at all of them. Catch the error in every worker "
-    "and call syncline.collectives.restart() (docs/collectives.md, 'When a worker starts again')"
+    "and call syncline.collectives.restart() (docs/guides/collectives.md, 'When a worker starts again')"
 )
 #: Those that live after worker-1 has started again.
 LIVING = [0, 2, 3]

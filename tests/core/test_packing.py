@@ -57,7 +57,7 @@ def test_as_many_as_was_said_fit_wherever_they_lie(size: int, share: float, seed
         assert np.array_equal(np.flatnonzero(out), places)
     if share <= 0.05:
         assert known.num_items > 5 * share * size * (1 - 8 / LEAST_PACKED), (
-            "docs/codecs.md says about six times the share"
+            "docs/guides/codecs.md says about six times the share"
         )
 
 

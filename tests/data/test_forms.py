@@ -1,4 +1,4 @@
-"""What a batch is, by source: the table in docs/data.md, row by row."""
+"""What a batch is, by source: the table in docs/guides/data.md, row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of exit codes in docs/restarts.md, row by row."""
+"""The table of exit codes in docs/reference/exit-codes.md, row by row."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_workers_that_do_not_come_in_time_are_1(commands: Any) -> None:
 
 
 def test_the_page_has_these_rows() -> None:
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "restarts.md").read_text()
-    table = page.partition("## Exit codes")[2]
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "reference" / "exit-codes.md").read_text()
+    table = page.partition("## syncline run")[2]
     for row in ("every worker ended well", "replaced", "stop rule", "Ctrl-C", "130", "128 + signal number"):
         assert row in table

@@ -48,4 +48,4 @@ def test_codecs_and_local_steps_are_as_good(tmp_path: pathlib.Path) -> None:
         sent = statistics.mean(num_bytes for _, num_bytes in found)
         print(f"{name:22} {means[name]:6.2f} % mean of {accuracies}  {sent:12,.0f} bytes/step", flush=True)
     worse = {name: means["none"] - mean for name, mean in means.items() if mean < means["none"] - 1.0}
-    assert not worse, "a point is the reach (docs/codecs.md)"
+    assert not worse, "a point is the reach (docs/guides/codecs.md)"

@@ -133,7 +133,7 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(tmp_path: pathlib.Path) 
 
 
 GUIDE = re.findall(
-    r"```python\n(.*?)```", (pathlib.Path(__file__).parents[2] / "docs/schedules.md").read_text(), re.DOTALL
+    r"```python\n(.*?)```", (pathlib.Path(__file__).parents[2] / "docs/guides/schedules.md").read_text(), re.DOTALL
 )
 
 

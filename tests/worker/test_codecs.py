@@ -194,7 +194,7 @@ def test_a_slice_that_is_announced_and_does_not_come_is_an_error(monkeypatch: py
 
 
 class Sign:
-    """As docs/codecs.md has it."""
+    """As docs/guides/codecs.md has it."""
 
     name, is_lossy = "sign", True
 

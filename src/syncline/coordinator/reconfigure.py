@@ -1,7 +1,8 @@
 """The reconfiguration thread: takes the job from one generation to the next, and moves slices to their servers.
 
-A generation is kept in the journal, prepared on all servers, installed, and finished; docs/design.md tells why. The
-same thread runs what must not overlap with a reconfiguration: seeding of backups, leases of the dead, and snapshots.
+A generation is kept in the journal, prepared on all servers, installed, and finished; docs/internals/design.md tells
+why. The same thread runs what must not overlap with a reconfiguration: seeding of backups, leases of the dead, and
+snapshots.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ INLINE_BYTES = 16 << 10
 _REMEDY = "; all ranks of a group make the same calls in the same order"
 _RESTART = (
     "; their scripts are not at the same place, so this call fails at all of them. Catch the error in every worker "
-    "and call syncline.collectives.restart() (docs/collectives.md, 'When a worker starts again')"
+    "and call syncline.collectives.restart() (docs/guides/collectives.md, 'When a worker starts again')"
 )
 #: Parts of a reduction begin where a cache line does.
 _LINE = 64

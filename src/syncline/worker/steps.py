@@ -24,7 +24,7 @@ CANNOT_RESUME = 76
 
 REMEDY = (
     "To make a script restartable, loop over syncline.torch.DataLoader, or `for step in job.steps(n)`, or "
-    "`for step in range(job.resume_at(), n)` (docs/restarts.md)"
+    "`for step in range(job.resume_at(), n)` (docs/guides/restarts.md)"
 )
 
 
@@ -32,7 +32,7 @@ REMEDY = (
 MOST_TIMES = 2.0
 RATES_REMEDY = (
     'Keep the schedule with the job, e.g. job.state["sched"] = scheduler, or make it a function of job.progress with '
-    "syncline.torch.schedule (docs/schedules.md)"
+    "syncline.torch.schedule (docs/guides/schedules.md)"
 )
 
 

@@ -1,4 +1,4 @@
-"""The verbs, as one worker's script calls them; see docs/collectives.md."""
+"""The verbs, as one worker's script calls them; see docs/guides/collectives.md."""
 
 from __future__ import annotations
 
