@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +28,11 @@ from syncline.core.settings import check_settings
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.folder import claim_name, found_by_others, hold
+from syncline.launch.forkserver import ForkServer
 from syncline.launch.hosts import assign, parse_hosts, quietest, settle_workers
 from syncline.launch.launcher import Launcher, Screen
 from syncline.launch.processes import LOCAL_HOSTS, MemberPlan, MemberProcess, start_member
 from syncline.launch.saving import settle_saving
-from syncline.launch.standby import Standby
 from syncline.launch.watching import Watching, ask_to_save
 from syncline.net import tcp
 
@@ -99,6 +100,18 @@ def default_name(script: Script) -> str:
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+_IMPORTS_TORCH = re.compile(r"^\s*(import|from)\s[^#\n]*\btorch\b", re.MULTILINE)
+
+
+def mentions_torch(script: Script) -> bool:
+    """Whether the script's own text imports torch. A script that imports it by another module starts more slowly."""
+    path = pathlib.Path(*script.path.split(".")).with_suffix(".py") if script.is_module else pathlib.Path(script.path)
+    try:
+        return _IMPORTS_TORCH.search(path.read_text("utf-8", "replace")) is not None
+    except OSError:
+        return False
+
+
 def check_script(script: Script) -> None:
     if not script.is_module and not pathlib.Path(script.path).is_file():
         raise ConfigError(f"there is no script {script.path}")
@@ -109,7 +122,7 @@ def run_job(
     config: JobConfig,
     script: Script,
     screen: Screen,
-    start: Callable[[MemberPlan, str, Standby], MemberProcess] = start_member,
+    start: Callable[[MemberPlan, str, ForkServer | None], MemberProcess] = start_member,
 ) -> int:
     """`syncline run`: one job from start to verdict; the exit code. `start` starts its members."""
     if not config.replicas:
@@ -121,11 +134,15 @@ def run_job(
         folder = stack.enter_context(hold(config))
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
         plans = Plans(file, config, script, sock.fileno())
+        fork_server = stack.enter_context(contextlib.closing(ForkServer())) if config.preload else None
+        first = plans.first()
+        if fork_server is not None and any(plan.loads_torch and plan.host in LOCAL_HOSTS for plan in first):
+            fork_server.start()
         for told in (protection_of(config, server_hosts(config)), trust_told(config, server_hosts(config))):
             if told:
                 screen.line("launcher", f"syncline: {told}")
         launcher = Launcher(
-            plans.first(),
+            first,
             screen,
             Watching(file),
             folder=folder,
@@ -133,6 +150,7 @@ def run_job(
             max_restarts=config.max_restarts,
             remote=config.remote,
             start=start,
+            fork_server=fork_server,
             save=functools.partial(ask_to_save, file, config.save_seconds) if config.checkpoint else None,
         )
         with found_by_others(folder, file):
@@ -189,6 +207,7 @@ class Plans:
     def __init__(self, file: jobfile.JobFile, config: JobConfig, script: Script, listen_fd: int) -> None:
         self._file, self._config, self._script, self._listen_fd = file, config, script, listen_fd
         self._folder = os.getcwd()
+        self._scripts_load_torch = config.is_ring or mentions_torch(script)  # in a ring each has a server in it
         self._rendezvous_port = _free_port(file.host) if config.env == "torchrun" else 0
 
     def first(self) -> list[MemberPlan]:
@@ -221,6 +240,7 @@ class Plans:
                 folder=self._folder,
                 place=place,
                 tells_cores=speaks,
+                loads_torch=True,
             )
         beside = [other for other, h in where.items() if h == host and other.startswith("worker-")]
         return MemberPlan(
@@ -236,6 +256,7 @@ class Plans:
             num_local_workers=len(beside),
             place=place,
             tells_cores=speaks,
+            loads_torch=self._scripts_load_torch,
         )
 
     @staticmethod

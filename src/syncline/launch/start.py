@@ -12,6 +12,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.errors import ConfigError, SynclineError, WrongLauncher
+from syncline.launch import threads
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.ringing import OwnServer
@@ -50,6 +51,7 @@ def init(*, embedded: bool = False, **defaults: Any) -> Job:
     for key in configuration.LAUNCH_ONLY.intersection(known):
         raise ConfigError(f"init({key}=…): this is said at launch, e.g. syncline run -w 2 -s 1, or in syncline.toml")
     leave_out_the_compiler()
+    threads.settle_again()
     if _invitation is not None:
         from syncline.launch.working import join_as_worker
 
