@@ -233,13 +233,13 @@ def by_source(seeds: Iterable[SeedMove]) -> dict[tuple[str, str], list[int]]:
 def protection(replicas: int, hosts: Iterable[str], replica_sets: Collection[ReplicaSet] = ()) -> str:
     """What the death of a server would cost. `hosts`: of each server; `replica_sets`: as they are now."""
     if replicas < 2:
-        return (
-            "1 replica: if a server dies, its parameters come back from a worker's copy, and the optimizer's state "
-            "(momenta) and the newest updates are lost; with -s 2 --replicas 2 nothing is"
-        )
+        return "if a server dies, its newest updates and optimizer state are lost; -s 2 --replicas 2 keeps them"
     alone = sum(not replica_set.backups for replica_set in replica_sets)
     if alone:
-        have, they = ("has", "it lives as long as its") if alone == 1 else ("have", "they live as long as their")
-        return f"2 replicas, but {alone} of {counted(len(replica_sets), 'slice')} {have} no backup now: {they} server"
-    reach = "" if len(set(hosts)) > 1 else " (process-level only: all servers are on one host)"
-    return f"2 replicas, acknowledged by both: the loss of any one server costs nothing{reach}"
+        have, them = ("has", "it") if alone == 1 else ("have", "them")
+        return (
+            f"{alone} of {counted(len(replica_sets), 'slice')} {have} no backup now; a server's death can lose {them}"
+        )
+    if len(set(hosts)) > 1:
+        return "survives the death of any one server; the loss of a whole host can tear one step"
+    return "survives the death of any one server, but not of this host: all servers are on it"

@@ -129,15 +129,13 @@ def protection_of(config: JobConfig, hosts: Iterable[str], replica_sets: Collect
     if not config.is_ring:
         return protection(config.replicas, hosts, replica_sets)
     if len(hosts) < 2:
-        return "a ring of 1 worker: nobody else has a copy of its parameters and momenta"
+        return "no other process has a copy of the model: if the worker dies, training restarts from a checkpoint"
     alone = sum(not replica_set.backups for replica_set in replica_sets)
     if alone:
-        return f"a ring, but {alone} of {counted(len(replica_sets), 'slice')} are in one process only now"
-    reach = "" if len(set(hosts)) > 1 else " (process-level only: all are on one host)"
-    return (
-        f"a ring of {len(hosts)} workers, each of which has everything: the loss of any process but the last costs "
-        f"nothing{reach}"
-    )
+        return f"{alone} of {counted(len(replica_sets), 'slice')} are in one process only now; its death loses them"
+    if len(set(hosts)) > 1:
+        return "survives the death of all workers but one; the loss of a whole host can tear one step"
+    return "survives the death of all workers but one, but not of this host: all workers are on it"
 
 
 class Ballot(msgspec.Struct, frozen=True, array_like=True):

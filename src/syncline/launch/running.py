@@ -25,6 +25,7 @@ from syncline.core.ring import (
     trust_told,
 )
 from syncline.core.settings import check_settings
+from syncline.core.units import counted
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.folder import claim_name, found_by_others, hold
@@ -138,9 +139,8 @@ def run_job(
         first = plans.first()
         if fork_server is not None and any(plan.loads_torch and plan.host in LOCAL_HOSTS for plan in first):
             fork_server.start()
-        for told in (protection_of(config, server_hosts(config)), trust_told(config, server_hosts(config))):
-            if told:
-                screen.line("launcher", f"syncline: {told}")
+        for told in opening(config, script, folder):
+            screen.line("launcher", f"syncline: {told}")
         launcher = Launcher(
             first,
             screen,
@@ -155,6 +155,20 @@ def run_job(
         )
         with found_by_others(folder, file):
             return launcher.run()
+
+
+def opening(config: JobConfig, script: Script, folder: pathlib.Path) -> list[str]:
+    """The first lines of a job: what runs, what it survives, where to look."""
+    hosts = sorted(set(assign(config).values()))
+    servers = "as a ring" if config.is_ring else f"and {counted(config.servers, 'server')}"
+    where = "" if not config.hosts else f" on {', '.join(hosts)}"
+    trusted = trust_told(config, server_hosts(config))
+    return [
+        f"{config.name}: {counted(config.workers, 'worker')} {servers}{where}, {config.policy}; runs {script.path}",
+        protection_of(config, server_hosts(config)),
+        *([trusted] if trusted else []),
+        f"logs are in {folder}/; `syncline why {config.name}` says what the job waits for",
+    ]
 
 
 def listen(config: JobConfig) -> socket.socket:
