@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from syncline.core import repeats
 from syncline.core.members import Address
 from syncline.errors import ConfigError, ConnectionLost, NoAnswer
 from syncline.net import handshake, proving
@@ -126,6 +127,7 @@ class Listener:
         self._certificate: Certificate | None = None
         self._lock = threading.Lock()
         self._strangers: dict[int, socket.socket] = {}  # by the thread that greets
+        self._refusals = repeats.Repeats("failed connections")
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._unix_path = ""
@@ -166,9 +168,13 @@ class Listener:
         trouble = ""
         while True:
             try:
-                looks.select()
+                looks.select(repeats.SECONDS if self._refusals.num_hidden else None)
                 if self._closed:
                     return
+                with self._lock:
+                    folded = self._refusals.flush(time.monotonic())
+                for line in folded:
+                    self._log(line)
                 sock, _ = listening.accept()
                 sock.setblocking(True)
             except BlockingIOError:
@@ -200,7 +206,10 @@ class Listener:
             connection = _open(sock, proving.listening(sock, side, until))
         except Exception as error:  # whatever a stranger does ends with a line in the log
             if not self._closed:
-                self._log(f"a connection from {where} {_why_not(error)}")
+                with self._lock:
+                    lines = self._refusals.add(f"a connection from {where} {_why_not(error)}", time.monotonic())
+                for line in lines:
+                    self._log(line)
             with contextlib.suppress(OSError):
                 sock.close()
             return
@@ -237,6 +246,9 @@ class Listener:
         with self._lock:
             self._closed = True
             strangers = list(self._strangers.values())
+            folded = self._refusals.flush(time.monotonic(), is_over=True)
+        for line in folded:
+            self._log(line)
         self._ends[1].close()
         for thread in self._threads:
             thread.join(1.0)
