@@ -16,8 +16,8 @@ from syncline.errors import ConfigError
 #: Every point that code of ours passes, by the role that passes it.
 POINTS = {
     "coordinator": (
-        "change.kept", "change.prepared", "change.installed", "seed.done", "register.kept",
-        "save.expected", "gate.closed", "save.marked", "save.answered",
+        "reconfigure.kept", "reconfigure.prepared", "reconfigure.installed", "seed.done", "register.kept",
+        "save.expected", "snapshot_barrier.closed", "save.marked", "save.answered",
         "manifest.written", "manifest.renamed", "save.pruned",
     ),
     "server": (

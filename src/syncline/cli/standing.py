@@ -120,7 +120,7 @@ def _whole_epoch(epoch: EpochProgress) -> str:
     name, unit = ("job.steps", "steps") if epoch.is_steps else (epoch.loader, "samples")
     parts = [f"{name}: {epoch_told(epoch)}: {epoch.num_done:,} {unit} done"]
     parts += [f"{epoch.num_passed_over:,} passed over"] if epoch.num_passed_over else []
-    parts += [f"{epoch.num_aside:,} set aside"] if epoch.num_aside else []
+    parts += [f"{epoch.num_quarantined:,} quarantined"] if epoch.num_quarantined else []
     leased = [f"{name} {number:,}" for name, number in sorted(epoch.leased.items())]
     parts += [f"leased: {', '.join(leased)}"] if leased else []
     return ", ".join(parts)

@@ -60,7 +60,7 @@ def check_ring(config: JobConfig) -> None:
                 "leave --sums out"
             )
         return
-    _check_circle(config)
+    _check_process_group(config)
     policy = parse_policy(config.policy)
     if not policy.in_rounds or policy.spare:
         raise ConfigError(
@@ -80,9 +80,9 @@ def check_ring(config: JobConfig) -> None:
         )
 
 
-def _check_circle(config: JobConfig) -> None:
+def _check_process_group(config: JobConfig) -> None:
     for option, name in (("--codec", config.codec), ("--pull-codec", config.pull_codec)):
-        if config.has_circle and name not in NONE:
+        if config.has_process_group and name not in NONE:
             raise ConfigError(
                 f"--sums {config.sums} and {option} {name} exclude each other: {config.sums} carries gradients as "
                 f"they are; leave {option} out, or say --sums ours"
@@ -93,11 +93,11 @@ def _check_circle(config: JobConfig) -> None:
         )
 
 
-def check_circle_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
+def check_process_group_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
     """Raises ConfigError where gloo or nccl would speak between hosts, and nobody has said that it may. `hosts`: of
     each server."""
     found = sorted(set(hosts))
-    if config.has_circle and len(found) > 1 and not config.trust_network:
+    if config.has_process_group and len(found) > 1 and not config.trust_network:
         raise ConfigError(
             f"--sums {config.sums} between hosts ({', '.join(found)}): {config.sums} speaks in the clear, and to "
             "anyone who connects. In a network that you trust say --trust-network; else --sums ours, which encrypts"
@@ -107,14 +107,14 @@ def check_circle_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
 def trust_told(config: JobConfig, hosts: Iterable[str]) -> str:
     """What somebody has allowed by --trust-network, where it counts. `hosts`: of each server."""
     found = sorted(set(hosts))
-    if not config.has_circle or len(found) < 2:
+    if not config.has_process_group or len(found) < 2:
         return ""
     return (
         f"--trust-network: {config.sums} speaks between {', '.join(found)} in the clear, and to anyone who connects"
     )
 
 
-def check_circle_gpus(config: JobConfig, num_workers: int, num_gpus: int, where: str = "this machine") -> None:
+def check_process_group_gpus(config: JobConfig, num_workers: int, num_gpus: int, where: str = "this machine") -> None:
     """Raises ConfigError where workers of one host would have no GPU of their own."""
     if config.sums == "nccl" and num_gpus < num_workers:
         raise ConfigError(
@@ -194,7 +194,7 @@ class Spread:
     """Of one job."""
 
     def __init__(self, config: JobConfig, codecs: Codecs) -> None:
-        self._is_ring, self._is_tcp = config.is_ring and not config.has_circle, config.transport == "tcp"
+        self._is_ring, self._is_tcp = config.is_ring and not config.has_process_group, config.transport == "tcp"
         self._push, self.sums = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
 
     def of(
@@ -271,7 +271,12 @@ def host_leaders_of(
     shared memory, with a codec, or where torch.distributed adds up. All members come to the same by
     the replica sets, and by what the roster says of who is in them."""
     codecs = (config.codec, config.pull_codec)
-    if not config.is_ring or config.has_circle or config.transport == "tcp" or any(c not in NONE for c in codecs):
+    if (
+        not config.is_ring
+        or config.has_process_group
+        or config.transport == "tcp"
+        or any(c not in NONE for c in codecs)
+    ):
         return None
     names = {name for replica_set in replica_sets.values() for name in replica_set.names}
     seated = {member.name: member for member in members if member.name in names}

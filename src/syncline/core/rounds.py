@@ -172,7 +172,7 @@ def stand_by(roll: RoundMembership | None, standing: Standing) -> None:
 
 
 #: Stretches are numbered on through a job; those of one era, from barrier to barrier, share the upper bits.
-ERA = 1 << 32
+BARRIER_EPOCH = 1 << 32
 #: Stretches that are kept for one loop over an epoch: a wait in the middle of it begins a new one, and behind its end
 #: all workers are in the same one, however often each has waited.
 LOOP = 1 << 8
@@ -180,7 +180,7 @@ LOOP = 1 << 8
 
 def after_barrier(phase: int) -> int:
     """The first phase of the era that follows."""
-    return (phase // ERA + 1) * ERA
+    return (phase // BARRIER_EPOCH + 1) * BARRIER_EPOCH
 
 
 class Rounds(Generic[T]):
@@ -191,8 +191,8 @@ class Rounds(Generic[T]):
         self.standings = {name: Standing(name, incarnation) for name, incarnation in workers}
         self._forgotten: dict[str, int] = {}  # workers without a standing, and their last incarnations
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
-        self._era = 0  # its first phase
-        self._closed = (-ERA, 0)  # with spare workers: the last round that was closed
+        self._barrier_epoch = 0  # its first phase
+        self._closed = (-BARRIER_EPOCH, 0)  # with spare workers: the last round that was closed
         self.rolls = RoundMemberships()  # likewise, who is in the last ones
         self._following: dict[
             tuple[int, int], RoundMembership
@@ -235,7 +235,7 @@ class Rounds(Generic[T]):
                 return self._follow(standing, Commit(worker, incarnation, clock, item), roll)
             if not self.decides:
                 raise ProtocolError(f"{worker} commits clock {clock}, and nobody has said in which round that is")
-        self._enter_era(phase)
+        self._enter_barrier_epoch(phase)
         self._enter_stretch(standing, self._not_behind(standing, phase), back_at)
         standing.clock = clock
         standing.position += 1
@@ -274,7 +274,7 @@ class Rounds(Generic[T]):
 
     def _follow(self, standing: Standing, commit: Commit[T], roll: RoundMembership) -> Verdict[T]:
         """It was decided which round this is in, or that it was late: so it is here."""
-        self._enter_era(roll.phase)
+        self._enter_barrier_epoch(roll.phase)
         standing.clock = commit.clock
         standing.position += 1
         standing.inactive = standing.at_barrier = False
@@ -322,19 +322,19 @@ class Rounds(Generic[T]):
         """Rounds that somebody has committed, and that are not whole."""
         return len(self._open)
 
-    def _enter_era(self, phase: int) -> None:
+    def _enter_barrier_epoch(self, phase: int) -> None:
         """The first word from behind a barrier: everyone has passed it, nothing is open, all stand level."""
-        if phase < self._era + ERA:
+        if phase < self._barrier_epoch + BARRIER_EPOCH:
             return
-        self._era = phase // ERA * ERA
+        self._barrier_epoch = phase // BARRIER_EPOCH * BARRIER_EPOCH
         level = max((standing.position for standing in self.standings.values()), default=0)
-        for standing in [s for s in self.standings.values() if s.phase < self._era]:
-            standing.phase, standing.phase_began = self._era, standing.clock
+        for standing in [s for s in self.standings.values() if s.phase < self._barrier_epoch]:
+            standing.phase, standing.phase_began = self._barrier_epoch, standing.clock
             standing.position, standing.inactive, standing.at_barrier = level, False, False
 
     def _not_behind(self, standing: Standing, phase: int) -> int:
         """With spare workers: one that was late may stand in a later phase of this era than it has counted to."""
-        is_moved = self.policy.spare and phase // ERA == standing.phase // ERA
+        is_moved = self.policy.spare and phase // BARRIER_EPOCH == standing.phase // BARRIER_EPOCH
         return max(phase, standing.phase) if is_moved else phase
 
     def _enter_stretch(self, standing: Standing, phase: int, back_at: int | None) -> None:
@@ -353,7 +353,7 @@ class Rounds(Generic[T]):
         Saying it again changes nothing.
         """
         standing = self.standing(worker, incarnation)
-        self._enter_era(phase)
+        self._enter_barrier_epoch(phase)
         phase = self._not_behind(standing, phase)
         if at_barrier:
             # One that comes late, when others are behind the barrier already, is not from this era.
@@ -400,7 +400,9 @@ class Rounds(Generic[T]):
 
         When all who enter are in, `release` gives the rounds that are whole by that.
         """
-        self._enter_era(standing.phase)  # else the first commit of the new era would move it to its beginning
+        self._enter_barrier_epoch(
+            standing.phase
+        )  # else the first commit of the new era would move it to its beginning
         known = self.standings.get(standing.name)
         if known is None or (known.incarnation, known.clock) <= (standing.incarnation, standing.clock):
             self.standings[standing.name] = standing
@@ -421,7 +423,7 @@ class Rounds(Generic[T]):
         known = self._forgotten.get(standing.name, -1)
         self._forgotten[standing.name] = max(known, standing.incarnation)
 
-    def begin_anew(self, standings: Iterable[Standing], clocks: Mapping[tuple[str, int], int]) -> list[Commit[T]]:
+    def reset(self, standings: Iterable[Standing], clocks: Mapping[tuple[str, int], int]) -> list[Commit[T]]:
         """Slices came or went: open commits are given back, to be made again; `clocks` are what every slice has."""
         dropped = [commit for commits in self._open.values() for commit in commits.values()]
         self._open, self._following = {}, {}
@@ -436,9 +438,9 @@ class Rounds(Generic[T]):
             standing.late = standing.late if standing.late <= clock else 0  # it is decided again
             if self.policy.spare:
                 stand_by(self.rolls.find(standing.name, standing.incarnation, clock), standing)
-        newest = max((s.phase for s in self.standings.values()), default=self._era)
-        self._era = min(newest // ERA * ERA, 0)
-        self._enter_era(newest)  # of one who enters behind a barrier, maybe: the others have passed it too
+        newest = max((s.phase for s in self.standings.values()), default=self._barrier_epoch)
+        self._barrier_epoch = min(newest // BARRIER_EPOCH * BARRIER_EPOCH, 0)
+        self._enter_barrier_epoch(newest)  # of one who enters behind a barrier, maybe: the others have passed it too
         return dropped
 
     def num_orphans(self) -> int:
@@ -471,17 +473,17 @@ class Rounds(Generic[T]):
             names = sorted(commits, key=by_name) if len(commits) > 1 else commits
             whole.append(tuple([commits[name] for name in names]))
             if self.policy.spare and self._following.pop(turn, None) is None:
-                newest = None if self.is_alone else self._newest_in_era()
+                newest = None if self.is_alone else self._newest_in_barrier_epoch()
                 self.learn(closed_with(turn, whole[-1], self.standings, newest))
         return tuple(whole)
 
-    def _newest_in_era(self) -> RoundMembership | None:
+    def _newest_in_barrier_epoch(self) -> RoundMembership | None:
         """Who has passed a barrier was answered by all servers before."""
-        return self.rolls.newest if self._closed[0] >= self._era else None
+        return self.rolls.newest if self._closed[0] >= self._barrier_epoch else None
 
     def _not_through(self) -> list[str]:
         """With spare workers: for whom no round may be closed, since the last one may not be on all slices yet."""
-        return (uncommitted if self.is_alone else unanswered)(self._newest_in_era(), self.standings)
+        return (uncommitted if self.is_alone else unanswered)(self._newest_in_barrier_epoch(), self.standings)
 
     def _missing(self, turn: tuple[int, int]) -> Iterator[str]:
         """Who takes part in this round and has not committed it."""

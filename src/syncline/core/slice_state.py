@@ -38,7 +38,7 @@ class SliceState:
     seen: dict[str, int] = dataclasses.field(default_factory=dict)  # version that each worker pulled last
     pins: int = 0
     writing: bool = False
-    uses: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: of leases, not confirmed yet
+    acks: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: of leases, not confirmed yet
     late: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # likewise, of commits that were late
 
     def admit(self, worker: Identity, clock: int) -> Literal["new", "already applied"]:
@@ -59,23 +59,23 @@ class SliceState:
         if changed:
             self.version += 1
 
-    def used(self, uses: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
+    def used(self, acks: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
         """What the commits that are in it have used of leases; and those that were late, of which nothing is."""
-        for known, fresh in ((self.uses, uses), (self.late, late)):
+        for known, fresh in ((self.acks, acks), (self.late, late)):
             for lease, begin, end in fresh:
                 known[lease] = merged([*known.get(lease, ()), (begin, end)])
 
-    def confirmed(self, uses: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
+    def confirmed(self, acks: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
         """The coordinator has kept these: they are forgotten here."""
-        for known, kept in ((self.uses, uses), (self.late, late)):
+        for known, kept in ((self.acks, acks), (self.late, late)):
             for lease, begin, end in kept:
                 known[lease] = without(known.get(lease, ()), (begin, end))
                 if not known[lease]:
                     del known[lease]
 
-    def use_entries(self) -> list[tuple[int, int, int]]:
+    def ack_entries(self) -> list[tuple[int, int, int]]:
         """The uses, for the wire."""
-        return [(lease, begin, end) for lease, places in self.uses.items() for begin, end in places]
+        return [(lease, begin, end) for lease, places in self.acks.items() for begin, end in places]
 
     def late_entries(self) -> list[tuple[int, int, int]]:
         return [(lease, begin, end) for lease, places in self.late.items() for begin, end in places]
@@ -103,12 +103,12 @@ class SliceState:
         version: int,
         clocks: Iterable[tuple[str, int, int]],
         fences: Iterable[tuple[str, int]],
-        uses: Iterable[tuple[int, int, int]] = (),
+        acks: Iterable[tuple[int, int, int]] = (),
         late: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         """Becomes the state that another server had."""
-        self.uses, self.late = {}, {}
-        self.used(uses, late)
+        self.acks, self.late = {}, {}
+        self.used(acks, late)
         self.version = version
         self.clocks = {(name, incarnation): clock for name, incarnation, clock in clocks}
         self.fences = dict(fences)

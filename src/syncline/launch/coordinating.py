@@ -25,13 +25,13 @@ JOURNAL = "journal.db"
 
 
 def run_coordinator(
-    file: JobFile, listen_fd: int | None, sock: socket.socket | None = None, *, takes_up: bool = False
+    file: JobFile, listen_fd: int | None, sock: socket.socket | None = None, *, resumes: bool = False
 ) -> int:
-    """Serves until the job has ended; the exit code says how. `takes_up`: an earlier one has died."""
+    """Serves until the job has ended; the exit code says how. `resumes`: an earlier one has died."""
     outcomes: list[Outcome] = []
     log = say("coordinator")
     faults.arm("coordinator", file.folder)
-    journal = open_journal(file, takes_up=takes_up)
+    journal = open_journal(file, resumes=resumes)
     coordinator = Coordinator(
         file.given, log=log, ended=outcomes.append, journal=journal, job=file.job, term=journal.term
     )
@@ -66,10 +66,10 @@ def _wait_for_the_save(file: JobFile) -> None:
         signal.signal(signal.SIGTERM, told)
 
 
-def open_journal(file: JobFile, *, takes_up: bool) -> Journal:
+def open_journal(file: JobFile, *, resumes: bool) -> Journal:
     """The job's memory: a new one for a new job, the old one for one that goes on. Never the one for the other."""
     path = pathlib.Path(file.folder) / JOURNAL
-    if takes_up:
+    if resumes:
         return Journal.open(path, file.job)
     path.parent.mkdir(parents=True, exist_ok=True)
     return Journal.create(path, file.job)

@@ -47,7 +47,7 @@ class InProcess:
         self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
         self._hosts: dict[str, str] = {}  # of members
         self._peers: dict[str, Peers] = {}  # of workers, by name
-        self._hatches: dict[str, DeviceChannel] = {}  # to the servers of their processes
+        self._device_channels: dict[str, DeviceChannel] = {}  # to the servers of their processes
         self._change = threading.Condition()  # of these
 
     def stamp(self) -> Stamp:
@@ -96,7 +96,7 @@ class InProcess:
         from syncline.server.service import Server
         from syncline.server.storage import home_of
 
-        home = self._hatched_home(name) or home_of(self.coordinator.config.server_device, say(name))
+        home = self._channel_storage(name) or home_of(self.coordinator.config.server_device, say(name))
         stamp, self._hosts[name] = self.stamp(), host
 
         def dial(member: Member) -> Endpoint:
@@ -130,7 +130,7 @@ class InProcess:
         process = self._process_of(name)
         return Join(role, name, host, 0, None, dict(defaults), process, "in-process", "", self.num_cores)
 
-    def _hatched_home(self, name: str) -> Any:
+    def _channel_storage(self, name: str) -> Any:
         """With `--sums nccl`; where there is no GPU, the twin of one."""
         if self.coordinator.config.sums != "nccl":
             return None
@@ -138,8 +138,10 @@ class InProcess:
 
         from syncline.server.device_storage import ChannelStorage
 
-        hatch = self._hatches[partner_of(name)] = DeviceChannel("cuda:0" if torch.cuda.is_available() else "cpu")
-        return ChannelStorage(hatch, say(name))
+        device_channel = self._device_channels[partner_of(name)] = DeviceChannel(
+            "cuda:0" if torch.cuda.is_available() else "cpu"
+        )
+        return ChannelStorage(device_channel, say(name))
 
     def _server(self, name: str) -> Any:
         if name not in self._servers:
@@ -188,7 +190,7 @@ class InProcess:
             peers=peers,
             on_close=self.close if embedded else peers.close,
         )
-        job.exchange.routes.hatch = self._hatches.get(me.name)
+        job.exchange.routes.device_channel = self._device_channels.get(me.name)
         return job
 
     def peers_of(self, member: Member) -> Peers:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from syncline import config as configuration
-from syncline.core.ring import check_circle_gpus, partner_of
+from syncline.core.ring import check_process_group_gpus, partner_of
 from syncline.errors import ConfigError, JobFailed, SynclineError, WaitTimeout
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.hosts import local_place
@@ -37,7 +37,7 @@ class OwnServer:
         self._serving: Serving | None = None
         self._refused: SynclineError | None = None
         self._on_refused: Callable[[], None] = lambda: None
-        self.hatch: DeviceChannel | None = None  # to the worker, on a GPU
+        self.device_channel: DeviceChannel | None = None  # to the worker, on a GPU
         self._is_over = threading.Event()  # its part in the job
         self._is_finishing = False  # the script has ended
 
@@ -50,16 +50,21 @@ class OwnServer:
         leave_out_the_compiler()  # torch is loaded now, also where the script has not
         self._on_refused = on_refused
         num_threads = min(MOST_THREADS, configuration.num_threads())
-        self.hatch = self._open_hatch()
+        self.device_channel = self._open_device_channel()
         self._serving = Serving(
-            self._file, self._name, self._hear, num_threads=num_threads, process=process, hatch=self.hatch
+            self._file,
+            self._name,
+            self._hear,
+            num_threads=num_threads,
+            process=process,
+            device_channel=self.device_channel,
         )
         self._serving.join(self._host)
 
-    def _open_hatch(self) -> DeviceChannel | None:
+    def _open_device_channel(self) -> DeviceChannel | None:
         """With `--sums nccl`: to the worker, on its GPU; an error where torch has none for it, or no nccl."""
         config = configuration.resolve(self._file.given)
-        if not config.has_circle:
+        if not config.has_process_group:
             return None
         import torch
         import torch.distributed
@@ -71,7 +76,7 @@ class OwnServer:
             return None
         place = local_place(config, partner_of(self._name) if self._name else "", self._host)
         device = config.device if ":" in config.device else f"cuda:{place}"
-        check_circle_gpus(config, place + 1, torch.cuda.device_count(), self._host)
+        check_process_group_gpus(config, place + 1, torch.cuda.device_count(), self._host)
         return DeviceChannel(device)
 
     def check(self) -> None:

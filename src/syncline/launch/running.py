@@ -16,8 +16,8 @@ import msgspec
 from syncline import config as configuration
 from syncline.config import JobConfig
 from syncline.core.ring import (
-    check_circle_gpus,
-    check_circle_hosts,
+    check_process_group_gpus,
+    check_process_group_hosts,
     check_said,
     protection_of,
     ring_settings,
@@ -55,9 +55,9 @@ def settle_here(launch: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig]:
     config = configuration.resolve(given)
     if config.transport == "shm" and len(set(assign(config).values())) > 1:
         raise ConfigError("--transport shm and several hosts (-H) exclude each other; use auto or tcp")
-    check_circle_hosts(config, server_hosts(config))
+    check_process_group_hosts(config, server_hosts(config))
     if not config.hosts:
-        check_circle_gpus(config, max(config.workers, config.most_workers), configuration.num_gpus())
+        check_process_group_gpus(config, max(config.workers, config.most_workers), configuration.num_gpus())
     return given, config
 
 

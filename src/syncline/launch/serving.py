@@ -70,7 +70,7 @@ class Serving:
         *,
         num_threads: int | None = None,
         process: str = "",
-        hatch: DeviceChannel | None = None,
+        device_channel: DeviceChannel | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._file, self._name, self._ends, self._process = file, name, ends, process
@@ -86,7 +86,9 @@ class Serving:
             create_memory=shm.create,
             log=self.log,
             over=self._over,
-            home=ChannelStorage(hatch, self.log) if hatch else home_of(self._config.server_device, self.log),
+            home=ChannelStorage(device_channel, self.log)
+            if device_channel
+            else home_of(self._config.server_device, self.log),
             dial=self._dial,
             retire=leave,
         )

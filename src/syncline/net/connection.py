@@ -182,7 +182,7 @@ class SocketConnection(Connection):
         message = frame.decode(header.kind, self._stream.take(header.body_bytes))
         payload: Sequence[Buffer] = ()
         if header.payload_bytes:
-            payload = self._receiver.landing(header, message)
+            payload = self._receiver.buffers_for(header, message)
             if sum(len(buffer) for buffer in payload) != header.payload_bytes:
                 raise FrameError(f"a payload of {header.payload_bytes} bytes does not fit its message")
             for buffer in payload:

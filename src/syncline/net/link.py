@@ -273,7 +273,7 @@ class _Hearing:
     def __init__(self, link: Link, service: Service) -> None:
         self._link, self._service = link, service
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         raise ProtocolError(f"{type(message).__name__} has no payload")
 
     def handle(self, request: Request) -> None:

@@ -64,7 +64,7 @@ class MemoryConnection(Connection):
         try:
             parsed = frame.parse_header(header.pack())
             message = frame.decode(parsed.kind, body)
-            payload = list(receiver.landing(parsed, message)) if parsed.payload_bytes else []
+            payload = list(receiver.buffers_for(parsed, message)) if parsed.payload_bytes else []
             if parsed.payload_bytes:
                 _copy(buffers, payload, parsed.payload_bytes)
         except SynclineError as error:
@@ -114,15 +114,15 @@ class Dialled(MemoryConnection):
         self.shares_memory = self.other.shares_memory = False
 
 
-def _copy(buffers: Iterable[Buffer], landing: list[Buffer], num_bytes: int) -> None:
-    if sum(len(buffer) for buffer in landing) != num_bytes:
+def _copy(buffers: Iterable[Buffer], targets: list[Buffer], num_bytes: int) -> None:
+    if sum(len(buffer) for buffer in targets) != num_bytes:
         raise FrameError(f"a payload of {num_bytes} bytes does not fit its message")
-    targets = iter(landing)
-    target = next(targets, memoryview(b""))
+    remaining = iter(targets)
+    target = next(remaining, memoryview(b""))
     for source in buffers:
         while len(source):
             if not len(target):
-                target = next(targets)
+                target = next(remaining)
             count = min(len(source), len(target))
             target[:count] = source[:count]
             source, target = source[count:], target[count:]

@@ -29,7 +29,7 @@ from syncline.net.transport import Buffer, Connection, Memory, Peer
 from syncline.stats import WireStats
 
 #: Where an answer's payload goes: buffers, or what makes them once the answer's message is known.
-Landing = Sequence[Buffer] | Callable[[Message], Sequence[Buffer]]
+Into = Sequence[Buffer] | Callable[[Message], Sequence[Buffer]]
 #: Hears of the parts of an answer that come before its end; in the thread that brings them.
 OnPart = Callable[[Message], None]
 
@@ -60,7 +60,7 @@ class Call:
 
     __slots__ = ("_actions", "_endpoint", "_error", "_kind", "_latch", "answer", "attachment", "into", "on_part")
 
-    def __init__(self, endpoint: Endpoint, kind: type[Message], into: Landing, on_part: OnPart | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, kind: type[Message], into: Into, on_part: OnPart | None = None) -> None:
         self._endpoint, self._kind, self.into, self.on_part = endpoint, kind, into, on_part
         self.answer: Message | None = None
         self.attachment: Memory | None = None
@@ -181,7 +181,7 @@ class Request:
 class Service(Protocol):
     """What answers requests."""
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         """Where the payload of a request goes; a ProtocolError refuses it and closes the connection."""
 
     def handle(self, request: Request) -> None:
@@ -194,7 +194,7 @@ class Service(Protocol):
 class NoService:
     """For a side that only asks."""
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         raise ProtocolError(f"{peer} asks a side that answers nothing")
 
     def handle(self, request: Request) -> None:
@@ -244,7 +244,7 @@ class Endpoint:
         *,
         buffers: Iterable[Buffer] = (),
         payload_bytes: int = 0,
-        into: Landing = (),
+        into: Into = (),
         attachment: Memory | None = None,
         on_part: OnPart | None = None,
         then: Callable[[Call], None] | None = None,
@@ -306,10 +306,10 @@ class Endpoint:
 
     # -- what the connection calls ------------------------------------------------------------------------
 
-    def landing(self, header: Header, message: Message) -> Sequence[Buffer]:
+    def buffers_for(self, header: Header, message: Message) -> Sequence[Buffer]:
         self._check(header, message)
         if not header.is_answer:
-            return self._service.landing(self.peer, message, header.payload_bytes)
+            return self._service.buffers_for(self.peer, message, header.payload_bytes)
         call = self._calls.get(header.request)
         if call is None:
             raise FrameError("an answer to a question that was not asked")

@@ -46,7 +46,7 @@ class Peer:
 class Receiver(Protocol):
     """What a connection hands its frames to. A FrameError from either call closes the connection."""
 
-    def landing(self, header: Header, message: Message) -> Sequence[Buffer]:
+    def buffers_for(self, header: Header, message: Message) -> Sequence[Buffer]:
         """Where the payload goes: buffers of `header.payload_bytes` in all, or a ProtocolError."""
 
     def deliver(self, header: Header, message: Message, payload: Sequence[Buffer], attachment: Memory | None) -> None:

@@ -36,7 +36,7 @@ class AdmissionQueue:
     ) -> None:
         self._rounds, self._slices, self._idle = rounds, slices, idle
         self._is_held = False  # while a generation changes
-        self.gate: SnapshotBarrier | None = None  # closed, for a cut
+        self.barrier: SnapshotBarrier | None = None  # closed, for a cut
         self._queue: collections.deque[QueuedRequest] | None = (
             None  # what came since, until all of it is decided upon
         )
@@ -76,23 +76,25 @@ class AdmissionQueue:
     def _passes(self, asked: QueuedRequest) -> bool:
         if self._is_held:
             return False
-        gate = self.gate
-        return gate is None or gate.lets_pass(asked.kind, asked.worker, asked.clock, is_whole=not self.lacking())
+        barrier = self.barrier
+        return barrier is None or barrier.lets_pass(
+            asked.kind, asked.worker, asked.clock, is_whole=not self.lacking()
+        )
 
     def may_apply(self, commits: Iterable[Commit[StagedCommit]]) -> bool:
         """In a ring: whether a round that all have voted for passes the gate."""
-        gate = self.gate
-        return gate is None or all(
-            gate.lets_pass("commit", (c.worker, c.item.incarnation), c.clock, is_whole=False) for c in commits
+        barrier = self.barrier
+        return barrier is None or all(
+            barrier.lets_pass("commit", (c.worker, c.item.incarnation), c.clock, is_whole=False) for c in commits
         )
 
     # -- what is in the slices ----------------------------------------------------------------------------
 
     def lacking(self) -> dict[Identity, int]:
         """What of the gate's `through` is not applied yet."""
-        if self.gate is None or not self.gate.through:
+        if self.barrier is None or not self.barrier.through:
             return {}
-        return self.gate.lacking(self.on_all(), self.there())
+        return self.barrier.lacking(self.on_all(), self.there())
 
     def applied(self) -> dict[Identity, int]:
         """Every worker's clock in the slices here: the highest."""
@@ -120,15 +122,15 @@ class AdmissionQueue:
         """The hold is over; `decide` is to follow, outside of `state_lock`."""
         self._is_held = False
 
-    def close(self, gate: SnapshotBarrier) -> None:
+    def close(self, barrier: SnapshotBarrier) -> None:
         """The gate is closed, or closed further on; `decide` is to follow, outside of `state_lock`."""
-        self.gate = gate
+        self.barrier = barrier
         self._begin()
         self._idle.notify_all()
 
     def open(self) -> None:
         """It is open again; `decide` is to follow, outside of `state_lock`."""
-        self.gate = None
+        self.barrier = None
         self._idle.notify_all()
 
     def _begin(self) -> None:
@@ -162,7 +164,7 @@ class AdmissionQueue:
                 queue.remove(self._in_hand)
                 return self._in_hand
             self._is_deciding = False
-            if not queue and not self._is_held and self.gate is None:
+            if not queue and not self._is_held and self.barrier is None:
                 self._queue = None
             return None
 

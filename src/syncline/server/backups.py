@@ -159,7 +159,7 @@ class Backups:
         """Updates are held until the servers of this ring have voted."""
         self._ring = ring
 
-    def landing(self, peer: Peer, message: Seed | Replicate) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Seed | Replicate) -> Sequence[Buffer]:
         """Bytes from whoever is not the primary are taken in all the same, and go nowhere."""
         _, part = self._find(message.slice)
         if isinstance(message, Seed):
@@ -268,7 +268,7 @@ class Backups:
             buffer_of(slot.memory)[:] = values
             slot.rules.uploaded()
             slot.rules.load_state(loaded)
-            slot.state.take_over(message.version, message.clocks, message.fences, message.uses, message.late)
+            slot.state.take_over(message.version, message.clocks, message.fences, message.acks, message.late)
             slot.uploaded, slot.state.writing = True, False
         backup.slot, backup.primary = slot, request.peer.name
         if message.lent is not None:
@@ -316,7 +316,7 @@ class Backups:
             gradients = slot.rules.as_pieces(region.flat, message.has) if region is not None else []
             try:
                 slot.apply_update(
-                    gradients, dict(message.overrides), message.scale, clocks, message.uses, message.late,
+                    gradients, dict(message.overrides), message.scale, clocks, message.acks, message.late,
                     message.fences,
                 )  # fmt: skip
             except Exception as error:
@@ -426,7 +426,7 @@ class Backups:
         for request in refused:
             request.refuse(FencedError("seats have changed since that round"))
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Votes are of another generation from now on. What is still being read belongs to those before: it goes on
         into memory that nobody looks at any more."""
         with self._lock:

@@ -125,10 +125,10 @@ class Commits:
 
     # -- staging ------------------------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
         """Where staged bytes go."""
         check_stage(peer, message, self._segments)
-        return self.decoding.landing(peer, message)
+        return self.decoding.buffers_for(peer, message)
 
     def _is_taken(self, peer: Peer) -> bool:
         standing = self.rounds.standings.get(peer.name)
@@ -165,7 +165,7 @@ class Commits:
             contribution.pushed, contribution.weight = message.pushed, message.weight
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
-            contribution.uses = message.uses
+            contribution.acks = message.acks
             contribution.is_early, contribution.changed = message.early, frozenset(message.changed)
             contribution.is_told = bool(message.pushed) or not (message.slices or message.ready)
             contribution.arrays = functools.partial(self.staging.tensor, worker, message.slot)
@@ -228,7 +228,7 @@ class Commits:
         if slot is not None and slot.copied is not None:
             with slot.lock:
                 if slot.state.clocks.get(key[:2], 0) >= key[2]:
-                    slot.state.used(contribution.uses)
+                    slot.state.used(contribution.acks)
 
     def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> StagedCommit:
         """What this commit brings: what is staged; said again, what it brought before."""
@@ -383,15 +383,15 @@ class Commits:
 
     # -- a generation changes -----------------------------------------------------------------------------
 
-    def begin_anew(
+    def reset(
         self, generation: int, standings: Sequence[Standing], clocks: Mapping[Identity, int]
     ) -> tuple[list[StagedCommit], list[Request]]:
         """Under `state_lock`: primaries have changed; whom to refuse with a Refresh, open commits and held ones."""
         self.moved = generation
         self._set_back = {(s.name, s.incarnation): s.clock for s in standings}
-        dropped = self.rounds.begin_anew(standings, clocks)
+        dropped = self.rounds.reset(standings, clocks)
         self._set_back = {w: clock - clocks.get(w, 0) for w, clock in self._set_back.items()}
-        asked = self.flow.begin_anew(dropped)
+        asked = self.flow.reset(dropped)
         self._staged.clear()
         if not self.decoding.takes_all:
             self.staging.keep_only(self._slices)

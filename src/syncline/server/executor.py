@@ -380,7 +380,7 @@ class RoundExecutor:
         """Under `state_lock`: not all slices take these rounds in here; they are not answered as if they did."""
         return self.take_requests([commit for work in works for commit in work.commits])
 
-    def begin_anew(self, dropped: Iterable[Held]) -> list[StagedCommit]:
+    def reset(self, dropped: Iterable[Held]) -> list[StagedCommit]:
         """Under `state_lock`: primaries have changed; whoever waits for an answer is to make its commits again."""
         commits = [*dropped, *self._parked]
         commits += [commit for work in self.clipping.works() for commit in work.commits]

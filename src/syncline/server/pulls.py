@@ -52,7 +52,7 @@ class Pulls:
         self.bytes_copied = 0
         self.num_pins = 0
         self.coder: SliceCoder | None = None  # with --pull-codec: of what answers a commit; pulls are exact
-        self._began_anew = False  # primaries have changed, and every pin has ended with that
+        self._was_reset = False  # primaries have changed, and every pin has ended with that
 
     def form(
         self,
@@ -182,12 +182,12 @@ class Pulls:
             except SynclineError as error:
                 request.refuse(error)
 
-    def begin_anew(self) -> list[Request]:
+    def reset(self) -> list[Request]:
         """Under `state_lock`: primaries have changed, and pins end. What waits here may have to wait elsewhere."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         self._pinned.clear()
-        self._began_anew = True
+        self._was_reset = True
         for slot in self._slices.values():
             with slot.lock:
                 slot.state.pins = 0
@@ -251,7 +251,7 @@ class Pulls:
             held = self._pinned.get(request.endpoint, [])
             for number in message.slices:
                 if number not in held:
-                    if self._began_anew:
+                    if self._was_reset:
                         raise Refresh(f"slice {number} is not pinned any more: primaries have changed")
                     raise ProtocolError(f"{request.peer} lets go of slice {number}, which it has not pinned")
                 held.remove(number)

@@ -308,14 +308,14 @@ class ServerReconfiguration:
             clocks = self._hosting.clocks(message.standings, staying, in_rounds)
             if self._voting is not None:  # also where what is in the slices is still on its way here
                 clocks |= {(name, incarnation): clock for name, incarnation, clock in message.settle}
-            asked, held = self._commits.begin_anew(message.generation, message.standings, clocks)
+            asked, held = self._commits.reset(message.generation, message.standings, clocks)
             for worker in fenced:
                 self._departures.let_go(worker)
             self._begin(message, through)
             # Not by way of primaries: those of the new replica sets may be here before their backups know them as
             # such.
             self._hosting.fence(fenced)
-            waiting = self._pulls.begin_anew()
+            waiting = self._pulls.reset()
             self._is_late = False
         for way in ways:
             way.close()

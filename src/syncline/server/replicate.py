@@ -26,7 +26,7 @@ from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.server.encoded_sums import encode_sum
 from syncline.server.rules import tensor_of
-from syncline.server.tasks import FenceTask, SliceTask, StagedCommit, late_of, uses_of
+from syncline.server.tasks import FenceTask, SliceTask, StagedCommit, acks_of, late_of
 from syncline.store.tensors import new_digest
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def replicate_message(
         list(work.overrides_for(slot.part.segment).items()),
         scale,
         wants_digest,
-        uses_of(commits) if is_first else [],
+        acks_of(commits) if is_first else [],
         late_of(commits) if is_first else [],
         work.roll,
         ballot,
@@ -192,9 +192,9 @@ def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> ReliableMessage:
             entries.append(entry)
             buffers.append(buffer_of(tensor.clone().reshape(-1).view(torch.uint8).numpy()))
     state, (number, offset) = slot.state, lent or (None, 0)
-    clocks, fences, uses = state.clock_entries(), state.fence_entries(), state.use_entries()
+    clocks, fences, acks = state.clock_entries(), state.fence_entries(), state.ack_entries()
     late = state.late_entries()
-    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, uses, late)
+    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, acks, late)
     return ReliableMessage(message, buffers)
 
 

@@ -35,7 +35,7 @@ class Values:
     def __init__(self, hosting: Hosting, drain: Callable[[HostedSlice], None]) -> None:
         self._hosting, self._drain = hosting, drain
 
-    def landing(self, peer: Peer, message: Upload | Restore, commits: Commits) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Upload | Restore, commits: Commits) -> Sequence[Buffer]:
         """What cannot be taken is read all the same, and refused after that: the connection lives on."""
         if isinstance(message, Restore):
             return [self._nowhere(message.copy.slice)]

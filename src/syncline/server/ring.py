@@ -124,7 +124,7 @@ class Voting:
         """Seats have changed. Nothing is on its way."""
         with self._state_lock:
             self.votes.begin(generation, voters)
-            self._backups.begin_anew()
+            self._backups.reset()
             self.spreading.begin()
             self.is_frozen = False
             self._unsaid.clear()

@@ -42,7 +42,7 @@ class Ring:
         self.group_reducers: ProcessGroupReducers | None = None  #: sums by torch.distributed
         self.host_reducers: HierarchicalReducers | None = None  #: sums by the hierarchical reducer
         adders: Reducers
-        if config.has_circle:
+        if config.has_process_group:
             from syncline.server.reduce.process_group import (
                 ProcessGroupReducers,  # torch.distributed, which not every torch has
             )
@@ -80,8 +80,8 @@ def ring_handlers(ring: Callable[[], Ring | None]) -> dict[type[Message], Callab
     }
 
 
-def landing_of_sum(ring: Ring | None, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
-    return _relays(ring, peer).landing(peer, message)
+def buffers_for_sum(ring: Ring | None, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
+    return _relays(ring, peer).buffers_for(peer, message)
 
 
 def _relays(ring: Ring | None, peer: Peer) -> HierarchicalReducers:

@@ -24,7 +24,7 @@ from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.server.cow_snapshot import CowSnapshot, Planned, SnapshotSlice, Writer
 from syncline.server.slices import HostedSlice
-from syncline.server.snapshot_barrier import SnapshotGate
+from syncline.server.snapshot_barrier import SnapshotBarrierService
 from syncline.server.tasks import in_thread
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter
@@ -43,18 +43,18 @@ def open_writer(folder: str, file: str, plan: Sequence[Planned]) -> Writer:
 
 
 def saving_handlers(
-    gate: Callable[[], SnapshotGate], saving: Saving
+    barrier: Callable[[], SnapshotBarrierService], saving: Saving
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
     """Answers the coordinator about saves."""
 
     def end(request: Request, message: EndSave) -> None:
-        gate().open(message.number)
+        barrier().open(message.number)
         saving.end(message)
 
     return {
-        CloseSnapshotBarrier: lambda request, message: gate().close(request, message),
-        Mark: lambda request, message: gate().mark(request, message),
-        OpenSnapshotBarrier: lambda request, message: gate().open(message.number),
+        CloseSnapshotBarrier: lambda request, message: barrier().close(request, message),
+        Mark: lambda request, message: barrier().mark(request, message),
+        OpenSnapshotBarrier: lambda request, message: barrier().open(message.number),
         WriteMarked: saving.write,
         EndSave: end,
     }

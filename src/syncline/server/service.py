@@ -62,16 +62,16 @@ from syncline.net.transport import Buffer, Memory, Peer
 from syncline.server.commits import Commits, commit_handlers
 from syncline.server.executor import RoundExecutor
 from syncline.server.hosting import Dial, Hosting, stats_of
-from syncline.server.lease_acks import uses_handlers
+from syncline.server.lease_acks import ack_handlers
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
 from syncline.server.reconfigure import HOLD_SECONDS, ServerReconfiguration
 from syncline.server.restore import Loading, Values
-from syncline.server.ring_service import Ring, landing_of_sum, ring_handlers
+from syncline.server.ring_service import Ring, buffers_for_sum, ring_handlers
 from syncline.server.saving import Saving, saving_handlers
 from syncline.server.seeding import Seeding
 from syncline.server.slices import HostedSlice
-from syncline.server.snapshot_barrier import SnapshotGate
+from syncline.server.snapshot_barrier import SnapshotBarrierService
 from syncline.server.staging import Staging
 from syncline.server.state_transfer import StateTransfer
 from syncline.server.storage import SliceStorage
@@ -116,7 +116,7 @@ class Server:
         self.name = name
         self._slices = self._hosting.slices
         self._pulls = Pulls(self._slices, pool, self._senders, moved=self._moved)
-        self._staging = Staging(self._home.release, self._home.hatch)
+        self._staging = Staging(self._home.release, self._home.device_channel)
         self._states = StateTransfer(
             self._slices, find=lambda number: self._hosting.find(number)[1], drain=self._drain
         )
@@ -126,7 +126,7 @@ class Server:
         self._leaving: set[Endpoint] = set()  # of workers that have said so
         self._wire = WireStats()
         self._saving, self._loading = Saving(log), Loading(self._hosting, self._drain)
-        self._gate: SnapshotGate | None = None
+        self._barrier: SnapshotBarrierService | None = None
         self._rare = self._rare_handlers()
 
     @property
@@ -170,7 +170,7 @@ class Server:
         )
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
-        self._gate = SnapshotGate(self.name, commits, mark=self._saving.mark, log=self._log)
+        self._barrier = SnapshotBarrierService(self.name, commits, mark=self._saving.mark, log=self._log)
         commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
         self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
         self._pulls.backups = self._hosting.backups if config.is_ring else None
@@ -222,17 +222,17 @@ class Server:
 
     # -- what the endpoint calls --------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         if isinstance(message, Stage):
-            return self.commits.landing(peer, message)
+            return self.commits.buffers_for(peer, message)
         if isinstance(message, Replicate | Seed):
-            return self._hosting.backups.landing(peer, message)
+            return self._hosting.backups.buffers_for(peer, message)
         if isinstance(message, HostSum | WholeSum):
-            return landing_of_sum(self._ring, peer, message)
+            return buffers_for_sum(self._ring, peer, message)
         if isinstance(message, Upload | Restore):
-            return self._values.landing(peer, message, self.commits)
+            return self._values.buffers_for(peer, message, self.commits)
         if isinstance(message, LoadState):
-            return self._states.landing(message)
+            return self._states.buffers_for(message)
         raise FrameError(f"{type(message).__name__} has no payload")
 
     def handle(self, request: Request) -> None:
@@ -267,7 +267,7 @@ class Server:
             Leave: self._leave,
             **commit_handlers(lambda: self.commits),
             AskWhy: self._why,
-            **uses_handlers(lambda: self.commits, self._slices, self._hosting.backups),
+            **ack_handlers(lambda: self.commits, self._slices, self._hosting.backups),
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
             Restore: lambda request, message: self._values.restore(request, message, self.commits),
             Attach: self._attach,
@@ -295,10 +295,10 @@ class Server:
             self._leaving.add(request.endpoint)
         self.commits.leave(request)
 
-    def _cut(self) -> SnapshotGate:
-        if self._gate is None:
+    def _cut(self) -> SnapshotBarrierService:
+        if self._barrier is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
-        return self._gate
+        return self._barrier
 
     def _changes(self) -> ServerReconfiguration:
         if self._generations is None:
@@ -386,8 +386,8 @@ class Server:
             endpoint.close()
         if self._generations is not None:
             self._generations.close()
-        if self._gate is not None:
-            self._gate.end()
+        if self._barrier is not None:
+            self._barrier.end()
         self._saving.close()
         self._pool.close()
         self._senders.shutdown(wait=True, cancel_futures=True)

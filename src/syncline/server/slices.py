@@ -18,12 +18,12 @@ from syncline.core.layout import Piece, Ranges, Segment, Slice, covers, in_range
 from syncline.core.rounds import Commit
 from syncline.core.rule import Option
 from syncline.core.slice_state import Identity, SliceState
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.net.transport import buffer_of
 from syncline.server.replicate import Partner, Region, Replica, Update, region_of, update_of
 from syncline.server.rules import SliceRules, Source
 from syncline.server.storage import SliceStorage
-from syncline.server.tasks import Progress, SliceTask, StagedCommit, late_of, uses_of
+from syncline.server.tasks import Progress, SliceTask, StagedCommit, acks_of, late_of
 
 Bytes = npt.NDArray[np.uint8]
 #: Memory of snapshots that a slice keeps for the next ones.
@@ -247,8 +247,8 @@ class HostedSlice:
                 self._measure(self.state.staleness(commit.worker))
             self.damping_sum += len(commits) * (1.0 if work.in_rounds or not work.scale else scale / work.scale)
         clocks = [((c.worker, c.item.incarnation), c.clock) for c in commits]
-        uses, late = (uses_of(commits), late_of(commits)) if self.part.id == 0 else ([], [])
-        self.apply_update(gradients, work.overrides_for(self.part.segment), scale, clocks, uses, late, work.fences)
+        acks, late = (acks_of(commits), late_of(commits)) if self.part.id == 0 else ([], [])
+        self.apply_update(gradients, work.overrides_for(self.part.segment), scale, clocks, acks, late, work.fences)
         self.apply_seconds += time.perf_counter() - began
         if faults.armed is not None:
             faults.reach("slice.applied")
@@ -259,8 +259,8 @@ class HostedSlice:
         overrides: Mapping[int, Mapping[str, Option]],
         scale: float,
         clocks: list[tuple[Identity, int]],
-        uses: Sequence[Use],
-        late: Sequence[Use],
+        acks: Sequence[LeaseAck],
+        late: Sequence[LeaseAck],
         fences: Iterable[Identity],
     ) -> None:
         """Under the lock: applies one update, on the primary and on its backups alike."""
@@ -275,8 +275,8 @@ class HostedSlice:
                 state.applied([], True)
                 state.writing = False
         state.applied(clocks, False)
-        if uses or late:
-            state.used(uses, late)
+        if acks or late:
+            state.used(acks, late)
         for worker in fences:
             state.fence(worker)
         self.num_updates += changed

@@ -39,7 +39,7 @@ class Decoding:
         # elsewhere
         self.takes_all = False
 
-    def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
         """Memory for the bytes behind this message; none is allocated for sizes that cannot be."""
         found: list[Buffer] = []
         for number, sizes in zip(message.slices, self._sizes(peer, message), strict=True):
@@ -126,10 +126,10 @@ class Staging:
     """
 
     def __init__(
-        self, release: Callable[[Bytes], None] = lambda array: None, hatch: DeviceChannel | None = None
+        self, release: Callable[[Bytes], None] = lambda array: None, device_channel: DeviceChannel | None = None
     ) -> None:
         """`device channel`: to the worker of this process."""
-        self._release, self._hatch = release, hatch
+        self._release, self._device_channel = release, device_channel
         self.copies = Copies()
         self._lock = threading.Lock()  # for all tables but `_handed`; what is known is found without it
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
@@ -148,7 +148,7 @@ class Staging:
             self._let_go(before)
 
     def is_shared(self, worker: Identity, slot: int, part: Slice) -> bool:
-        is_handed = self._hatch is not None and part.segment in self._hatch.segments
+        is_handed = self._device_channel is not None and part.segment in self._device_channel.segments
         return is_handed or (worker, part.segment, slot) in self._arenas
 
     def buffer(self, worker: Identity, slot: int, part: Slice) -> Buffer:
@@ -162,7 +162,7 @@ class Staging:
 
     def tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
         """The staged bytes of one slice, as numbers, where they lie."""
-        handed = self._hatch.gradients(part.segment) if self._hatch is not None else None
+        handed = self._device_channel.gradients(part.segment) if self._device_channel is not None else None
         if handed is not None:
             if handed.event is not None:
                 handed.event.wait()  # the caller's stream does

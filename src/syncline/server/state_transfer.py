@@ -56,7 +56,7 @@ class StateTransfer:
                     buffers.append(buffer_of(flat.numpy()))
         request.reply(GivenState(entries), buffers, sum(map(len, buffers)))
 
-    def landing(self, message: LoadState) -> Sequence[Buffer]:
+    def buffers_for(self, message: LoadState) -> Sequence[Buffer]:
         for entry in message.entries:
             check_entry(entry, self._find(entry.slice))
         return [buffer_of(np.empty(entry.num_bytes, np.uint8)) for entry in message.entries]

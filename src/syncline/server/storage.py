@@ -201,7 +201,7 @@ _NOTHING = contextlib.nullcontext()
 class SliceStorage:
     """Slices in host memory: rules run where the bytes lie."""
 
-    hatch: DeviceChannel | None = None  #: to the worker of this process
+    device_channel: DeviceChannel | None = None  #: to the worker of this process
     is_lazy = False  #: whether host memory may be older than what rules have come to
     decay = 0.0  #: of the average that is kept of parameters; 0: none is
 

@@ -15,7 +15,7 @@ from syncline.core.ring import Ballot
 from syncline.core.rounds import Commit, RoundMembership
 from syncline.core.rule import Option
 from syncline.core.slice_state import Identity
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
 
@@ -95,6 +95,7 @@ class StagedCommit:
     """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
 
     __slots__ = (
+        "acks",
         "again",
         "answer",
         "arrays",
@@ -115,7 +116,6 @@ class StagedCommit:
         "since",
         "skip",
         "slot",
-        "uses",
         "weight",
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ class StagedCommit:
         self.answer: Progress | None = None  # where the answer goes out slice by slice
         self.again: list[StagedCommit] = []  # the same commit, said more than once: each saying is answered
         self.clocks: dict[str, int] = {}  # that go with its answer
-        self.uses: Sequence[Use] = ()  # of leases
+        self.acks: Sequence[LeaseAck] = ()  # of leases
         self.since = 0.0  # when it was committed
         self.is_told = False  # what it says is known, not only bytes that went ahead
         self.is_fenced = False  # its worker is out, and it counts all the same
@@ -162,14 +162,14 @@ Round = tuple[Commit[StagedCommit], ...]
 StagedEarly = Callable[[Identity, int, StagedCommit, set[int]], None]
 
 
-def uses_of(commits: Iterable[Commit[StagedCommit]]) -> list[Use]:
+def acks_of(commits: Iterable[Commit[StagedCommit]]) -> list[LeaseAck]:
     """What these commits have used of leases."""
-    return [use for commit in commits if not commit.item.is_late for use in commit.item.uses]
+    return [use for commit in commits if not commit.item.is_late for use in commit.item.acks]
 
 
-def late_of(commits: Iterable[Commit[StagedCommit]]) -> list[Use]:
+def late_of(commits: Iterable[Commit[StagedCommit]]) -> list[LeaseAck]:
     """What those of these commits that were late have used of leases, and nobody has read by that."""
-    return [use for commit in commits if commit.item.is_late for use in commit.item.uses]
+    return [use for commit in commits if commit.item.is_late for use in commit.item.acks]
 
 
 class SliceTask:

@@ -22,7 +22,7 @@ _APPLICATION: Final = 0x53594E43  # "SYNC", in the header of every journal
 _FORMAT: Final = 1
 # How long another process may sit on the file. A save takes milliseconds: one that takes this long is stopped.
 _BUSY_SECONDS: Final = 10.0
-_ANEW: Final = "put the file back, or start the job again under a new name"
+_NEW_NAME: Final = "put the file back, or start the job again under a new name"
 _RESTORE: Final = "put back a good copy of it, or start the job again under a new name"
 #: By SQLite's primary codes.
 _REMEDIES: Final = {
@@ -85,7 +85,7 @@ class Journal:
     def open(cls, path: pathlib.Path, job: str) -> Journal:
         """The journal of a job that goes on, one term later: from now on whoever had it open cannot save."""
         if not path.exists():
-            raise _refused(path, job, "is not there: what the job knew is gone", _ANEW)
+            raise _refused(path, job, "is not there: what the job knew is gone", _NEW_NAME)
         if not path.is_file() or not path.stat().st_size:
             # SQLite takes an empty file for a new database.
             raise _refused(path, job, "is empty or no file at all: not a journal, or cut off", _RESTORE)
@@ -208,7 +208,7 @@ class Journal:
         """A file that was deleted can still be written to by whoever has it open; nobody would ever read that."""
         if _identity(self.path) != self._file:
             words = "was removed or replaced while the job ran"
-            raise self._refused(words, _ANEW)
+            raise self._refused(words, _NEW_NAME)
 
     def _check_term(self) -> None:
         term = self._head_term()

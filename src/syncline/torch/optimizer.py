@@ -18,13 +18,13 @@ from syncline.net.device_channel import DeviceChannel
 from syncline.torch.batch_sizes import BatchSizes
 from syncline.torch.buffers import Buffers
 from syncline.torch.carriers import ArenaCarrier, Carrier, MirrorCarrier
-from syncline.torch.channel_carrier import HatchCarrier
-from syncline.torch.device_landing import DeviceLanding
+from syncline.torch.channel_carrier import ChannelCarrier
+from syncline.torch.device_receiver import DeviceReceiver
 from syncline.torch.gradients import Gradients
-from syncline.torch.landing import HostLanding, Landing
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
 from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
+from syncline.torch.receiver import HostReceiver, ParameterReceiver
 from syncline.torch.remembered import Remembered
 from syncline.torch.rules import ChangedOptions, group_rule, rule_name
 from syncline.torch.schedulers import Schedulers
@@ -84,13 +84,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._batch_sizes = BatchSizes(self._job, model, in_rounds=self._in_rounds)
         self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
         self._sides = self._open_sides()
-        self._hatch = self._find_hatch()
+        self._device_channel = self._find_device_channel()
         self._rule = self._local.rule.name if self._local else rule_name(opt)
         self._notices.at_start(model)
         self._register_groups(0)
         self._buffers = Buffers(self._job, model, buffers, self._prefix) if model is not None else None
         self._register_others()
-        self._landing = self._make_landing()
+        self._receiver = self._make_receiver()
         self._notices.mind_changes(self._tracked)
         self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._settle))
         if self._local is None:  # else what it has is its own until the next average
@@ -164,21 +164,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         out, into = (open_side(next(iter(devices)), self._job.notice) for _ in range(2))
         return (out, into) if out is not None and into is not None else None
 
-    def _find_hatch(self) -> DeviceChannel | None:
+    def _find_device_channel(self) -> DeviceChannel | None:
         """To the server of this process, where that has its slices on the device of all parameters."""
-        hatch = self._job.exchange.routes.hatch
+        device_channel = self._job.exchange.routes.device_channel
         devices = {item.tensor.device for item in self._tracked}
         return (
-            hatch
-            if self._sides is not None and hatch is not None and devices == {torch.device(hatch.device)}
+            device_channel
+            if self._sides is not None
+            and device_channel is not None
+            and devices == {torch.device(device_channel.device)}
             else None
         )
 
     def _carrier(self, segment: Segment, items: Sequence[Tracked]) -> Carrier:
         if self._sides is None:
             return ArenaCarrier(self._job.exchange, segment)
-        if self._hatch is not None:
-            return HatchCarrier(self._job.exchange, segment, items[0].tensor.device, self._hatch)
+        if self._device_channel is not None:
+            return ChannelCarrier(self._job.exchange, segment, items[0].tensor.device, self._device_channel)
         return MirrorCarrier(self._job.exchange, segment, items[0].tensor.device, self._sides[0])
 
     def _group_rule(self, index: int) -> Rule:
@@ -190,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if rest:
             _take(rest, self._job.kv.register([(i.name, on_cpu(i.tensor)) for i in rest], Rule("Assign")))
 
-    def _make_landing(self) -> Landing:
+    def _make_receiver(self) -> ParameterReceiver:
         window, exchange = self._job.config.window, self._job.exchange
         if self._sides is not None:
             if self._overlap and self._model is not None:
@@ -198,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "new parameters come while the script goes on, and are awaited where modules read them; who "
                     "reads them elsewhere (in a list kept from before) calls wait() first, or gives overlap=False"
                 )
-            return DeviceLanding(
+            return DeviceReceiver(
                 exchange,
                 self._tracked,
                 self._buffers,
@@ -206,12 +208,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 side=self._sides[1],
                 model=self._model,
                 lazy=self._overlap,
-                hatch=self._hatch,
+                device_channel=self._device_channel,
             )
-        landing = HostLanding(exchange, self._tracked, self._buffers, window, in_place=self._local is None)
+        receiver = HostReceiver(exchange, self._tracked, self._buffers, window, in_place=self._local is None)
         if self._local is not None:
-            self._local.begin(self._tracked, landing.flat, self._synchronise)
-        return landing
+            self._local.begin(self._tracked, receiver.flat, self._synchronise)
+        return receiver
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch has it; after construction, the new parameters join the job too."""
@@ -227,8 +229,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         fresh = [i for i in name_parameters(self.param_groups, self._model, self._prefix) if i.group >= first]
         self._tracked += fresh
         self._register_groups(first)
-        self._landing.close()
-        self._landing = self._make_landing()
+        self._receiver.close()
+        self._receiver = self._make_receiver()
         self._notices.mind_changes(self._tracked)
         self._remembered.look()
 
@@ -251,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._schedule is not None:
             self._schedule(self._job, self.param_groups)
-        self._landing.before_push()
+        self._receiver.before_push()
         taken, self._taken = self._job.samples_taken - self._taken, self._job.samples_taken
         self._batch_sizes.at_step(is_weighted=weight is not None, num_taken=taken)
         weight = float(max(taken, 0) or 1) if weight is None else float(weight)
@@ -314,8 +316,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             as_staged=frozenset().union(*(g.as_staged for g in self._gradients)) if not overflow else frozenset(),
             finite=tuple(sorted(ids for g in self._gradients for ids in g.finite)) if not overflow else (),
         )
-        self._landing.before_commit()
-        self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
+        self._receiver.before_commit()
+        self._receiver.opened(self._job.exchange.commit(push, self._receiver.target))
 
     def _minds_changes(self) -> bool:
         """Beside other workers what a script writes is only told, once: it is looked for now and then."""
@@ -327,29 +329,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether the script has written to parameters since the last step, or gave them other memory."""
         if self._local is not None or not self._minds_changes():
             return False
-        has_changed, is_written = self._notices.have_changed(), self._landing.is_written
+        has_changed, is_written = self._notices.have_changed(), self._receiver.is_written
         self._uses_data |= is_written and not has_changed
-        is_left = self._job.is_embedded and self._landing.is_left
+        is_left = self._job.is_embedded and self._receiver.is_left
         return has_changed or is_written or self._uses_data or is_left
 
     def _keep_changes(self) -> None:
         """The script has written to parameters since the last step. Its values count before the first step, and in an
         embedded job. Elsewhere other workers read and update the same parameters: then the script is told so.
         """
-        assert isinstance(self._landing, HostLanding)
+        assert isinstance(self._receiver, HostReceiver)
         exchange, is_alone = self._job.exchange, self._job.is_embedded
         if not self._job.is_chief:
             return
         is_first = self._in_rounds and not self._has_pushed and not self._job.config.is_ring
         try:
             if is_alone or is_first:
-                self._landing.flat.gather()
-                for index, values in self._landing.flat.flats.items():
+                self._receiver.flat.gather()
+                for index, values in self._receiver.flat.flats.items():
                     exchange.upload(exchange.layout.segments[index], values, again=is_alone)
                 return
         except ProtocolError:
             pass  # the job has made steps before
-        if self._landing.is_written:  # else they were exchanged for an evaluation, and put back
+        if self._receiver.is_written:  # else they were exchanged for an evaluation, and put back
             self._notices.tell_change()
 
     def _own_clip(self, clip: float, scale: torch.Tensor | None) -> torch.Tensor:
@@ -377,18 +379,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def wait(self) -> None:
         """Returns when the new parameters may be read anywhere: on a GPU, by what is queued from now on."""
-        self._landing.wait()
+        self._receiver.wait()
 
     def _settle(self) -> None:
-        self._landing.settle()
+        self._receiver.settle()
 
     def _synchronise(self, weight: float, pushed: Ranges) -> None:
         """For local steps: the deltas in the arena are averaged, the mean lands in the flat memory."""
         if self._buffers is not None:
             pushed += self._buffers.collect()
         push = Push(pushed=tuple(sorted(pushed)), weight=weight)
-        self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
-        self._landing.settle()
+        self._receiver.opened(self._job.exchange.commit(push, self._receiver.target))
+        self._receiver.settle()
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -396,7 +398,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._settle()
         if self._local is not None:
             self._local.flush()
-        self._landing.pull()
+        self._receiver.pull()
 
     def read_average(self) -> dict[torch.Tensor, torch.Tensor]:
         """What servers keep with `--average ema:D`: the average of each parameter, where there is one."""

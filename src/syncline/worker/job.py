@@ -455,7 +455,7 @@ class Job:
         turn = self._turns[name] = self._turns.get(name, 0) + 1
         place, answer = self.boundary.place("barrier", name), None
         while answer is None:
-            phase = self.exchange.step_aside()
+            phase = self.exchange.enter_barrier()
             try:
                 with self.boundary.standing(place):
                     answer = self.ask(Barrier(name, turn, phase))

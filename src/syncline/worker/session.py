@@ -29,7 +29,7 @@ from syncline.core.wire.control import (
     Roster,
     Uploaded,
 )
-from syncline.core.wire.leases import AskLease, AskLeaseAcks, GaveBack, Recall, Use, Uses
+from syncline.core.wire.leases import AskLease, AskLeaseAcks, GaveBack, GivenLeaseAcks, LeaseAck, Recall
 from syncline.core.wire.message import Done, Message
 from syncline.core.wire.pace import Pace
 from syncline.core.wire.validation import (
@@ -169,10 +169,10 @@ class ReadsSamples(Protocol):
     def give_back(self, recall: Recall) -> GaveBack:
         """What is not begun goes back."""
 
-    def used(self) -> list[Use]:
+    def used(self) -> list[LeaseAck]:
         """What commits have used."""
 
-    def late(self) -> list[Use]:
+    def late(self) -> list[LeaseAck]:
         """What was in commits that were late."""
 
     def are_told(self) -> bool:
@@ -267,7 +267,7 @@ class CoordinatorHandlers:
 
     # -- what the link calls ------------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> list[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> list[Buffer]:
         raise ProtocolError(f"{type(message).__name__} has no payload")
 
     def handle(self, request: Request) -> None:
@@ -293,7 +293,7 @@ class CoordinatorHandlers:
         elif isinstance(message, Recall):
             request.reply(parts.samples.give_back(message) if parts is not None else GaveBack([]))
         elif isinstance(message, AskLeaseAcks):
-            request.reply(self._uses(parts.samples) if parts is not None else Uses([]))
+            request.reply(self._acks(parts.samples) if parts is not None else GivenLeaseAcks([]))
         elif isinstance(message, AskCopies | GiveCopies):
             threading.Thread(target=self._see_to_copies, args=(request, message), name="copies", daemon=True).start()
         elif isinstance(message, Expect | WriteScript | EndSave) and parts is not None:
@@ -301,9 +301,9 @@ class CoordinatorHandlers:
         else:
             raise ProtocolError(f"a worker does not answer {type(message).__name__}")
 
-    def _uses(self, samples: ReadsSamples) -> Uses:
+    def _acks(self, samples: ReadsSamples) -> GivenLeaseAcks:
         is_all = samples.are_told()  # first: what is answered meanwhile is said with it
-        return Uses(samples.used(), samples.late(), [] if is_all else [self._life])
+        return GivenLeaseAcks(samples.used(), samples.late(), [] if is_all else [self._life])
 
     def _see_to_copies(self, request: Request, message: AskCopies | GiveCopies) -> None:
         try:
@@ -356,7 +356,7 @@ _WAITS: dict[type[Message], str] = {
 #: What may wait for other workers: one that was asked to leave waits no longer.
 _FOR_OTHERS = (AskLife, Barrier, Register, Uploaded, AskLease, Attend, Begin, AskReading)
 #: Meanwhile no round waits for this worker, or there is none.
-_ASIDE = (Barrier, AskLease, Attend, Begin, AskReading)
+_WHILE_RESTING = (Barrier, AskLease, Attend, Begin, AskReading)
 
 
 def left(name: str) -> ConfigError:
@@ -404,7 +404,7 @@ class CoordinatorSession:
                         return self._link.call(message, seconds, self._while_resting(called_away))
                 if isinstance(message, Barrier):
                     return self._link.call(message, seconds, self._while_resting(called_away))
-                look = self._while_resting(meanwhile) if isinstance(message, _ASIDE) else self._look
+                look = self._while_resting(meanwhile) if isinstance(message, _WHILE_RESTING) else self._look
                 return self._link.call(message, seconds, look if isinstance(message, _FOR_OTHERS) else None)
         except WaitTimeout:
             why = self._why()

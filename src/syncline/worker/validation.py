@@ -148,7 +148,7 @@ def _slice_of(segment: Segment, part: Slice, values: dict[str, Array]) -> Bytes:
 #: In rounds: all come so many steps after the time has come.
 AHEAD_STEPS = 2
 #: In rounds, how often a worker that waits until others come asks whether a round waits for it.
-ASIDE_SECONDS = 1.0
+ASK_ROUND_SECONDS = 1.0
 #: fn(batch) -> means over the batch, by name.
 Measure = Callable[[Any], Mapping[str, Any]]
 #: (data set, numbers of samples, collate function) -> a batch.
@@ -327,16 +327,16 @@ class WorkerValidation:
             job.exchange.rest(is_pause=True, if_active=True)  # no round is to wait for it
         asked = time.monotonic()
 
-        def stand_aside() -> None:
+        def rest_if_awaited() -> None:
             """One that waits for a round with this worker comes only behind that. Others are slow, or a save is: who
             left the rounds for that would be in other rounds from run to run."""
             nonlocal asked
-            if time.monotonic() - asked > ASIDE_SECONDS:
+            if time.monotonic() - asked > ASK_ROUND_SECONDS:
                 job.exchange.rest(is_pause=True, if_active=True, if_awaited=True)
                 asked = time.monotonic()
 
         with job.boundary.waiting():
-            job.ask(Attend(turn), stand_aside)
+            job.ask(Attend(turn), rest_if_awaited)
         self._done = turn
         for model in self._known_models():
             model.pull(average=job.config.average.startswith("ema"))

@@ -12,7 +12,7 @@ from syncline.core.leasing.leases import LeaseState, Leasing
 from syncline.core.leasing.ranges import without
 from syncline.core.slice_state import Identity, highest_clocks
 from syncline.core.wire.checkpoints import CloseSnapshotBarrier, Noted, SnapshotBarrierClosed
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 
 #: What can change what is in a round, or in a slice.
 Kind = Literal["commit", "clip", "rest", "leave"]
@@ -49,7 +49,7 @@ class SnapshotBarrier:
         return (number, turn) > (self.number, self.turn)
 
 
-def gate_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> SnapshotBarrier:
+def barrier_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> SnapshotBarrier:
     """As it came over the wire."""
     return SnapshotBarrier(number, turn, {(name, incarnation): clock for name, incarnation, clock in through})
 
@@ -82,25 +82,25 @@ def behind_to_tell(applied: Mapping[Identity, int], on_all: Mapping[Identity, in
 
 
 def clocks_to_tell(
-    gate: SnapshotBarrier, applied: Mapping[Identity, int], there: Collection[Identity]
+    barrier: SnapshotBarrier, applied: Mapping[Identity, int], there: Collection[Identity]
 ) -> list[tuple[str, int, int]]:
     """The clocks of those who take part; and of those that others have named and who have left here already: all
     that they have ever committed is in."""
     found = {worker: clock for worker, clock in applied.items() if worker in there and clock}
-    for worker, clock in gate.through.items():
+    for worker, clock in barrier.through.items():
         if worker not in there:
             found[worker] = max(clock, applied.get(worker, 0))
     return [(name, incarnation, clock) for (name, incarnation), clock in sorted(found.items())]
 
 
 #: Commits wait while gates are closed: a job that is not level after so long is tried again later.
-CUT_SECONDS = 2.0
+SNAPSHOT_SECONDS = 2.0
 #: Until then; and how often a save is tried before it is given up.
 AGAIN_SECONDS = 1.0
 MOST_TRIES = 3
 
 
-class Cut:
+class SnapshotAttempt:
     """One try to find all servers level."""
 
     def __init__(
@@ -147,12 +147,12 @@ class Cut:
         return max(noted.clock, clock + (noted.clock - clock) % (noted.num_commits or self._usual))
 
     @property
-    def uses(self) -> list[Use]:
+    def acks(self) -> list[LeaseAck]:
         """What commits that are in have used, and the coordinator had not confirmed."""
-        return [use for answer in self._answers.values() for use in answer.uses]
+        return [use for answer in self._answers.values() for use in answer.acks]
 
     @property
-    def late(self) -> list[Use]:
+    def late(self) -> list[LeaseAck]:
         return [use for answer in self._answers.values() for use in answer.late]
 
     @property
@@ -186,11 +186,11 @@ def _clocks(answer: SnapshotBarrierClosed) -> dict[Identity, int]:
     return {(name, incarnation): clock for name, incarnation, clock in answer.clocks if clock}
 
 
-def ledger_at(leases: LeaseState, uses: Iterable[Use], late: Iterable[Use]) -> LeaseState:
+def ledger_at(leases: LeaseState, acks: Iterable[LeaseAck], late: Iterable[LeaseAck]) -> LeaseState:
     """The ledger as it is at a cut: what is known, and what servers said there. A copy."""
     copied = _copy(leases)
     leasing = Leasing(copied, in_rounds=False)
-    leasing.used(uses)
+    leasing.used(acks)
     for use in late:
         for epochs in copied.epochs.values():
             for epoch in epochs.values():
@@ -199,7 +199,7 @@ def ledger_at(leases: LeaseState, uses: Iterable[Use], late: Iterable[Use]) -> L
     return copied
 
 
-def taken_up(leases: LeaseState) -> LeaseState:
+def ledger_to_resume(leases: LeaseState) -> LeaseState:
     """The ledger with which another job goes on: what was leased is to do, numbers of leases go on. A copy.
 
     An epoch that all but who held something had left is read on: what was held is in no step of the checkpoint.

@@ -265,7 +265,7 @@ def _check_epoch(epoch: Epoch, loader: Loader, next_lease: int, what: str) -> No
     counts = (epoch.num_done, epoch.num_passed_over)
     _require(all(0 <= count <= _MOST for count in counts), f"{what}: what is done of it cannot be")
     stop = loader.num_shards * SHARD_POSITIONS or epoch.num_samples
-    suspect_batches = [one.span for one in [*epoch.suspect_batches, *epoch.aside]]
+    suspect_batches = [one.span for one in [*epoch.suspect_batches, *epoch.quarantined]]
     for span in [*epoch.todo, *suspect_batches, *(lease.span for lease in epoch.leases.values())]:
         _require(span.stop <= stop, f"{what}: positions {span.start} to {span.stop} of {stop}")
         _require(bool(span.period) or not span.width, f"{what}: a span that is no comb has a width")

@@ -237,7 +237,7 @@ class Leasing:
     def _is_held(self, name: str, number: int, lease: Lease) -> bool:
         told = self._held.get((lease.owner, name, number), [])
         if lease.is_common:
-            told = [use for (_, *epoch), uses in self._held.items() if epoch == [name, number] for use in uses]
+            told = [use for (_, *epoch), acks in self._held.items() if epoch == [name, number] for use in acks]
         left: list[Places] = [(0, lease.end)]
         for places in [*lease.done, *((begin, end) for n, begin, end in told if n == lease.number)]:
             left = without(left, places)
@@ -441,20 +441,20 @@ class Leasing:
 
     # -- what is said of leases ---------------------------------------------------------------------------
 
-    def used(self, uses: Iterable[tuple[int, int, int]]) -> int:
+    def used(self, acks: Iterable[tuple[int, int, int]]) -> int:
         """Commits have used these places of leases: samples that are done by it."""
         by_lease = {
             n: epoch for epochs in self.state.epochs.values() for epoch in epochs.values() for n in epoch.leases
         }
-        return sum(by_lease[lease].used(lease, begin, end) for lease, begin, end in uses if lease in by_lease)
+        return sum(by_lease[lease].used(lease, begin, end) for lease, begin, end in acks if lease in by_lease)
 
-    def late(self, uses: Iterable[tuple[int, int, int]]) -> int:
+    def late(self, acks: Iterable[tuple[int, int, int]]) -> int:
         """Commits that count for nothing have used these: samples that are to do again by it.
 
         When the epoch is finished for all but what was read and held, nobody reads it any more: they are passed over.
         """
         found = 0
-        for lease, begin, end in uses:
+        for lease, begin, end in acks:
             for name, epochs in self.state.epochs.items():
                 for number, epoch in epochs.items():
                     if lease in epoch.leases and self._has_finished(name, number):

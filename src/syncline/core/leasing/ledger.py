@@ -14,7 +14,7 @@ import msgspec
 from syncline.core.leasing.ranges import Places, Span, comb, count, joined, merged, without
 from syncline.core.slice_state import Identity
 
-#: So many different workers must fail at a batch before it is set aside.
+#: So many different workers must fail at a batch before it is quarantined.
 MOST_FAILURES = 3
 
 
@@ -85,7 +85,7 @@ class Epoch(msgspec.Struct):
     num_done: int = 0
     num_passed_over: int = 0  # read, and in no step
     suspect_batches: list[SuspectBatch] = []
-    aside: list[SuspectBatch] = []
+    quarantined: list[SuspectBatch] = []
 
     @property
     def num_todo(self) -> int:
@@ -253,7 +253,7 @@ class Epoch(msgspec.Struct):
         self.todo = sorted([*whole, *(span for span in [*self.todo, *spans] if span in apart)])
 
     def _doubt(self, worker: str, rest: list[Span], step: int) -> list[Span]:
-        """The next batch is in doubt: it is kept apart, and set aside when too many have failed at it."""
+        """The next batch is in doubt: it is kept apart, and quarantined when too many have failed at it."""
         head, *others = rest
         batch = head if any(one.span == head for one in self.suspect_batches) else head.cut(0, step)[0]
         others = head.cut(len(batch), len(head)) + others
@@ -265,7 +265,7 @@ class Epoch(msgspec.Struct):
         if len(known.workers) < MOST_FAILURES:
             return [batch, *others]
         self.suspect_batches.remove(known)
-        self.aside.append(known)
+        self.quarantined.append(known)
         return others
 
     def shorten(self, position: int, stop: int) -> None:

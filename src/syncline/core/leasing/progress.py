@@ -24,7 +24,7 @@ def progress(state: LeaseState) -> list[EpochProgress]:
                     num_samples=epoch.num_samples,
                     num_done=epoch.num_done,
                     num_passed_over=epoch.num_passed_over,
-                    num_aside=count(suspect_batch.span for suspect_batch in epoch.aside),
+                    num_quarantined=count(suspect_batch.span for suspect_batch in epoch.quarantined),
                     leased=leased,
                     is_steps=name in state.loaders and state.loaders[name].is_steps,
                 )

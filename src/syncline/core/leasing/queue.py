@@ -16,7 +16,7 @@ from syncline.core.leasing.ranges import Span, joined
 from syncline.core.membership import Membership
 from syncline.core.policy import policy_of
 from syncline.core.slice_state import Identity
-from syncline.core.wire.leases import AskLease, GivenLease, LeaveEpoch, OpenEpoch, Recall, Use
+from syncline.core.wire.leases import AskLease, GivenLease, LeaseAck, LeaveEpoch, OpenEpoch, Recall
 
 R = TypeVar("R")
 _NOTHING = Span(0, 0)
@@ -40,8 +40,8 @@ class LeaseQueue(Generic[R]):
         self._membership = membership
         self._leasing: Leasing | None = None  # once the policy is known
         self.asking: dict[str, Asked[R]] = {}
-        self._used: set[Use] = set()  # known here, not kept yet
-        self._late: set[Use] = set()  # likewise, of commits that were late
+        self._used: set[LeaseAck] = set()  # known here, not kept yet
+        self._late: set[LeaseAck] = set()  # likewise, of commits that were late
 
     @property
     def is_open(self) -> bool:
@@ -164,9 +164,9 @@ class LeaseQueue(Generic[R]):
 
     # -- what was used ------------------------------------------------------------------------------------
 
-    def use(self, uses: Iterable[Use], late: Iterable[Use] = ()) -> None:
+    def use(self, acks: Iterable[LeaseAck], late: Iterable[LeaseAck] = ()) -> None:
         """By the word of slice 0's server."""
-        self._used.update(fresh := list(uses))
+        self._used.update(fresh := list(acks))
         self.leasing.used(fresh)
         self._late.update(back := list(late))
         self.leasing.late(back)
@@ -176,20 +176,20 @@ class LeaseQueue(Generic[R]):
         """Whether something is to be kept, and confirmed to servers."""
         return bool(self._used or self._late or self.leasing.is_any_through)
 
-    def take_news(self) -> tuple[list[Use], list[Use], list[tuple[str, int, Epoch]]]:
+    def take_news(self) -> tuple[list[LeaseAck], list[LeaseAck], list[tuple[str, int, Epoch]]]:
         """What is to be kept now, and confirmed when it is: used, late; and the epochs that are over by it."""
         used, self._used = sorted(self._used), set()
         late, self._late = sorted(self._late), set()
         return used, late, self.leasing.forget_finished()
 
-    def put_back_news(self, used: Iterable[Use], late: Iterable[Use]) -> None:
+    def put_back_news(self, used: Iterable[LeaseAck], late: Iterable[LeaseAck]) -> None:
         """It could not be kept."""
         self._used.update(used)
         self._late.update(late)
 
     # -- uses that were lost ------------------------------------------------------------------------------
 
-    def uses_are_lost(self) -> str:
+    def acks_are_lost(self) -> str:
         """Slice 0 came back from a worker's copy, without what was used: the workers that live are to say it. Among
         what it is, in words.
 
@@ -214,9 +214,9 @@ class LeaseQueue(Generic[R]):
         lives = {(name, member.incarnation) for name, member in state.members.items()}
         return [life for life in state.leases.unheard.items() if life in lives]
 
-    def heard(self, owner: Identity, uses: Iterable[Use], late: Iterable[Use], *, is_all: bool) -> None:
+    def heard(self, owner: Identity, acks: Iterable[LeaseAck], late: Iterable[LeaseAck], *, is_all: bool) -> None:
         """A worker has said what it has used; else, what it will have used is asked for again."""
-        self.use(uses, late)
+        self.use(acks, late)
         if is_all and self._membership.state.leases.unheard.get(owner[0]) == owner[1]:
             del self._membership.state.leases.unheard[owner[0]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from syncline.core.checkpoint.manifest import SavedFile, SavedScript, SavedSlice
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 
 #: A worker's life and clock: name, incarnation, commits.
@@ -83,12 +83,12 @@ class SnapshotBarrierClosed(Message, frozen=True):
     `behind`: whose last commits are on some of its slices only, with the clock that all have: primaries have changed,
     and they are to be made again. `registered`: how many segments workers had with their last commit;
     `first_segment`: the first of which anything is here; what those who had less have committed is not for here.
-    `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
+    `acks`, `late`: of slice 0, where it is here, what was not confirmed yet.
     """
 
     clocks: list[Clock]
-    uses: list[Use] = []
-    late: list[Use] = []
+    acks: list[LeaseAck] = []
+    late: list[LeaseAck] = []
     num_updates: int = 0
     has_slices: bool = True
     behind: list[Clock] = []

@@ -11,7 +11,7 @@ from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import RoundMembership
 from syncline.core.rule import RuleSpec
 from syncline.core.slice_state import Copy
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.stats import EpochProgress, JobStatus, PushBytes, SaveCounts, ServerStats, StepTimes, Wait
 
@@ -91,8 +91,8 @@ class Heartbeat(Message, frozen=True):
     waits: list[Wait] = []
     num_refused: int = 0  # worker: pushes that were not finite
     is_quarantined: bool = False
-    uses: list[Use] = []  # server: of slice 0, that were not confirmed yet
-    late: list[Use] = []  # server: likewise, of commits that were late
+    acks: list[LeaseAck] = []  # server: of slice 0, that were not confirmed yet
+    late: list[LeaseAck] = []  # server: likewise, of commits that were late
     samples: int = 0  # worker: handed to its script so far
     work_seconds: float = 0.0  # worker: spent on them, waits left out
     num_updates: int = 0  # server: of that slice of its own that has had the most

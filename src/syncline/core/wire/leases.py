@@ -7,7 +7,7 @@ from syncline.core.leasing.ranges import Span
 from syncline.core.wire.message import Message
 
 #: A lease and places in it, from and to: what a commit has used.
-Use = tuple[int, int, int]
+LeaseAck = tuple[int, int, int]
 
 
 class OpenEpoch(Message, frozen=True):
@@ -47,7 +47,7 @@ class AskLease(Message, frozen=True):
 
     loader: str
     epoch: int
-    held: list[Use]
+    held: list[LeaseAck]
     left: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -98,7 +98,7 @@ class LeaveEpoch(Message, frozen=True):
     loader: str
     epoch: int
     leases: list[tuple[int, int]]
-    passed_over: list[Use]
+    passed_over: list[LeaseAck]
     newest: int | None = None
 
 
@@ -114,19 +114,19 @@ class AskLeaseAcks(Message, frozen=True):
     """What have commits used, that was not confirmed yet? Those that are applied."""
 
 
-class Uses(Message, frozen=True):
+class GivenLeaseAcks(Message, frozen=True):
     """What commits have used, by the word of the server of slice 0; or, when that is lost, of a worker.
 
     `open`: lives of workers whose commits may still be applied: those that are out; of a worker, its own.
     """
 
-    uses: list[Use]
-    late: list[Use] = []  # of commits that were late: to do again
+    acks: list[LeaseAck]
+    late: list[LeaseAck] = []  # of commits that were late: to do again
     open: list[tuple[str, int]] = []
 
 
 class Confirm(Message, frozen=True):
     """The coordinator has kept that these were used, or late: servers may forget them."""
 
-    uses: list[Use]
-    late: list[Use] = []
+    acks: list[LeaseAck]
+    late: list[LeaseAck] = []

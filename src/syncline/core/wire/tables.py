@@ -89,11 +89,11 @@ from syncline.core.wire.leases import (
     EndShard,
     GaveBack,
     GivenLease,
+    GivenLeaseAcks,
     LeaveEpoch,
     Opened,
     OpenEpoch,
     Recall,
-    Uses,
 )
 from syncline.core.wire.message import Done, Message, Refused
 from syncline.core.wire.pace import Pace
@@ -159,9 +159,9 @@ MESSAGES: tuple[type[Message], ...] = (
     Restore, ShareRegion, Seed, LetGo, Replicate, Replicated, Stage, CommitStaged, Committed, AskClip, GiveClip,
     Prefer,
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
-    OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskLeaseAcks, Uses, Confirm,
-    Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseSnapshotBarrier, SnapshotBarrierClosed,
-    Mark, OpenSnapshotBarrier,
+    OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskLeaseAcks, GivenLeaseAcks,
+    Confirm, Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseSnapshotBarrier,
+    SnapshotBarrierClosed, Mark, OpenSnapshotBarrier,
     WriteMarked, WrittenMarked, Resume, AskResume, GivenResume, Finish, Noted, Metrics, Steer,
     Come, Called, Attend, Begin, Begun, AskValidationShard, GivenValidationShard, AskReading, GivenReading,
     LocalCandidate, WriteCandidate, WrittenCandidate,

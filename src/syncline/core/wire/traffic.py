@@ -14,7 +14,7 @@ from syncline.core.ring import Ballot
 from syncline.core.rounds import RoundMembership
 from syncline.core.rule import Option
 from syncline.core.slice_state import Copy
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.errors import FrameError
 
@@ -98,8 +98,8 @@ class Seed(Message, frozen=True):
     entries: list[StateEntry]
     lent: int | None  # memory that updates will lie in, and where
     offset: int = 0
-    uses: list[Use] = []  # slice 0: of leases, that were not confirmed yet
-    late: list[Use] = []  # likewise, of commits that were late
+    acks: list[LeaseAck] = []  # slice 0: of leases, that were not confirmed yet
+    late: list[LeaseAck] = []  # likewise, of commits that were late
 
 
 class Replicate(Message, frozen=True):
@@ -116,8 +116,8 @@ class Replicate(Message, frozen=True):
     overrides: list[tuple[int, dict[str, Option]]]  # group, hyperparameters
     scale: float
     wants_digest: bool = False
-    uses: list[Use] = []  # slice 0: what these commits have used of leases
-    late: list[Use] = []  # likewise, where they were late
+    acks: list[LeaseAck] = []  # slice 0: what these commits have used of leases
+    late: list[LeaseAck] = []  # likewise, where they were late
     roll: RoundMembership | None = None  # with spare workers: of the round that they are in, or were late by
     ballot: Ballot | None = None  # in a ring: it is held until all have voted for that
     codec: str = ""  # in a ring: by which the bytes that follow are encoded
@@ -196,7 +196,7 @@ class Stage(Message, frozen=True):
     pull: list[int]  # slices whose bytes go back over a socket with the answer
     parts: bool = False  # say which slices are applied while others are not yet
     rows: list[int] | None = None  # room for row-sparse gradients; refused today
-    uses: list[Use] = []  # what of leases this commit has used
+    acks: list[LeaseAck] = []  # what of leases this commit has used
     num_segments: int = 0  # that this worker has registered
     codec: str = ""  # by which slices are encoded, those that `sizes` has sizes for
     sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; none: as it lies

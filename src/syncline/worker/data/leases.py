@@ -19,7 +19,16 @@ import msgspec
 from syncline.core.leasing.loader import VALIDATES, Loader
 from syncline.core.leasing.ranges import Places, Span, merged
 from syncline.core.leasing.shares import equal_parts
-from syncline.core.wire.leases import AskLease, EndShard, GaveBack, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
+from syncline.core.wire.leases import (
+    AskLease,
+    EndShard,
+    GaveBack,
+    GivenLease,
+    LeaseAck,
+    LeaveEpoch,
+    Opened,
+    OpenEpoch,
+)
 from syncline.core.wire.message import Message
 from syncline.errors import SynclineError
 from syncline.worker.waits import StepClock, ValidationCalled
@@ -198,11 +207,11 @@ class LeaseAcks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read: list[Use] = []
-        self._stepped: list[Use] = []  # in local steps, which the next commit brings
-        self._void: list[Use] = []  # in pushes that were refused
-        self._open: set[Use] = set()  # in commits that are not answered yet
-        self._awaited: set[Use] | None = None  # of these, what was open when it was first asked what is used
+        self._read: list[LeaseAck] = []
+        self._stepped: list[LeaseAck] = []  # in local steps, which the next commit brings
+        self._void: list[LeaseAck] = []  # in pushes that were refused
+        self._open: set[LeaseAck] = set()  # in commits that are not answered yet
+        self._awaited: set[LeaseAck] | None = None  # of these, what was open when it was first asked what is used
         self._committed: dict[int, list[Places]] = {}
         self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
@@ -223,7 +232,7 @@ class LeaseAcks:
             self._stepped += self._read
             self._read = []
 
-    def take(self, *, is_void: bool = False) -> list[Use]:
+    def take(self, *, is_void: bool = False) -> list[LeaseAck]:
         """All of it, for the commit that is made now. `is_void`: nothing of that counts; it is passed over."""
         with self._lock:
             taken, self._read, self._stepped = self._stepped + self._read, [], []
@@ -233,11 +242,11 @@ class LeaseAcks:
             self._open.update(taken)
         return taken
 
-    def answered(self, uses: Iterable[Use], *, is_late: bool) -> None:
+    def answered(self, acks: Iterable[LeaseAck], *, is_late: bool) -> None:
         """A commit that took these along is answered; `is_late`: it counts for nothing, they are others' by now."""
         known = self._late if is_late else self._committed
         with self._lock:
-            for lease, begin, end in uses:
+            for lease, begin, end in acks:
                 known[lease] = merged([*known.get(lease, ()), (begin, end)])
                 self._open.discard((lease, begin, end))
 
@@ -250,12 +259,12 @@ class LeaseAcks:
             self._awaited = None if is_all else self._awaited
             return is_all
 
-    def committed(self) -> list[Use]:
+    def committed(self) -> list[LeaseAck]:
         """What was in commits that are answered, of leases that are not through. What is open servers will tell."""
         with self._lock:
             return [(lease, begin, end) for lease, places in self._committed.items() for begin, end in places]
 
-    def late(self) -> list[Use]:
+    def late(self) -> list[LeaseAck]:
         """What was in commits that were late, of leases that are not through."""
         with self._lock:
             return [(lease, begin, end) for lease, places in self._late.items() for begin, end in places]
@@ -287,7 +296,7 @@ class LeaseAcks:
         """Whether anything waits for a commit."""
         return bool(self._read or self._stepped)
 
-    def held(self, leases: set[int]) -> list[Use]:
+    def held(self, leases: set[int]) -> list[LeaseAck]:
         """What of these leases waits for a commit, or for the end of the loop, to be passed over."""
         with self._lock:
             places: dict[int, list[Places]] = {}
@@ -296,14 +305,14 @@ class LeaseAcks:
                     places[lease] = merged([*places.get(lease, ()), (begin, end)])
         return [(lease, begin, end) for lease, each in places.items() for begin, end in each]
 
-    def drop_void(self, leases: set[int]) -> list[Use]:
+    def drop_void(self, leases: set[int]) -> list[LeaseAck]:
         """What of these leases was in pushes that were refused."""
         with self._lock:
             dropped = [use for use in self._void if use[0] in leases]
             self._void = [use for use in self._void if use[0] not in leases]
         return dropped
 
-    def drop(self, leases: set[int]) -> list[Use]:
+    def drop(self, leases: set[int]) -> list[LeaseAck]:
         """What of these leases was read for no step: it is in none from now on."""
         with self._lock:
             dropped = [use for use in self._read if use[0] in leases]
@@ -317,7 +326,7 @@ class EpochLeases:
     def __init__(
         self,
         asks: AsksCoordinator,
-        uses: LeaseAcks,
+        acks: LeaseAcks,
         loader: str,
         epoch: int,
         data: Loader,
@@ -328,7 +337,7 @@ class EpochLeases:
     ) -> None:
         """`times`: how long this worker has worked so far. `seed`: of the loader's order, as this worker has it."""
         self.loader, self.epoch = loader, epoch
-        self._asks, self._uses, self._data = asks, uses, data
+        self._asks, self._acks, self._data = asks, acks, data
         self._times, self._worker = times, worker
         self._portion = Portion(part_of(data, worker))
         self._asked: PendingAnswer | None = None  # a lease that was asked for ahead
@@ -341,7 +350,7 @@ class EpochLeases:
         self.seed = seed if answer.seed is None else answer.seed  #: of the loader's order, in all workers
         self._is_finished = not answer.is_left
         times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
-        uses.num_loops += 1
+        acks.num_loops += 1
         self.is_shared = answer.is_shared  #: whether all workers come to this loader's epochs, by what is known
 
     @property
@@ -387,7 +396,7 @@ class EpochLeases:
         before, self._told = self._told, (samples, seconds)
         portion = self._portion
         return AskLease(
-            self.loader, self.epoch, self._uses.held(portion.numbers), portion.num_left,
+            self.loader, self.epoch, self._acks.held(portion.numbers), portion.num_left,
             samples - before[0], seconds - before[1], waits, portion.newest, portion.given,
         )  # fmt: skip
 
@@ -426,7 +435,7 @@ class EpochLeases:
         if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
             return answer
         answer = self._wait_for_others()
-        if not self._uses.is_any_held:  # else more is added to what was computed already, with what was known then
+        if not self._acks.is_any_held:  # else more is added to what was computed already, with what was known then
             self._worker.catch_up()
         return answer
 
@@ -471,14 +480,14 @@ class EpochLeases:
         """The loop is left: what was not given to the script goes back, what it made no step with is passed over. How
         many samples that are. The coordinator hears of it by `tell_left`."""
         given, numbers = self._portion.leave(unread), self._portion.numbers
-        dropped = self._uses.drop(numbers) if passes_over else []
-        passed_over = dropped + self._uses.drop_void(numbers)
+        dropped = self._acks.drop(numbers) if passes_over else []
+        passed_over = dropped + self._acks.drop_void(numbers)
         self._is_finished, was_finished = True, self._is_finished
         if given or passed_over or not was_finished:
             newest = self._portion.newest
             self._untold.append(LeaveEpoch(self.loader, self.epoch, list(given.items()), passed_over, newest))
         if was_finished:  # else a server may still be lost, with what it knows of them
-            self._uses.forget(numbers)
+            self._acks.forget(numbers)
         return sum(end - begin for _, begin, end in dropped)
 
     def tell_left(self) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable
 
 from syncline.core.leasing.loader import Loader
-from syncline.core.wire.leases import GaveBack, Recall, Use
+from syncline.core.wire.leases import GaveBack, LeaseAck, Recall
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError
 from syncline.net.link import Link
@@ -188,11 +188,11 @@ class WorkerSamples:
             reading = self._readings.get((recall.loader, recall.epoch))
         return reading.give_back() if reading is not None else GaveBack([])
 
-    def used(self) -> list[Use]:
+    def used(self) -> list[LeaseAck]:
         """What commits of this worker have used so far, of leases that it may still have."""
         return self.lease_acks.committed()
 
-    def late(self) -> list[Use]:
+    def late(self) -> list[LeaseAck]:
         """Likewise, of commits that were late."""
         return self.lease_acks.late()
 

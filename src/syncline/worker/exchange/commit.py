@@ -16,7 +16,7 @@ from syncline.core.codecs.pieces import Encoded
 from syncline.core.layout import Ranges
 from syncline.core.rounds import RoundMembership
 from syncline.core.rule import Option
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import AskClip, CommitStaged, Committed, GiveClip, Stage
 from syncline.errors import (
@@ -402,8 +402,22 @@ class ServersTicket:
     """A push under way, with all that a replay needs. `wait` may be called again after a WaitTimeout."""
 
     __slots__ = (
-        "_finish", "_wait_for", "back_at", "changed", "clock", "encoded", "flow", "generation", "is_early", "landed",
-        "phase", "push", "server_commits", "slot", "target", "uses",
+        "_finish",
+        "_wait_for",
+        "acks",
+        "back_at",
+        "changed",
+        "clock",
+        "encoded",
+        "flow",
+        "generation",
+        "is_early",
+        "landed",
+        "phase",
+        "push",
+        "server_commits",
+        "slot",
+        "target",
     )  # fmt: skip
 
     def __init__(
@@ -424,7 +438,7 @@ class ServersTicket:
         self.flow = _NOT_YET  # on its way
         self.generation = 0  # under which it is on its way
         self.landed = False
-        self.uses: list[Use] = []  # of leases
+        self.acks: list[LeaseAck] = []  # of leases
         self.encoded: dict[int, Encoded] = {}  # by slice: as it goes out, again and again
         self.is_early, self.changed = False, list[int]()  # whether slices were staged early; those that changed since
 

@@ -105,7 +105,7 @@ class Participation:
         self._stretch, self._rested, self._is_active = phase, True, False
         self._tell_again()
 
-    def step_aside(self) -> int:
+    def enter_barrier(self) -> int:
         """In no round at all until its next commit; the phase that it would be in."""
         self._is_active, self._is_away = False, True
         self._tell_again()

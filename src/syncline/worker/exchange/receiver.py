@@ -37,7 +37,7 @@ class ServerReader:
         self._endpoint, self._wait_seconds, self._pins = endpoint, wait_seconds, pins
         self._blocks: dict[int, Memory] = {}
         self._sources: dict[int, Bytes] = {}  # slices in the server's own memory
-        self._landing: dict[tuple[int, int], Bytes] = {}  # slot, slice
+        self._buffers: dict[tuple[int, int], Bytes] = {}  # slot, slice
         self.change = threading.Condition()  # a part of an answer has come
 
     def look(self, hosted: Sequence[Slice]) -> None:
@@ -165,9 +165,9 @@ class ServerReader:
     def buffer(self, slot: int, part: Slice) -> Bytes:
         """Where a slice lands over the socket while the model computes on."""
         key = (slot, part.id)
-        if key not in self._landing:
-            self._landing[key] = np.empty(part.num_bytes, np.uint8)
-        return self._landing[key]
+        if key not in self._buffers:
+            self._buffers[key] = np.empty(part.num_bytes, np.uint8)
+        return self._buffers[key]
 
     def close(self) -> None:
         for memory in self._blocks.values():
@@ -244,10 +244,10 @@ class CommitReceiver:
         settled: bool,
         slot: int | None,
         incoming: EncodedAnswer | None = None,
-        hatch: DeviceChannel | None = None,
+        device_channel: DeviceChannel | None = None,
     ) -> None:
-        """`incoming`: where the server encodes what it sends. `hatch`: what goes through it is not in host memory."""
-        self._hatch = hatch
+        """`incoming`: set if the server encodes its replies. `device_channel`: its segments are on the device."""
+        self._device_channel = device_channel
         self._reader, self._wanted, self._target, self._incoming = reader, wanted, target, incoming
         self._settled, self._slot = settled, slot
         self._landed: set[int] = set()
@@ -366,9 +366,11 @@ class CommitReceiver:
 
     def _land_mapped(self, answer: Committed) -> None:
         left = [(k, part) for k, part in self._wanted.mapped if part.id not in self._landed]
-        if self._hatch is not None and self._hatch.segments:
+        if self._device_channel is not None and self._device_channel.segments:
             asked = [
-                part for _, part in left if part.segment in self._hatch.segments and not self._target.fetches(part)
+                part
+                for _, part in left
+                if part.segment in self._device_channel.segments and not self._target.fetches(part)
             ]
             if asked:
                 self._reader.pull(asked, self._target, None)

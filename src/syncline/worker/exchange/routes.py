@@ -184,7 +184,7 @@ class ServerRoutes:
         """`own`: in a ring, the server in this process; with a process group, the only one that gets its pushes."""
         self._config, self._dial, self._say, self._own = config, dial, say, own
         self._spread = Spread(config, codecs_of(config, load))
-        self.hatch: DeviceChannel | None = None  #: to the server of this process, on a GPU
+        self.device_channel: DeviceChannel | None = None  #: to the server of this process, on a GPU
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
@@ -311,7 +311,7 @@ class ServerRoutes:
         return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
 
     def _taken(self, by_server: Mapping[str, list[Slice]]) -> dict[str, list[Slice]]:
-        if not self._config.has_circle and self._deputies is None:
+        if not self._config.has_process_group and self._deputies is None:
             return self._sorted(by_server, lambda part: self.names if part.id in self.spread else ())
         if by_server and self._own not in by_server:
             raise Refresh(f"{self._own}, in this process, has no slices yet")
@@ -326,7 +326,7 @@ class ServerRoutes:
 
     def takes(self, server: str, part: Slice) -> bool:
         """Whether this server gets what is pushed of a slice."""
-        if self._config.has_circle or self._deputies is not None:
+        if self._config.has_process_group or self._deputies is not None:
             return server == self._adder(part.id)
         return part.id in self.spread or self.primaries.get(part.id) == server
 
@@ -426,7 +426,7 @@ class ServerRoutes:
     @property
     def sums_early(self) -> bool:
         """Whether servers add up what is staged before it is committed."""
-        return len(self.names) > 1 and (self._config.has_circle or self._deputies is not None)
+        return len(self.names) > 1 and (self._config.has_process_group or self._deputies is not None)
 
     @property
     def early_bytes(self) -> float:

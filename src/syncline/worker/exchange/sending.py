@@ -77,8 +77,8 @@ class CommitSender:
             self._sent.update((server, part.id) for part in parts)
 
     def _is_shared(self, server: str, part: Slice, slot: int) -> bool:
-        hatch = self._routes.hatch
-        is_handed = hatch is not None and part.segment in hatch.segments
+        device_channel = self._routes.device_channel
+        is_handed = device_channel is not None and part.segment in device_channel.segments
         return is_handed or self._routes.arenas.is_shared(server, part.segment, slot)
 
     # -- encoding -----------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class CommitSender:
         if found is None:
             layout, arenas = self._routes.layout, self._routes.arenas
             touched = layout.slices_with(push.pushed)
-            handed = self._routes.hatch.segments if self._routes.hatch is not None else ()
+            handed = self._routes.device_channel.segments if self._routes.device_channel is not None else ()
             hosted = [p for p in self._routes.taken[server] if p.id in touched and p.segment not in handed]
             for segment in {part.segment for part in hosted}:
                 arenas.array(layout.segments[segment], slot)
@@ -227,7 +227,7 @@ class CommitSender:
         incoming = EncodedAnswer(self._decoder, self._routes.layout) if self._decoder is not None else None
         return CommitReceiver(
             reader, wanted, target, settled=self._stands_still, slot=slot_of_window, incoming=incoming,
-            hatch=self._routes.hatch,
+            device_channel=self._routes.device_channel,
         )  # fmt: skip
 
     def _want(
@@ -275,7 +275,7 @@ def _stage_message(
         commit=commit,
         pull=receiver.pull if commit and receiver is not None else [],
         parts=commit and receiver is not None and receiver.in_parts,
-        uses=ticket.uses,
+        acks=ticket.acks,
         num_segments=num_segments,
         codec=carried.codec,
         sizes=carried.sizes,

@@ -16,7 +16,7 @@ from syncline.core.replica_sets import ReplicaSet
 from syncline.core.ring import partner_of
 from syncline.core.slice_state import Copy, life_of
 from syncline.core.wire.control import AskWhy, GivenWhy, Passed
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import Prefer, StateEntry
 from syncline.errors import ConfigError, FencedError, FrameError, SynclineError, WaitTimeout
@@ -217,10 +217,10 @@ class ServersExchange:
         self.times.made_step(self.lease_acks.samples)
         return ticket
 
-    def _commit(self, push: Push, target: Target | None, uses: list[Use]) -> ServersTicket:
+    def _commit(self, push: Push, target: Target | None, acks: list[LeaseAck]) -> ServersTicket:
         before = self._open[-1] if self._open else None
         self._open.append(ticket := self._draft(push, target))
-        ticket.uses = uses
+        ticket.acks = acks
         self.clock = ticket.clock
         self._participation.committed(ticket.phase)
         try:
@@ -287,7 +287,7 @@ class ServersExchange:
             )
         )
         self._sender.has_landed(ticket)
-        self.lease_acks.answered(ticket.uses, is_late=is_late)
+        self.lease_acks.answered(ticket.acks, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
             faults.reach("commit.landed")
@@ -419,11 +419,11 @@ class ServersExchange:
         ) if is_pause else self._participation.rest()
         self.times.resume()
 
-    def step_aside(self) -> int:
+    def enter_barrier(self) -> int:
         """No round waits for this worker until its next commit; the phase it was in."""
         self.settle()
         self.times.pause()
-        return self._participation.step_aside()
+        return self._participation.enter_barrier()
 
     def pass_barrier(self, passed: Passed) -> None:
         """Behind a barrier everyone is in the same, new phase."""

@@ -68,12 +68,12 @@ def read_state(
 def _read_one(endpoint: Endpoint, number: int, seconds: float, key: str) -> list[tuple[StateEntry, Bytes]]:
     landed: list[Bytes] = []
 
-    def landing(answer: Message) -> list[memoryview]:
+    def buffers_for(answer: Message) -> list[memoryview]:
         if isinstance(answer, GivenState):
             landed.extend(np.empty(entry.num_bytes, np.uint8) for entry in answer.entries)
         return [buffer_of(array) for array in landed]
 
-    answer = endpoint.call(AskState([number], key), into=landing).wait(seconds)
+    answer = endpoint.call(AskState([number], key), into=buffers_for).wait(seconds)
     if not isinstance(answer, GivenState):
         raise ProtocolError(f"state was answered with {type(answer).__name__}")
     return list(zip(answer.entries, landed, strict=True)) if landed else []
@@ -130,7 +130,7 @@ class SliceCopies:
         """`num_kept`: so many of the targets that were filled last are kept alive; with two replicas they are not
         needed."""
         self._name, self._layout, self._wait_seconds = name, layout, wait_seconds
-        self._sinks: list[weakref.ref[Target]] = []
+        self._targets: list[weakref.ref[Target]] = []
         self._last: collections.deque[Target] = collections.deque(maxlen=num_kept)
         self._arrays: dict[int, tuple[Landed, KeptArrays]] = {}  # by slice
         self.told: dict[str, tuple[Sequence[Slice], Told]] = {}  # by server: the last that it said
@@ -139,8 +139,8 @@ class SliceCopies:
 
     def landed_in(self, target: Target) -> None:
         """Slices come into this target from now on."""
-        refs = [ref for ref in self._sinks if ref() is not None and ref() is not target]
-        self._sinks = [*refs, weakref.ref(target)]
+        refs = [ref for ref in self._targets if ref() is not None and ref() is not target]
+        self._targets = [*refs, weakref.ref(target)]
         if not any(known is target for known in self._last):
             self._last.append(target)
 
@@ -150,7 +150,7 @@ class SliceCopies:
             self._last = collections.deque([target], self._last.maxlen)
 
     def _alive(self) -> list[Target]:
-        return [target for ref in self._sinks if (target := ref()) is not None]
+        return [target for ref in self._targets if (target := ref()) is not None]
 
     def keep(self, target: Target, parts: Sequence[Slice], arrays: KeptArrays) -> None:
         """What is in the target lies in arrays of the caller, which outlive it."""

@@ -11,16 +11,16 @@ import torch
 
 from syncline.net.device_channel import DeviceChannel
 from syncline.torch.buffers import Buffers
-from syncline.torch.device_sink import DeviceSink
+from syncline.torch.device_target import DeviceTarget
 from syncline.torch.guard import Guard
-from syncline.torch.landing import pull_all
 from syncline.torch.parameters import Tracked, shaped
+from syncline.torch.receiver import pull_all
 from syncline.torch.streams import Side, StreamMark
 from syncline.worker.exchange.commit import ServersTicket
 from syncline.worker.exchange.servers import ServersExchange
 
 
-class DeviceLanding:
+class DeviceReceiver:
     """Parameters land in flat memory on the device, in which the model's tensors lie where they can.
 
     Without a window, the last push is *due*: whoever reads a parameter waits for its slices, and so does the
@@ -38,16 +38,18 @@ class DeviceLanding:
         side: Side,
         model: torch.nn.Module | None,
         lazy: bool,
-        hatch: DeviceChannel | None = None,
+        device_channel: DeviceChannel | None = None,
     ) -> None:
         self._exchange, self._tracked, self._buffers, self._window = exchange, list(tracked), buffers, window
         self._side, self._lazy = side, lazy
         self._views: list[torch.Tensor] = []
         self._slices: list[tuple[int, ...]] = []  # by tracked parameter
         flats = self._lay_out(model)
-        self.sink = DeviceSink(side, flats, buffers.flats if buffers is not None else {}, exchange.mapped, hatch)
+        self.target = DeviceTarget(
+            side, flats, buffers.flats if buffers is not None else {}, exchange.mapped, device_channel
+        )
         # Whoever commits, another optimizer or job.kv: what is still read from the servers' memory is read by then.
-        self._stop_finishing = exchange.before_commit(self.sink.finish)
+        self._stop_finishing = exchange.before_commit(self.target.finish)
         self._buffer_slices = [p.id for p in exchange.layout.slices() if buffers and p.segment in buffers.flats]
         self._tickets: collections.deque[ServersTicket] = collections.deque()
         self._due: ServersTicket | None = None
@@ -85,7 +87,7 @@ class DeviceLanding:
     def before_push(self) -> None:
         with self._lock:
             self._learn()
-            self.sink.begin()
+            self.target.begin()
             self._land(max(self._window - 1, 0))
 
     def _learn(self) -> None:
@@ -97,9 +99,9 @@ class DeviceLanding:
             self._first_reads = None
 
     def before_commit(self) -> None:
-        self.sink.begin()
+        self.target.begin()
         if not self._window:  # the first slices may come before the commit returns
-            self.sink.follow()
+            self.target.follow()
 
     def opened(self, ticket: ServersTicket) -> None:
         with self._lock:
@@ -153,7 +155,7 @@ class DeviceLanding:
         """The caller's stream goes on after this parameter has come. Whether it has."""
         if self._due is not None:
             self._due.wait_for(self._slices[k])
-        is_there = self.sink.order(self._slices[k])
+        is_there = self.target.order(self._slices[k])
         if k in self._astray:
             self._astray.discard(k)
             with torch.no_grad():
@@ -173,16 +175,16 @@ class DeviceLanding:
 
     def settle(self) -> None:
         with self._lock:
-            self.sink.begin()
+            self.target.begin()
             self._land(0)
             self._await()
             self.wait()
-            self.sink.finish()
+            self.target.finish()
 
     def pull(self) -> None:
         with self._lock:
-            self.sink.begin()
-            pull_all(self._exchange, self.sink)
+            self.target.begin()
+            pull_all(self._exchange, self.target)
             self._landed = True
             self._await()
             self.wait()

@@ -15,7 +15,7 @@ from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.exchange.targets import FlatTarget, Target
 
 
-class Landing(Protocol):
+class ParameterReceiver(Protocol):
     """What `DistributedOptimizer` asks of either way to land parameters."""
 
     @property
@@ -27,7 +27,7 @@ class Landing(Protocol):
         """Whether the script was seen to write to them since they landed, through `.data` too."""
 
     @property
-    def sink(self) -> Target:
+    def target(self) -> Target:
         """Where the exchange brings them."""
 
     def before_push(self) -> None:
@@ -52,7 +52,7 @@ class Landing(Protocol):
         """Another one takes over; everything is settled."""
 
 
-class HostLanding:
+class HostReceiver:
     """Parameters land in flat memory on the host, in which the model's tensors lie where they can."""
 
     def __init__(
@@ -66,7 +66,7 @@ class HostLanding:
     ) -> None:
         self._exchange, self._buffers, self._window = exchange, buffers, window
         self.flat = FlatMemory(exchange.layout, tracked, in_place=in_place)
-        self.sink = FlatTarget({**self.flat.flats, **(buffers.flats if buffers is not None else {})})
+        self.target = FlatTarget({**self.flat.flats, **(buffers.flats if buffers is not None else {})})
         self._tickets: collections.deque[ServersTicket] = collections.deque()
 
     def before_push(self) -> None:
@@ -96,7 +96,7 @@ class HostLanding:
             self.spread()
 
     def pull(self) -> None:
-        pull_all(self._exchange, self.sink)
+        pull_all(self._exchange, self.target)
         self.spread()
 
     def close(self) -> None:
@@ -118,6 +118,6 @@ class HostLanding:
             self._buffers.spread()
 
 
-def pull_all(exchange: ServersExchange, sink: Target) -> None:
+def pull_all(exchange: ServersExchange, target: Target) -> None:
     """The newest of everything that a sink wants."""
-    exchange.pull([part for part in exchange.layout.slices() if sink.wants(part)], sink, None)
+    exchange.pull([part for part in exchange.layout.slices() if target.wants(part)], target, None)

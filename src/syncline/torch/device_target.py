@@ -14,7 +14,7 @@ from syncline.worker.arrays import Bytes, address_of
 from syncline.worker.exchange.targets import FlatTarget, Landed, WantedSlices
 
 
-class DeviceSink:
+class DeviceTarget:
     """Segments that lie flat on a device, beside some that stay on the host."""
 
     def __init__(
@@ -23,15 +23,15 @@ class DeviceSink:
         flats: Mapping[int, torch.Tensor],
         on_host: Mapping[int, Bytes],
         mapped: Callable[[], list[Bytes]],
-        hatch: DeviceChannel | None = None,
+        device_channel: DeviceChannel | None = None,
     ) -> None:
         """`device channel`: to a server that has the same slices on the same device."""
-        self._side, self._flats, self._mapped, self._hatch = side, flats, mapped, hatch
+        self._side, self._flats, self._mapped, self._device_channel = side, flats, mapped, device_channel
         # Through the device channel everything comes at once, when all servers have answered: also the one of this
         # process.
-        self.in_parts = hatch is None
+        self.in_parts = device_channel is None
         self._on_host = FlatTarget(on_host)
-        self._landing: dict[int, torch.Tensor] = {}  # by segment: host memory for what is brought as bytes
+        self._host_copies: dict[int, torch.Tensor] = {}  # by segment: host memory for what is brought as bytes
         self._sources: dict[int, tuple[int, torch.Tensor]] = {}  # by slice: where it was seen last
         self._marks: dict[int, tuple[int, StreamMark]] = {}  # by slice, numbered in the order of the side's queue
         self._count = 0
@@ -59,16 +59,16 @@ class DeviceSink:
         if part.segment not in self._flats:
             return self._on_host.views(part)
         with self._lock:  # several servers may bring their first slices at once
-            if part.segment not in self._landing:
-                self._landing[part.segment] = self._side.new_host_memory(self._flats[part.segment].numel())
+            if part.segment not in self._host_copies:
+                self._host_copies[part.segment] = self._side.new_host_memory(self._flats[part.segment].numel())
         self._wait_for(part)  # its last bytes may still be read from here
-        view: Bytes = self._of(self._landing[part.segment], part).numpy()
+        view: Bytes = self._of(self._host_copies[part.segment], part).numpy()
         return [view]
 
     def filled(self, parts: Sequence[Slice]) -> None:
         for part in parts:
             if part.segment in self._flats:
-                self._bring(part, self._of(self._landing[part.segment], part))
+                self._bring(part, self._of(self._host_copies[part.segment], part))
 
     def take(self, parts: Sequence[tuple[Slice, Bytes]]) -> None:
         for part, source in parts:
@@ -95,7 +95,11 @@ class DeviceSink:
         return copy
 
     def fetches(self, part: Slice) -> bool:
-        return self._hatch is not None and part.segment in self._flats and part.segment in self._hatch.segments
+        return (
+            self._device_channel is not None
+            and part.segment in self._flats
+            and part.segment in self._device_channel.segments
+        )
 
     # -- towards the device -------------------------------------------------------------------------------
 
@@ -109,8 +113,8 @@ class DeviceSink:
 
     def _fetch(self, part: Slice) -> None:
         """From the memory of the server in this process, on the same device."""
-        assert self._hatch is not None
-        handed = self._hatch.parameters(part.id)
+        assert self._device_channel is not None
+        handed = self._device_channel.parameters(part.id)
         assert handed is not None, "applied, and not handed over"
         with self._lock:
             if handed.event is not None:
