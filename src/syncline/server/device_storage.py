@@ -1,4 +1,4 @@
-"""The home of a server whose worker is in the same process: on its GPU. Host memory follows when it is read."""
+"""Slice storage on the GPU of a worker in the same process. Host memory is updated when it is read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from syncline.server.storage import Bytes, DeviceStorage, SliceStorage
 
 
 class ChannelStorage(SliceStorage):
-    """All threads work on one stream, so that what one has begun another follows. Nobody waits for it but readers of
-    host memory: slices that go through the device channel are copied there when they are asked for. Without a GPU: a
-    twin."""
+    """All threads use one stream, so that their work is ordered. Only readers of host memory wait: slices of the
+    device channel are copied to the host on demand. Without a GPU it works on the CPU.
+    """
 
     device_channel: DeviceChannel
     is_lazy = True

@@ -1,4 +1,4 @@
-"""What commits have used of leases, kept with slice 0 until the coordinator has confirmed it."""
+"""Lease ranges consumed by commits, kept with slice 0 until the coordinator confirms them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from syncline.server.slices import HostedSlice
 
 
 def acks_here(slots: Iterable[HostedSlice]) -> list[LeaseAck]:
-    """What is applied and not confirmed yet, where slice 0 is."""
+    """Unconfirmed lease acks, if slice 0 is here."""
     first = next((slot for slot in slots if slot.part.id == 0), None)
     if first is None:
         return []
@@ -25,13 +25,13 @@ def acks_here(slots: Iterable[HostedSlice]) -> list[LeaseAck]:
 
 
 def open_here(commits: Commits) -> list[Identity]:
-    """Under `state_lock`: who is out and has commits that are not applied yet: they may be, or be dropped."""
+    """Under `state_lock`: removed workers with unapplied commits, which may still be applied or dropped."""
     fenced = (commit for commit in commits.flow.unfinished() if commit.item.is_fenced)
     return sorted({(commit.worker, commit.item.incarnation) for commit in fenced})
 
 
 def late_here(slots: Iterable[HostedSlice]) -> list[LeaseAck]:
-    """Likewise, of commits that were late."""
+    """Unconfirmed lease ranges of late commits, if slice 0 is here."""
     first = next((slot for slot in slots if slot.part.id == 0), None)
     if first is None:
         return []
@@ -42,13 +42,13 @@ def late_here(slots: Iterable[HostedSlice]) -> list[LeaseAck]:
 def ack_handlers(
     commits: Callable[[], Commits], slices: Mapping[int, HostedSlice], backups: Backups
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
-    """Answers the coordinator about uses."""
+    """Handlers for the coordinator's requests about lease acks."""
 
     def tell(request: Request, message: AskLeaseAcks) -> None:
         known = commits()
         with known.state_lock:
             waiting, slots = open_here(known), list(slices.values())
-        # In this order: what is applied in between is said twice, and not left out.
+        # In this order: acks applied in between are reported twice rather than missed.
         acks, late = acks_here(slots), late_here(slots)
         if not any(slot.part.id == 0 for slot in slots):
             raise ProtocolError("slice 0 has another primary")

@@ -1,4 +1,4 @@
-"""A server: hosts slices and answers the workers. Decisions are the core's; arithmetic is the rules'."""
+"""A server: hosts slices and serves workers. The core decides; the rules compute."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ from syncline.server.tasks import StagedCommit
 from syncline.server.waits import beat_of
 from syncline.stats import ServerStats, WireStats
 
-#: What a worker may say whatever it knows of the replica sets.
+#: Messages that need no current replica sets.
 _ALWAYS = (Leave, AskWhy)
 
 
@@ -88,7 +88,7 @@ def _no_way(member: Member) -> Endpoint:
 
 
 class Server:
-    """The service that workers, other servers and the coordinator speak to."""
+    """The service for workers, other servers and the coordinator."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Server:
         self._seeding = Seeding(self._slices, self._drain)
         self._values = Values(self._hosting, self._drain)
         self._endpoints: set[Endpoint] = set()
-        self._leaving: set[Endpoint] = set()  # of workers that have said so
+        self._leaving: set[Endpoint] = set()  # of workers that have sent Leave
         self._wire = WireStats()
         self._saving, self._loading = Saving(log), Loading(self._hosting, self._drain)
         self._barrier: SnapshotBarrierService | None = None
@@ -138,9 +138,9 @@ class Server:
         self._hosting.name = name
 
     def form(self, joined: Joined) -> None:
-        """The job is whole: from now on commits can be taken."""
+        """The job is formed: commits are accepted from now on."""
         config = joined.config
-        # Who comes late is told with its first slices how things stand.
+        # A server that joins late learns the clocks with its first slices.
         workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
         num_servers = sum(m.role == "server" for m in joined.members)
         rounds: Rounds[StagedCommit] = Rounds(policy_of(config), workers)
@@ -179,8 +179,8 @@ class Server:
         self._pulls.outgoing.window = config.window
 
     def hear(self, roster: Roster) -> None:
-        """The coordinator tells who there is; told twice at a time, the older one may come last."""
-        with self._pulls.state_lock:  # none comes in the middle of a change
+        """Applies a roster. Of two concurrent ones the older may arrive last."""
+        with self._pulls.state_lock:  # none may arrive during a reconfiguration
             if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
                 return
             self._heard = roster.generation
@@ -214,7 +214,7 @@ class Server:
             work.slice_done()
 
     def _moved(self, number: int) -> SynclineError | None:
-        """Why a slice that there is, is not here."""
+        """Why an existing slice is not here."""
         moved = self._commits.moved if self._commits is not None else 0
         if not moved or not self._hosting.knows(number):
             return None
@@ -317,18 +317,18 @@ class Server:
             self._commits.lost((endpoint.peer.name, endpoint.peer.incarnation))
         if reason == BROKEN_OFF:
             if endpoint.peer not in left:
-                self._log(f"{endpoint.peer} is gone: {reason}")  # once, for all its connections
+                self._log(f"{endpoint.peer} is gone: {reason}")  # logged once for all its connections
         elif reason not in ("closed", "the other side closed the connection"):
             self._log(f"{endpoint.peer}: {reason}")
 
     # -- hosting ------------------------------------------------------------------------------------------
 
     def _host(self, request: Request, message: Host) -> None:
-        with self._host_lock:  # asked again over another connection, it finds what was made for the first time
+        with self._host_lock:  # a repeated request finds the slices made by the first
             made = self._hosting.make_room(message)
             with self.commits.state_lock:
-                # Between two commits: the new slices begin where every worker stands now. Who has never committed
-                # here, or not since there was nothing to commit to, is taken as it comes.
+                # Between two commits: new slices begin at every worker's current clock. Workers that have not
+                # committed here since there were slices are accepted at any clock.
                 known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
                 if self._hosting.host(message.segment, made):
                     for slot in made.values():
@@ -367,7 +367,7 @@ class Server:
     # -- numbers ------------------------------------------------------------------------------------------
 
     def beat(self) -> Heartbeat:
-        """A sign of life, with who waits here for whom."""
+        """A heartbeat with current waits."""
         if self._commits is None:
             return Heartbeat()
         return beat_of(self._commits, list(self._slices.values()))

@@ -1,4 +1,4 @@
-"""The commit gate of a server: closed while a cut is made; then the slices are marked, or it just opens again."""
+"""The snapshot barrier of a server. It holds commits back until the slices are marked, or the attempt is given up."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from syncline.server.lease_acks import acks_here, late_here
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import in_thread
 
-#: A gate that nobody marks or opens does so by itself: a coordinator that died there stops nobody.
+#: The barrier opens by itself after this time, so that a dead coordinator does not block the job.
 BARRIER_SECONDS = 3.0
 
 
 class SnapshotBarrierService:
-    """Closes, tells what is in the slices when they stand still, has them marked, opens."""
+    """Closes the barrier, reports the clocks once the slices are idle, has the slices marked, and opens again."""
 
     def __init__(
         self,
@@ -32,17 +32,17 @@ class SnapshotBarrierService:
         log: Callable[[str], None],
         barrier_seconds: float = BARRIER_SECONDS,
     ) -> None:
-        """`mark` is called under `state_lock`, while nothing is on its way through the slices."""
+        """`mark` is called under `state_lock` while no update is in flight."""
         self._name, self._commits, self._mark, self._log = name, commits, mark, log
         self._flow, self._holding, self._state_lock = commits.flow, commits.holding, commits.state_lock
         self._barrier_seconds = barrier_seconds
         self._told: SnapshotBarrier | None = (
-            None  # whose clocks were told: nothing has changed since, while it is closed
+            None  # the barrier whose clocks were reported; nothing changes while it stays closed
         )
         self.is_closed = False
 
     def end(self) -> None:
-        """The server ends: whoever waits here hears so."""
+        """The server is closing: waiting callers get an error."""
         with self._state_lock:
             self.is_closed = True
             self._holding.open()
@@ -121,7 +121,7 @@ class SnapshotBarrierService:
         )  # fmt: skip
 
     def _open_after(self, barrier: SnapshotBarrier, until: float) -> None:
-        """It is marked or opened before, or opens by itself; what was held goes on."""
+        """Opens the barrier at `until` unless it is marked or opened earlier, and releases held requests."""
         with self._state_lock:
             while self._is_current(barrier) and (left := until - time.monotonic()) > 0:
                 self._flow.idle.wait(left)
@@ -137,7 +137,7 @@ class SnapshotBarrierService:
     # -- opening ------------------------------------------------------------------------------------------
 
     def open(self, number: int) -> None:
-        """This cut is not to be; whoever has closed the gate lets go on what was held."""
+        """The snapshot attempt was given up: opens the barrier and releases held requests."""
         with self._state_lock:
             barrier = self._holding.barrier
             if barrier is not None and barrier.number <= number:
