@@ -1,6 +1,6 @@
-"""The tables of the wire: the number of each message, and who may say it.
+"""The number of each message on the wire, and which role may send it.
 
-A frame holds one message; its number on the wire is its place in `MESSAGES`.
+A frame holds one message; its number is its index in `MESSAGES`.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ MESSAGES: tuple[type[Message], ...] = (
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
-#: Which role may ask what. Answers may come from anyone who was asked.
+#: Which role may send which request. Any role may answer.
 MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({
         Join, Rejoin, AskRoster, Heartbeat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
