@@ -37,7 +37,7 @@ from syncline.worker.exchange.commit import Push
 from syncline.worker.job import Job
 from syncline.worker.metrics import with_factor
 
-#: Steps between two looks at what a script has written to parameters, beside other workers.
+#: Steps between two checks whether a script has written to parameters, with several workers.
 _LOOK_STEPS = 32
 
 
@@ -52,7 +52,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    is_saved_by_job = True  #: so it is no part of `job.state`
+    is_saved_by_job = True  #: so it need not be in `job.state`
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check(opt, clip_norm, buffers)
         self._opt, self._model, self._overlap, self._clip_norm = opt, model, overlap, clip_norm
         self._registered = self._has_pushed = False
-        self._uses_data = False  # the script writes to parameters through `.data`, which is seen by samples only
+        self._uses_data = False  # the script writes through `.data`, which is detected by sampling only
         self._schedule: Callable[[Job, list[dict[str, Any]]], None] | None = None
         super().__init__(opt.param_groups, opt.defaults)
         self._share_state()
@@ -93,21 +93,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver = self._make_receiver()
         self._notices.mind_changes(self._tracked)
         self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._settle))
-        if self._local is None:  # else what it has is its own until the next average
+        if self._local is None:  # with local steps its values are its own until the next average
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
         self._remember()
         take_part_in(self._job.validation, self, model)
 
     def _is_as_in_torch(self, items: Sequence[Tracked]) -> bool:
-        """Whether this optimizer has a state of its own, also when another one has the same parameters. It has in an
-        embedded job: there each of them gives the servers the values that it finds. (Not on a GPU, nor with local
-        steps.)"""
+        """Whether this optimizer has its own state even if another one has the same parameters. In an embedded job
+        it does: there each uploads the values that it finds. (Not on a GPU, nor with local steps.)
+        """
         is_plain = self._job.is_embedded and self._job.config.sync_every == 1
         return is_plain and all(item.tensor.device.type == "cpu" for item in items)
 
     def _remember(self) -> None:
-        """Its groups' numbers are saved with the script's state, and with local steps all that the optimizer has."""
+        """Saves the groups' options with the script's state; with local steps the whole optimizer state."""
         faces, alone = (weakref.proxy(self), self._opt), self._job.is_embedded
         schedulers = Schedulers(faces, self._job.notice, holds=not alone)
         self._remembered = Remembered(self._opt, schedulers, self._job.notice, with_state=self._local is not None)
@@ -133,13 +133,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"buffers = {buffers!r}: there are chief, mean")
 
     def _share_state(self) -> None:
-        """One set of groups and one state, whether seen through the wrapper or the wrapped."""
+        """Wrapper and wrapped optimizer share groups and state."""
         self.param_groups, self.state = self._opt.param_groups, self._opt.state
 
     # -- registering --------------------------------------------------------------------------------------
 
     def _register_groups(self, first: int) -> None:
-        """Puts the parameters of the groups from `first` on into the job: one segment, a rule per group."""
+        """Registers the parameters of the groups from `first` on: one segment, a rule per group."""
         items = [item for item in self._tracked if item.group >= first]
         if not items:
             raise LayoutError("the optimizer has no parameters")
@@ -157,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._notices.watch(items)
 
     def _open_sides(self) -> tuple[Side, Side] | None:
-        """The ways out of and into the one device that has all parameters, if it has streams beside the user's."""
+        """Side streams from and to the one device with all parameters, if it has any."""
         devices = {item.tensor.device for item in self._tracked}
         if self._local is not None or len(devices) != 1:
             return None
@@ -165,7 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return (out, into) if out is not None and into is not None else None
 
     def _find_device_channel(self) -> DeviceChannel | None:
-        """To the server of this process, where that has its slices on the device of all parameters."""
+        """The channel to the server of this process, if its slices are on the device of all parameters."""
         device_channel = self._job.exchange.routes.device_channel
         devices = {item.tensor.device for item in self._tracked}
         return (
@@ -187,7 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._local.rule if self._local else group_rule(self._rule, self.param_groups[index])
 
     def _register_others(self) -> None:
-        """Parameters that no optimizer updates: everyone takes the chief's values once."""
+        """Registers parameters that no optimizer updates: all workers take the chief's values once."""
         rest = others(self._model, self._tracked, self._prefix) if self._model is not None else []
         if rest:
             _take(rest, self._job.kv.register([(i.name, on_cpu(i.tensor)) for i in rest], Rule("Assign")))
@@ -260,7 +260,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
         scale, overflow = self._scaling()
-        if self._job.life.number > 1 and self._schedule is None:  # else they follow the progress of the run
+        if self._job.life.number > 1 and self._schedule is None:  # otherwise they follow the progress of the run
             self._job.uses_rates(self._rates())
         if self._local is not None:
             self._local.step(weight, scale, overflow, self._clip_norm)
@@ -281,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {f"{self._prefix}{n}": group["lr"] for n, group in enumerate(self.param_groups) if "lr" in group}
 
     def _scaling(self) -> tuple[torch.Tensor | None, bool]:
-        """What a GradScaler left here: the factor that unscales the gradients, and whether they overflowed."""
+        """A GradScaler's factor that unscales the gradients, and whether they overflowed."""
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf is not None and bool(found_inf)
@@ -298,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._keep_changes()
             self._has_pushed = True
             if clip is not None and not self._in_rounds:
-                # On arrival there is no round's mean: what is pushed is clipped here, by its own norm.
+                # Without rounds there is no mean: the push is clipped here, by its own norm.
                 scale, clip = self._own_clip(clip, scale), None
             for gradients in self._gradients:
                 pushed += gradients.collect(scale)
@@ -320,13 +320,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver.opened(self._job.exchange.commit(push, self._receiver.target))
 
     def _minds_changes(self) -> bool:
-        """Beside other workers what a script writes is only told, once: it is looked for now and then."""
+        """Whether to check for writes now. With several workers they are only reported, once, so checks are rare."""
         if self._job.is_embedded or not self._has_pushed:
             return True
         return not self._notices.has_told_change and self._job.own_step % _LOOK_STEPS == 0
 
     def _have_changed(self) -> bool:
-        """Whether the script has written to parameters since the last step, or gave them other memory."""
+        """Whether the script has written to parameters since the last step, or replaced their memory."""
         if self._local is not None or not self._minds_changes():
             return False
         has_changed, is_written = self._notices.have_changed(), self._receiver.is_written
@@ -335,8 +335,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return has_changed or is_written or self._uses_data or is_left
 
     def _keep_changes(self) -> None:
-        """The script has written to parameters since the last step. Its values count before the first step, and in an
-        embedded job. Elsewhere other workers read and update the same parameters: then the script is told so.
+        """Handles writes to parameters. The script's values count before the first step, and in an embedded job.
+        Otherwise other workers update the same parameters, and the user is told.
         """
         assert isinstance(self._receiver, HostReceiver)
         exchange, is_alone = self._job.exchange, self._job.is_embedded
@@ -351,7 +351,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return
         except ProtocolError:
             pass  # the job has made steps before
-        if self._receiver.is_written:  # else they were exchanged for an evaluation, and put back
+        if self._receiver.is_written:  # otherwise they were swapped for an evaluation and restored
             self._notices.tell_change()
 
     def _own_clip(self, clip: float, scale: torch.Tensor | None) -> torch.Tensor:
@@ -361,8 +361,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return torch.clamp(clip / (norm + 1e-6), max=1.0) * factor
 
     def _overrides(self) -> Sequence[tuple[int, int, Mapping[str, Option]]]:
-        """Hyperparameters that differ from the registered ones. In a round those of one worker count, the chief's
-        where it is in it; it may not be, or may die before the next one knows that it is the chief."""
+        """Hyperparameters that differ from the registered ones. In a round those of one worker count: the chief's
+        if it takes part, else the most senior one's.
+        """
         found, factor = [], self._job.lr_factor
         for segment, group, index, options in self._watched:
             if changed := with_factor(options.of(self.param_groups[index]), options.registered, factor):
@@ -370,7 +371,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     def _watch_options(self, segment: Segment, first: int) -> None:
-        """The groups from `first` on are registered, each with a rule of this segment."""
+        """Watches the options of the groups from `first` on, each registered with a rule of this segment."""
         for index in range(first, len(self.param_groups)):
             item = next(item for item in self._tracked if item.group == index)
             group = segment.parameters[self._job.exchange.layout.where[item.name][1]].group
@@ -385,7 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver.settle()
 
     def _synchronise(self, weight: float, pushed: Ranges) -> None:
-        """For local steps: the deltas in the arena are averaged, the mean lands in the flat memory."""
+        """For local steps: averages the deltas in the arena; the mean is received into the flat memory."""
         if self._buffers is not None:
             pushed += self._buffers.collect()
         push = Push(pushed=tuple(sorted(pushed)), weight=weight)
@@ -401,12 +402,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver.pull()
 
     def read_average(self) -> dict[torch.Tensor, torch.Tensor]:
-        """What servers keep with `--average ema:D`: the average of each parameter, where there is one."""
+        """The servers' running averages (`--average ema:D`) by parameter, if there are any."""
         self._settle()
         return read_average(self._job.exchange, self._tracked)
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The parameters that it updates, by their names in the job."""
+        """The updated parameters by their names in the job."""
         return {item.name: item.tensor for item in self._tracked}
 
     @contextlib.contextmanager
@@ -456,7 +457,7 @@ def _take(items: Sequence[Tracked], values: dict[str, Any]) -> None:
 def _as_long_as_alive(
     optimizer: DistributedOptimizer, action: Callable[[DistributedOptimizer], None]
 ) -> Callable[[], None]:
-    """Does it to an optimizer that is still there: the job does not keep it alive."""
+    """Calls an action on an optimizer while it lives; the job does not keep it alive."""
     found = weakref.ref(optimizer)
 
     def act() -> None:
