@@ -56,7 +56,7 @@ def coordinator(
         raise typer.Exit(_take_up(job))
     launch = settings_of(said) | (parse_workers(workers) if workers is not None else {})
     if "least_workers" in launch:
-        launch["workers"] = launch["workers"] or launch["least_workers"]  # who comes by hand is not known yet
+        launch["workers"] = launch["workers"] or launch["least_workers"]  # workers started by hand are not known yet
     given, config = settle_here(launch)
     if config.bind.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::") or config.bind in ("0.0.0.0", "::"):
         raise ConfigError(f"--bind {config.bind}: members must know where to connect; give an address of this host")
@@ -71,7 +71,7 @@ def coordinator(
 
 
 def _take_up(job: pathlib.Path) -> int:
-    """The job of this file goes on with a new coordinator; the journal decides whether it can."""
+    """Resumes the job of this file with a new coordinator; the journal decides whether it can."""
     file = jobfile.read(job)
     config = configuration.resolve(file.given)
     if not (file.folder / JOURNAL).exists():
@@ -95,7 +95,7 @@ def _coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *
         code = run_coordinator(file, None, sock, resumes=resumes)
     except KeyboardInterrupt:
         code = 130
-    job.unlink(missing_ok=True)  # the job has ended; after any other death it can be taken up by this file
+    job.unlink(missing_ok=True)  # the job has ended; otherwise it can be resumed with this file
     return code
 
 
