@@ -144,7 +144,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.exchange == "ring"
 
     @property
-    def has_circle(self) -> bool:
+    def has_process_group(self) -> bool:
         """Whether torch.distributed adds up gradients, among the servers of a ring."""
         return self.is_ring and self.sums != "ours"
 

@@ -168,10 +168,10 @@ def test_a_job_that_has_ended_before_it_was_looked_at_has_ended_well(play: Calla
 
 def test_the_coordinator_comes_back_at_once_and_takes_the_job_up(play: Callable[..., Play]) -> None:
     job = play(max_restarts=2)
-    assert not job.lives["coordinator"][0].plan.takes_up
+    assert not job.lives["coordinator"][0].plan.resumes
     for number in (2, 3):
         job.end("coordinator", -9)
-        assert job.wait_for_life("coordinator", number).plan.takes_up
+        assert job.wait_for_life("coordinator", number).plan.resumes
     assert job.coordinator.told == []
     job.end("coordinator", -9)
     code, verdict = job.finish()

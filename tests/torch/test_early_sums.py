@@ -26,7 +26,7 @@ STEPS = 8
 KINDS: dict[str, dict[str, Any]] = {
     "relay": {"on": ["a", "a", "b", "b"]},
     "one host": {"num_cores": 64},
-    "circle": {"sums": "gloo"},
+    "process_group": {"sums": "gloo"},
 }
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 Body = Callable[["Script", int], None]
@@ -181,7 +181,7 @@ def trained(body: Body, overlap: bool, kind: str, device: str = "cpu") -> torch.
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "circle" else pytest.param(kind, marks=pytest.mark.proof) for kind in KINDS]
+    "kind", [kind if kind == "process_group" else pytest.param(kind, marks=pytest.mark.proof) for kind in KINDS]
 )
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_early_or_late_it_comes_to_the_same(body: Body, kind: str) -> None:
@@ -200,8 +200,8 @@ def test_so_it_does_where_gradients_stay_on_their_device(
     monkeypatch.setitem(process_group.GROUPS, "nccl", process_group.gloo_group)
     monkeypatch.setitem(process_group.LIMITS, "nccl", process_group.LIMITS["gloo"])
     monkeypatch.setattr(channel_carrier, "BUCKET_BYTES", 512)
-    monkeypatch.setitem(KINDS, "hatch", {"sums": "nccl"})
-    assert torch.equal(trained(body, True, "hatch", device), trained(body, False, "hatch", device))
+    monkeypatch.setitem(KINDS, "device_channel", {"sums": "nccl"})
+    assert torch.equal(trained(body, True, "device_channel", device), trained(body, False, "device_channel", device))
 
 
 @pytest.mark.parametrize("kind", ["relay", "one host"])
@@ -230,7 +230,7 @@ def test_a_circle_begins_all_buckets_before_their_round_is_whole(monkeypatch: py
         return original(self, work, outcome)
 
     monkeypatch.setattr(GroupRound, "make", make)
-    trained(plain, True, "circle")
+    trained(plain, True, "process_group")
     assert begun == [begun[0]] * 4 * (STEPS - 2) and begun[0][0] == begun[0][1] > 1
 
 

@@ -270,7 +270,7 @@ class JoinService:
 
     def _joined(self, incarnation: int, generation: int, is_late: bool = False) -> Joined:
         """Under the lock."""
-        state, resumed = self._job.membership.state, self._job.membership.state.saves.taken_up
+        state, resumed = self._job.membership.state, self._job.membership.state.saves.resumed_from
         return Joined(
             incarnation,
             generation,

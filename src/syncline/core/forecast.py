@@ -1,7 +1,7 @@
-"""What the next round of a generation will be, by the one before: so that its sums can begin before it is whole.
+"""Forecasts the next round from the previous one, so that its sums can begin before it is complete.
 
-Every server comes to the same forecast by itself, since all have the same rounds in the same order, and to the same
-word on what of it has held. What was added up early counts where it has; the rest is added up again.
+Every server makes the same forecast, since all have the same rounds in the same order, and comes to the same outcome.
+Early sums count where the forecast held; the rest is summed again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from syncline.core.layout import Ranges
 
-#: After so many forecasts in a row that did not hold there is none, until as many would have held.
+#: After this many wrong forecasts in a row there are none, until as many would have been right.
 PATIENCE = 3
 
 
 class CommitShare(NamedTuple):
-    """One commit of a round, as far as sums depend on it."""
+    """The part of a commit that sums depend on."""
 
     worker: str
     incarnation: int
@@ -28,15 +28,15 @@ class CommitShare(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ForecastOutcome:
-    """What became of a round's forecast."""
+    """The outcome of a round's forecast."""
 
-    number: int  # of the round, in its generation
+    number: int  # of the round in its generation
     was_forecast: bool = False
     held: bool = False
-    changed: frozenset[int] = frozenset()  # slices that somebody has changed since they were staged early
+    changed: frozenset[int] = frozenset()  # slices that a worker has changed since they were staged early
 
     def is_anew(self, number: int) -> bool:
-        """Whether this slice is added up again, whatever was made of it early."""
+        """Whether this slice must be summed again."""
         return self.was_forecast and (not self.held or number in self.changed)
 
 
@@ -44,14 +44,14 @@ class Forecasts:
     """Of one generation."""
 
     def __init__(self) -> None:
-        self.number = 0  #: of the round that is next
+        self.number = 0  #: of the next round
         self._last: tuple[CommitShare, ...] = ()
         self._is_early = False
         self._misses = 0
 
     @property
     def next(self) -> tuple[CommitShare, ...]:
-        """The commits of the next round, in their order; none, where nothing is to be added up early."""
+        """The expected commits of the next round, in order; empty if nothing should be summed early."""
         return self._last if self._is_early and self._misses < PATIENCE else ()
 
     def settle(
@@ -63,8 +63,9 @@ class Forecasts:
         is_early: bool = True,
         skip: bool = False,
     ) -> ForecastOutcome:
-        """A round is whole. `changed`: by the word of its commits; `num_slices`: that any of them has pushed.
-        `is_early`: all of them have staged slices early, so that it will help again."""
+        """A round is complete. `changed`: as its commits say; `num_slices`: pushed by any of them. `is_early`: all
+        of them staged slices early, so that a forecast pays off again.
+        """
         found = tuple(shares)
         held = found == self._last and not skip and any(share.weight > 0 for share in found)
         outcome = ForecastOutcome(self.number, bool(self.next), held, frozenset(changed))

@@ -359,9 +359,9 @@ class Launcher:
             if line := self._unsaid.pop(name, ""):
                 self._say(line)
             begun = self._watching.has_answered or (self._folder / JOURNAL).exists()
-            takes_up = plan.role == "coordinator" and begun
+            resumes = plan.role == "coordinator" and begun
             self._tally.starts_again(name)
-            self._lives.begin(msgspec.structs.replace(plan, takes_up=takes_up, starts_again=True), why)
+            self._lives.begin(msgspec.structs.replace(plan, resumes=resumes, starts_again=True), why)
         if self._has_ended:
             self._due.clear()
 

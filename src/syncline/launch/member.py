@@ -71,7 +71,7 @@ def play(plan: MemberPlan) -> int:
         if plan.role == "coordinator":
             from syncline.launch.coordinating import run_coordinator
 
-            return run_coordinator(plan.file, plan.listen_fd, takes_up=plan.takes_up)
+            return run_coordinator(plan.file, plan.listen_fd, resumes=plan.resumes)
         if plan.role == "server":
             from syncline.launch.serving import run_server
 

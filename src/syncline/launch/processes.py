@@ -43,7 +43,7 @@ class MemberPlan(msgspec.Struct, frozen=True, kw_only=True):
     place: tuple[int, int, int] | None = None  #: with cores of its own: its number among servers and workers here
     tells_cores: bool = False  #: where there are too few cores for that, this one says so
     listen_fd: int | None = None  #: coordinator: the socket that is bound already
-    takes_up: bool = False  #: coordinator: the job has begun before, and its journal is there
+    resumes: bool = False  #: coordinator: the job has begun before, and its journal is there
     starts_again: bool = False  #: an earlier process of this name has died
     loads_torch: bool = False  #: it will; with the fork server it has it already
 

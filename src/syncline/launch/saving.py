@@ -1,4 +1,4 @@
-"""What is said about checkpoints at launch, looked at before anything starts."""
+"""Validates checkpoint settings before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def settle_saving(given: Mapping[str, Any], *, is_shared: bool = True) -> dict[str, Any]:
-    """The same settings with whole addresses in them: members may be in other folders. What cannot be is an error.
+    """Makes addresses in the settings absolute, since members may run in other folders.
 
     `is_shared`: by members in several processes.
     """
@@ -34,7 +34,7 @@ def settle_saving(given: Mapping[str, Any], *, is_shared: bool = True) -> dict[s
 
 
 def check_places(config: JobConfig) -> None:
-    """Folders that must be writable, and the checkpoint to start from."""
+    """Checks that folders are writable, and the checkpoint to start from."""
     try:
         if config.checkpoint:
             open_folder(config.checkpoint).check_writable()
@@ -51,7 +51,7 @@ def check_places(config: JobConfig) -> None:
 
 
 def parse_bytes(flag: str, text: str) -> int:
-    """Bytes, as people type them: 256MiB, 1g, 4096."""
+    """Parses bytes: 256MiB, 1g, 4096."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if found is None:
         raise ConfigError(f"{flag} {text!r}: give a size, e.g. 256MiB, 2GiB")

@@ -21,7 +21,7 @@ from syncline.worker.job import Job
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """What a process that runs a worker's script was given before the script began."""
+    """What the process of a worker's script was given before the script began."""
 
     file: JobFile
     name: str
@@ -33,7 +33,7 @@ _invitation: Invitation | None = None
 
 
 def invite(invitation: Invitation) -> None:
-    """The script that runs next in this process is a worker of this job."""
+    """The next script in this process is a worker of this job."""
     global _invitation
     _invitation = invitation
 
@@ -70,7 +70,7 @@ def init(*, embedded: bool = False, **defaults: Any) -> Job:
 
 
 def _refuse_other_launchers() -> None:
-    """Until `init()` can join there: each process would train a model of its own, without a word."""
+    """Refuses other launchers: each process would silently train its own model."""
     other = configuration.other_launcher()
     if other is None:
         return

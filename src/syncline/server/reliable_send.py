@@ -1,4 +1,4 @@
-"""A word from one server to another, said again until it is acknowledged; and a thread that says large ones."""
+"""Messages between servers that are resent until acknowledged, and a thread that sends large ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.server.replicate import Partner
 
 
 class ReliableSend:
-    """A message on its way to one other server; its answer says nothing."""
+    """A message in flight to another server. Its acknowledgement has no content."""
 
     def __init__(
         self,
@@ -24,12 +24,12 @@ class ReliableSend:
         buffers: Sequence[Buffer] = (),
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """`then`: what to do when it is acknowledged."""
+        """`then`: called on acknowledgement."""
         self.partner, self._message, self._buffers, self._then = partner, message, buffers, then
         self.is_acknowledged = False
 
     def take_back(self) -> None:
-        """It need not be said any more."""
+        """Stops resending."""
         self.is_acknowledged, self._buffers = True, ()
 
     def send(self) -> None:
@@ -53,14 +53,13 @@ class ReliableSend:
             self.partner.repeat_later(self)
             return
         except SynclineError:
-            pass  # one of us is out: the coordinator's word will come
+            pass  # one of the servers is removed: the coordinator will say so
         self.is_acknowledged = True
         self._then()
 
 
 class Outbox:
-    """What goes to one other server, in a thread of its own: whoever makes it does not wait for the wire, and one who
-    does not read holds up nothing else."""
+    """Sends to one other server from its own thread, so that a slow receiver blocks nothing else."""
 
     def __init__(self, name: str) -> None:
         self._sayings: queue.SimpleQueue[ReliableSend | None] = queue.SimpleQueue()
@@ -70,7 +69,7 @@ class Outbox:
         self._sayings.put(saying)
 
     def close(self) -> None:
-        """What is left is not said; nobody waits for what is being said."""
+        """Drops unsent messages. Does not wait for the one being sent."""
         self._sayings.put(None)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Replication, as the primary of a slice sees it: every update goes to the backups before it counts here."""
+"""Replication at the primary: every update goes to the backups before it counts."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.server.encoded_sums import encode_sum
 from syncline.server.rules import tensor_of
-from syncline.server.tasks import FenceTask, SliceTask, StagedCommit, late_of, uses_of
+from syncline.server.tasks import FenceTask, SliceTask, StagedCommit, acks_of, late_of
 from syncline.store.tensors import new_digest
 
 if TYPE_CHECKING:
     from syncline.server.slices import HostedSlice
 
 Bytes = npt.NDArray[np.uint8]
-#: Every so many versions of a slice, primary and backup compare what they have.
+#: Every this many versions, primary and backup compare digests.
 DIGEST_EVERY = 256
-#: Until a backup whose connection broke is dialed again; the pause grows up to the second.
+#: Pause before a broken connection to a backup is dialed again; it grows up to the maximum.
 _AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 0.05, 1.0
-#: A backup that refuses an update is seeded again; one that refuses that too waits for the coordinator's word.
+#: A backup that refuses an update is seeded again. After this many seeds it waits for the coordinator.
 _MOST_SEEDS = 3
 
 
 class ReliableMessage(NamedTuple):
-    """A message with what follows it."""
+    """A message with its payload."""
 
     message: Message
     buffers: Sequence[Buffer] = ()
@@ -52,7 +52,7 @@ class ReliableMessage(NamedTuple):
 
 
 class Region:
-    """Slice-shaped memory for the update in flight; where it is lent, a backup's process maps it too."""
+    """Slice-shaped memory for the update in flight. If it is shared, a backup's process maps it too."""
 
     def __init__(self, array: Bytes, dtype: str, memory: Memory | None = None) -> None:
         self.array, self.flat = array, tensor_of(array, dtype)
@@ -60,11 +60,11 @@ class Region:
 
 
 class Parcel:
-    """An update for one backup, until that has acknowledged it."""
+    """An update for one backup, until acknowledged."""
 
     def __init__(self, replica: Replica, slot: HostedSlice, update: Update, letter: ReliableMessage) -> None:
         self.replica, self.slot, self.update, self.letter = replica, slot, update, letter
-        self.seed: ReliableMessage | None = None  # goes before it
+        self.seed: ReliableMessage | None = None  # sent before the update
         self.num_seeds = 0
         self.is_acknowledged = self.is_refused = False
         self.digest = b""
@@ -74,7 +74,7 @@ class Parcel:
 
 
 class Update:
-    """One update on its way to the backups, and then into the slice."""
+    """One update, first sent to the backups, then applied here."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class Update:
         has: list[int],
         scale: float,
     ) -> None:
-        self.scale = scale  # what its gradient counts, there and here
+        self.scale = scale  # the factor on its gradient, there and here
         self.work, self.commits, self.has = work, commits, has
         self.region = region
         self.parcels: list[Parcel] = []
         self.since = time.monotonic()
-        self.is_told = False  # in a ring: its round knows that all hold it
-        self.encoded: tuple[str, Encoded] | None = None  # in a ring: by which codec, for those who are sent it
+        self.is_told = False  # in a ring: its round knows that all servers hold it
+        self.encoded: tuple[str, Encoded] | None = None  # in a ring: codec and data for the servers that receive it
 
     @property
     def is_acknowledged(self) -> bool:
@@ -100,7 +100,7 @@ class Update:
         return slot.rules.as_pieces(self.region.flat, self.has)
 
     def compare(self, slot: HostedSlice) -> None:
-        """Applied here too: all must have come to the same bytes."""
+        """After it is applied here: compares the digests of all replicas."""
         told = [parcel for parcel in self.parcels if parcel.digest]
         mine = digest_of(slot) if told else b""
         for parcel in told:
@@ -109,7 +109,7 @@ class Update:
 
 
 def region_of(slot: HostedSlice) -> Region:
-    """Where its next update lies for all."""
+    """The memory for the slice's next update."""
     return slot.replicas[0].region if slot.replicas else slot.own_region()
 
 
@@ -120,8 +120,7 @@ def update_of(
     gradients: Sequence[torch.Tensor | None],
     scale: float,
 ) -> Update:
-    """Under the slice's lock: the next update, as its backups will get it; from a process group, they have it
-    themselves."""
+    """Under the slice's lock: the next update for the backups. With a process group, they have its sum already."""
     summed = work.sums.region(slot) if work.sums is not None else None
     if work.is_summed:
         has = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -139,7 +138,7 @@ def _encode(slot: HostedSlice, update: Update) -> None:
     if coder is not None and is_sent and update.has and update.work.waits_for_votes:
         try:
             encoded = encode_sum(coder, slot.segment, slot.part, update.has, update.region.array)
-        except ConfigError as error:  # a codec of the user's own; other servers wait for this sum
+        except ConfigError as error:  # a user's codec failed; other servers wait for this sum
             slot.sum_coder = None
             slot.replicas[0].partner.log(f"{error}; sums of slice {slot.part.id} are sent as they are from now on")
             return
@@ -147,7 +146,7 @@ def _encode(slot: HostedSlice, update: Update) -> None:
 
 
 def message_of(slot: HostedSlice, update: Update, ballot: Ballot | None, *, wants_digest: bool = False) -> Replicate:
-    """Under the slice's lock: an update, as it is sent to a backup."""
+    """Under the slice's lock: the message with an update for a backup."""
     asks = wants_digest and not update.work.waits_for_votes
     return replicate_message(slot, update.work, update.commits, update.has, update.scale, ballot, wants_digest=asks)
 
@@ -173,7 +172,7 @@ def replicate_message(
         list(work.overrides_for(slot.part.segment).items()),
         scale,
         wants_digest,
-        uses_of(commits) if is_first else [],
+        acks_of(commits) if is_first else [],
         late_of(commits) if is_first else [],
         work.roll,
         ballot,
@@ -185,30 +184,30 @@ def digest_of(slot: HostedSlice) -> bytes:
 
 
 def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> ReliableMessage:
-    """Under the slice's lock: a copy of all there is of it."""
+    """Under the slice's lock: a full copy of the slice."""
     entries, buffers = [], [buffer_of(slot.memory.copy())]
     with slot.home.at_work():
         for entry, tensor in slot.rules.state():
             entries.append(entry)
             buffers.append(buffer_of(tensor.clone().reshape(-1).view(torch.uint8).numpy()))
     state, (number, offset) = slot.state, lent or (None, 0)
-    clocks, fences, uses = state.clock_entries(), state.fence_entries(), state.use_entries()
+    clocks, fences, acks = state.clock_entries(), state.fence_entries(), state.ack_entries()
     late = state.late_entries()
-    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, uses, late)
+    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, acks, late)
     return ReliableMessage(message, buffers)
 
 
 class Replica:
-    """A slice's copy on another server, as its primary keeps it up to date.
+    """A slice's copy on another server, kept up to date by the primary.
 
-    `outbox`: while the copy is being seeded, updates are applied here alone and wait there to follow the seed.
+    `outbox`: updates applied here while the copy is being seeded; they follow the seed.
     """
 
     def __init__(self, partner: Partner, region: Region, lent: tuple[int, int] | None = None) -> None:
         self.partner, self.region, self.lent = partner, region, lent
         self.outbox: collections.deque[ReliableMessage] | None = None
         self.needs_seed = False
-        self.is_named = False  # by the replica sets: the coordinator counts on it
+        self.is_named = False  # in the replica sets: the coordinator relies on it
         self.is_new = False  # in a ring: named, and not supplied yet
 
     @property
@@ -216,7 +215,7 @@ class Replica:
         return self.outbox is not None
 
     def parcel(self, slot: HostedSlice, update: Update) -> Parcel:
-        """Under the slice's lock: an update, as this backup will get it."""
+        """Under the slice's lock: an update for this backup."""
         wants_digest = (slot.state.version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind
         message = message_of(slot, update, update.work.ballot, wants_digest=wants_digest and bool(update.has))
         views: Sequence[Buffer] = slot.rules.bytes_of_pieces(update.region.array, update.has)
@@ -233,15 +232,16 @@ class Replica:
         return made
 
     def gather(self, slot: HostedSlice, update: Update) -> None:
-        """Under the slice's lock, while the copy is being seeded: this is applied here, and follows the seed. The
-        next update overwrites the region before this one has left."""
+        """Under the slice's lock, while the copy is being seeded: queues an applied update behind the seed. It is
+        copied, because the next update overwrites the region.
+        """
         assert self.outbox is not None
         views = slot.rules.bytes_of_pieces(update.region.array, update.has)
         message = message_of(slot, update, None)
         self.outbox.append(ReliableMessage(message, [memoryview(bytes(view)) for view in views]))
 
     def send(self, parcel: Parcel) -> None:
-        """Sends an update; whatever goes wrong, it stays in flight until it is acknowledged, or the slice alone."""
+        """Sends an update. It stays in flight until it is acknowledged or the slice has no backup."""
         endpoint = self.partner.current()
         if endpoint is None:
             self.partner.repeat_later(parcel)
@@ -258,7 +258,7 @@ class Replica:
         call.when_done(functools.partial(self._answered, parcel, call))
 
     def _answered(self, parcel: Parcel, call: Call) -> None:
-        """In the thread that brings it."""
+        """Handles the reply, in the thread that delivers it."""
         slot = parcel.slot
         try:
             answer = call.wait(0)
@@ -268,14 +268,14 @@ class Replica:
             self.partner.repeat_later(parcel)
             return
         except FencedError as error:
-            # Another primary is on its way in, or an Install is: the coordinator's word will come.
+            # Another primary or an Install is on its way: wait for the coordinator.
             if not parcel.is_refused and parcel.update.work.ballot is None:
                 self.partner.log(f"slice {slot.part.id}: {self.partner.name} refuses updates from here: {error}")
             parcel.is_refused = True
             self.partner.repeat_later(parcel)
             return
         except RuleError:
-            self.needs_seed = True  # it raised there, and will here
+            self.needs_seed = True  # the rule raised there and will raise here
         except SynclineError as error:
             self._seed_and_repeat(parcel, error)
             return
@@ -286,7 +286,7 @@ class Replica:
             self.partner.drain(slot)
 
     def _seed_and_repeat(self, parcel: Parcel, error: SynclineError) -> None:
-        """The backup is not where it should be: all of the slice goes over once more, then the update again."""
+        """The backup is out of step: sends the whole slice, then the update again."""
         if parcel.is_acknowledged:
             return  # it was given up meanwhile
         slot = parcel.slot
@@ -305,7 +305,7 @@ class Replica:
         self.partner.submit(parcel.send)
 
     def differs(self, slot: HostedSlice) -> None:
-        """Under the slice's lock."""
+        """Under the slice's lock: the digests differ. Seeds the backup again."""
         self.partner.log(
             f"slice {slot.part.id}: the backup on {self.partner.name} differs from the primary at version "
             f"{slot.state.version}; it is seeded again"
@@ -313,13 +313,13 @@ class Replica:
         self.renew(slot)
 
     def renew(self, slot: HostedSlice, finished: Callable[[SliceTask], None] = lambda work: None) -> None:
-        """Under the slice's lock, to be drained after it: all of the slice goes over once more."""
+        """Under the slice's lock: sends the whole slice again. Drain afterwards."""
         self.needs_seed = True
         slot.queue.append(FenceTask((), (slot,), finished))
 
 
 class Sendable(Protocol):
-    """What goes to another server, again and again until it is acknowledged there."""
+    """Something that is resent to another server until acknowledged."""
 
     @property
     def is_acknowledged(self) -> bool: ...
@@ -328,7 +328,7 @@ class Sendable(Protocol):
 
 
 class Partner:
-    """Another server that has backups of slices here: the way to it, made again when it breaks."""
+    """Another server with backups of slices here: its connection, re-established when it breaks."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class Partner:
         return endpoint if endpoint is not None and endpoint.is_open else None
 
     def connect(self) -> Endpoint:
-        """The connection that there is, or a new one."""
+        """Returns the connection, dialing if needed."""
         with self._dialing:
             endpoint = self.current()
             if endpoint is None:
@@ -370,7 +370,7 @@ class Partner:
             return endpoint
 
     def repeat_later(self, item: Sendable) -> None:
-        """The connection broke: this goes out again when there is one."""
+        """The connection broke: resends the item once it is re-established."""
         with self._lock:
             self._waiting.append(item)
             if self._repeating or self._closed.is_set():

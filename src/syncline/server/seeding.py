@@ -1,4 +1,4 @@
-"""Seeding: a slice gets its copy on another server while it is in use; one after the other, with pauses."""
+"""Seeding: copies slices to another server while they are in use, one after the other with pauses."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from syncline.server.replicate import Partner, Region, Replica, Update, seed_of
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import FenceTask
 
-#: Between two looks at what has gathered for a backup that is still taking its seed in.
+#: Poll interval for updates that follow a seed.
 _LOOK_SECONDS = 0.001
-#: For a backup to take in what has gathered since its seed; and how often it is looked whether it is still there.
+#: How long a backup may take to apply the updates behind its seed, and how often its connection is checked.
 _TAIL_SECONDS, _LOST_SECONDS = 60.0, 0.05
-#: Until a backup that has not heard yet that it is one is asked again.
+#: Pause before asking again a server that does not know yet that it is a backup.
 _AGAIN_SECONDS = 0.01
 Drain = Callable[[HostedSlice], None]
 
 
 class Seeding:
-    """Copies for other servers, made by one thread at a time."""
+    """Seeds other servers from one thread at a time."""
 
     def __init__(self, slices: Mapping[int, HostedSlice], drain: Drain) -> None:
         self._slices, self._drain = slices, drain
@@ -45,7 +45,7 @@ class Seeding:
     def _seed_all(self, request: Request, message: SeedTo, partner: Partner) -> None:
         begun: list[HostedSlice] = []
         try:
-            partner.connect()  # a host that does not answer takes ten seconds: those for others need not wait
+            partner.connect()  # dialing a dead host takes ten seconds; seeds for others need not wait
             with self._one_at_a_time:
                 endpoint = partner.current()
                 if endpoint is None:
@@ -63,7 +63,7 @@ class Seeding:
             for slot in begun:
                 self._take_back(slot, partner)
             request.refuse(error)
-        except Exception as error:  # a bug of ours must end in an answer, not in silence
+        except Exception as error:  # a bug must end in a reply, not in a hang
             for slot in begun:
                 self._take_back(slot, partner)
             request.refuse(error)
@@ -79,7 +79,7 @@ class Seeding:
         return [slot for slot in found if slot is not None]
 
     def _replicas(self, endpoint: Endpoint, partner: Partner, slots: Sequence[HostedSlice]) -> list[Replica]:
-        """Where the updates of these slices will lie: in one memory that is lent, where the other side can map it."""
+        """Creates replicas whose updates lie in shared memory, if the other side can map it."""
         total = sum(aligned(slot.part.num_bytes) for slot in slots)
         memory = lend(endpoint, partner, total) if slots else None
         found, offset = [], 0
@@ -94,7 +94,7 @@ class Seeding:
         return found
 
     def _seed(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> float:
-        """The whole slice, then what has happened to it meanwhile; returns the seconds that it stood still."""
+        """Sends the whole slice, then the updates since. Returns the seconds during which the slice was blocked."""
         with self._between_updates(slot):
             began = time.perf_counter()
             letter = seed_of(slot, replica.lent)
@@ -125,7 +125,7 @@ class Seeding:
             time.sleep(_LOOK_SECONDS)
 
     def _send_gathered(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
-        """What was applied here since the seed follows it."""
+        """Sends the updates applied since the seed."""
         with slot.lock:
             _check_wanted(slot, replica)
             assert replica.outbox is not None
@@ -135,7 +135,9 @@ class Seeding:
             each.send(endpoint)
 
     def _count_on_it(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
-        """From here on an update needs both. The slice stands still until the copy has all that was before it."""
+        """Adds the replica: updates need its acknowledgement from now on. Blocks the slice until the copy is
+        level.
+        """
         there = threading.Event()
         with self._between_updates(slot):
             _check_wanted(slot, replica)
@@ -153,7 +155,7 @@ class Seeding:
         _check_wanted(slot, replica)
 
     def _take_back(self, slot: HostedSlice, partner: Partner) -> None:
-        """It did not come to that: whoever the replica sets do not name is no backup."""
+        """Seeding failed: removes the replica unless the replica sets name it."""
         replica = slot.replica_on(partner.name)
         if replica is not None and replica.partner is partner and not replica.is_named:
             slot.stand_alone(partner)
@@ -161,8 +163,9 @@ class Seeding:
 
 
 def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[], bool]) -> None:
-    """In a ring, while nothing is applied: all that this backup lacks goes over, and memory for what follows. Who has
-    not heard of the change yet refuses it, and is asked again."""
+    """In a ring, while nothing is applied: sends this backup all that it lacks, and shares memory for updates. A
+    backup that has not prepared the generation yet refuses; it is asked again.
+    """
     found = [(slot, replica) for slot in slots if (replica := slot.replica_on(partner.name)) and replica.is_named]
     if not any(replica.is_new or replica.lent is None for _, replica in found):
         return
@@ -191,7 +194,7 @@ def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[],
     except BaseException:
         for slot, replica in lacking:
             with slot.lock:
-                replica.lent = None  # it knows nothing of that memory: the next change begins again with it
+                replica.lent = None  # it does not know that memory: the next reconfiguration shares new memory
         raise
 
 
@@ -202,20 +205,20 @@ def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
 
 
 def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
-    """Memory for updates, where the other side can map it."""
+    """Shares memory for updates, if the other side can map it."""
     if not endpoint.shares_memory:
         return None
     try:
         memory = endpoint.create_memory(num_bytes)
     except OSError:
-        return None  # too little to share: updates go over the socket
+        return None  # too small to share: updates go over the socket
     partner.num_lent += 1
     endpoint.call(ShareRegion(partner.num_lent, num_bytes), attachment=memory).wait(_TAIL_SECONDS)
     return memory
 
 
 def alone_replica(partner: Partner, slot: HostedSlice) -> Replica:
-    """For a backup that is there already, or reads no memory of ours: updates go over the connection."""
+    """A replica without shared memory: updates go over the connection."""
     return Replica(partner, Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype))
 
 
@@ -225,7 +228,7 @@ def _check_wanted(slot: HostedSlice, replica: Replica) -> None:
 
 
 def _has(slot: HostedSlice, target: Member) -> bool:
-    """Whether this slice's backup is there, and listens."""
+    """Whether this slice's backup exists and is connected."""
     replica = slot.replica_on(target.name)
     if replica is None or replica.is_seeding:
         return False

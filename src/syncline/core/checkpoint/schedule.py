@@ -33,7 +33,7 @@ class SaveState(msgspec.Struct):
     lineage: str = ""  # drawn when a job begins; one that is taken up goes on with it
     token: str = ""  # of this job alone: others of its lineage may save in the same folder
     seconds: float = 0.0  # of training before this coordinator began
-    taken_up: Checkpoint | None = None
+    resumed_from: Checkpoint | None = None
     last: Checkpoint | None = None  # the newest of this job
     num_begun: int = 0  # the number of the last save
     open: int = 0  # of the save that is under way
@@ -44,7 +44,7 @@ class SaveState(msgspec.Struct):
 
     @property
     def newest(self) -> Checkpoint | None:
-        return self.last or self.taken_up
+        return self.last or self.resumed_from
 
 
 def check_words(config: JobConfig) -> None:

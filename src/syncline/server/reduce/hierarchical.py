@@ -236,7 +236,7 @@ class HierarchicalReducer:
 
     # -- what comes ---------------------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
         """Where the bytes of a sum go."""
         self._check(peer, message)
         segment, part = self._hosting.find(message.slice)
@@ -359,11 +359,11 @@ class HierarchicalReducers:
     def _is_near(self, generation: int) -> bool:
         return self._generation <= generation and len({*self._lent, generation}) <= _MOST_AHEAD
 
-    def landing(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
         """Where the bytes of a sum go; what is of another generation goes nowhere, or waits."""
         relay = self._relay
         if relay is not None and relay.generation == message.generation:
-            return relay.landing(peer, message)
+            return relay.buffers_for(peer, message)
         segment, part = self._hosting.find(message.slice)
         size = wide_bytes(segment, part) if isinstance(message, HostSum) else part.num_bytes
         return [buffer_of(np.empty(size, np.uint8))]

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from syncline.config import JobConfig
 from syncline.core.forecast import ForecastOutcome, Forecasts
 from syncline.core.members import Member
-from syncline.core.ring import check_circle_hosts, partner_of
+from syncline.core.ring import check_process_group_hosts, partner_of
 from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import GroupStoreKey
@@ -392,7 +392,7 @@ class ProcessGroupReducers:
 
     def _form(self, generation: int, names: Sequence[str]) -> Formed:
         members = self._hosting.members_named(names)
-        check_circle_hosts(self._config, [member.host for member in members])
+        check_process_group_hosts(self._config, [member.host for member in members])
         others = self._hosting.partners_named(names)
         for partner in others:
             with contextlib.suppress(SynclineError, OSError):  # what is said to it is said again
