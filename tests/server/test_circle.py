@@ -245,7 +245,7 @@ def test_a_slice_that_is_looked_at_early_does_not_vote_before_all_sums_are_held(
 
     def hold(self: Any, work: Any) -> bool:
         for slot in work.slots:
-            self._flow.drain(slot)
+            slot.drain()
         return original(self, work)
 
     monkeypatch.setattr(RingReducer, "hold", hold)

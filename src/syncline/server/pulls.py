@@ -279,9 +279,4 @@ class Pulls:
         for number in numbers:
             slot = self._slices.get(number)
             if slot is not None:  # else its primary is elsewhere by now
-                self._pool.submit(functools.partial(_drain, slot))
-
-
-def _drain(slot: HostedSlice) -> None:
-    for work in slot.drain():
-        work.slice_done()
+                self._pool.submit(slot.drain)

@@ -283,7 +283,7 @@ class Replica:
             faults.reach("replicate.acknowledged")
         parcel.is_acknowledged = True
         if not slot.is_sending and parcel.update.is_acknowledged:
-            self.partner.drain(slot)
+            self.partner.submit(slot.drain)
 
     def _seed_and_repeat(self, parcel: Parcel, error: SynclineError) -> None:
         """The backup is not where it should be: all of the slice goes over once more, then the update again."""
@@ -336,12 +336,11 @@ class Partner:
         dial: Callable[[Member], Endpoint],
         *,
         is_of_our_kind: bool,
-        drain: Callable[[HostedSlice], None],
         submit: Callable[[Callable[[], None]], None],
         log: Callable[[str], None],
     ) -> None:
         self.member, self.is_of_our_kind = member, is_of_our_kind
-        self.drain, self.submit, self.log = drain, submit, log
+        self.submit, self.log = submit, log
         self._dial = dial
         self._lock = threading.Lock()
         self._dialing = threading.Lock()

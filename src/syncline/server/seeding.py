@@ -29,14 +29,13 @@ _LOOK_SECONDS = 0.001
 _TAIL_SECONDS, _LOST_SECONDS = 60.0, 0.05
 #: Until a backup that has not heard yet that it is one is asked again.
 _AGAIN_SECONDS = 0.01
-Drain = Callable[[HostedSlice], None]
 
 
 class Seeding:
     """Copies for other servers, made by one thread at a time."""
 
-    def __init__(self, slices: Mapping[int, HostedSlice], drain: Drain) -> None:
-        self._slices, self._drain = slices, drain
+    def __init__(self, slices: Mapping[int, HostedSlice]) -> None:
+        self._slices = slices
         self._one_at_a_time = threading.Lock()
 
     def begin(self, request: Request, message: SeedTo, partner: Partner) -> None:
@@ -157,7 +156,7 @@ class Seeding:
         replica = slot.replica_on(partner.name)
         if replica is not None and replica.partner is partner and not replica.is_named:
             slot.stand_alone(partner)
-            self._drain(slot)
+            slot.drain()
 
 
 def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[], bool]) -> None:

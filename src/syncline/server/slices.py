@@ -99,8 +99,13 @@ class HostedSlice:
 
     # -- what waits is applied ----------------------------------------------------------------------------
 
-    def drain(self) -> list[SliceTask]:
-        """Applies what waits, in order, unless a reader has pinned the slice; returns what is done."""
+    def drain(self) -> None:
+        """Applies the tasks that wait, in order, unless a reader has pinned the slice. Called without its lock."""
+        for work in self._apply_queued():
+            work.slice_done()
+
+    def _apply_queued(self) -> list[SliceTask]:
+        """Returns the tasks that are done with this slice."""
         done: list[SliceTask] = []
         with self.lock:
             if not self.replicas and self.in_flight is None:

@@ -268,10 +268,12 @@ class RoundTask(SliceTask):
         policy: Policy,
         finished: Callable[[SliceTask], None],
         held: Callable[[RoundTask], None] = lambda work: None,
+        failed: Callable[[RoundTask, Exception], None] = lambda work, error: None,
     ) -> None:
-        """`held`: what to do in a ring when all others have what its slices are to get."""
+        """In a ring, `held` is called when all others have the sums of its slices, `failed` when a sum cannot be
+        made."""
         super().__init__(slots, finished)
-        self._held, self._num_unheld = held, len(slots)
+        self._held, self._failed, self._num_unheld = held, failed, len(slots)
         self.commits, self.policy, self.in_rounds = commits, policy, policy.in_rounds
         self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
         if len(commits) == 1:
@@ -287,6 +289,11 @@ class RoundTask(SliceTask):
         self.failed: RuleError | None = None  # what everyone is answered when it could not be applied
         self.share = 0.0  # of the squared norm, where several servers have one
         self.scaled = False  # whether the norm over all servers is known
+
+    def slice_done(self) -> None:
+        if self.error is not None and self.waits_for_votes:
+            self._failed(self, self.error)  # this server will not vote for it
+        super().slice_done()
 
     def slice_held(self) -> None:
         with self._lock:
