@@ -19,7 +19,7 @@ from syncline.server.backups import Backups
 from syncline.server.commits import Commits
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
-from syncline.server.replicate import Partner
+from syncline.server.reliable_send import Partner
 from syncline.server.seeding import alone_replica, supply
 from syncline.server.slices import HostedSlice
 from syncline.server.storage import Blocks, SliceStorage

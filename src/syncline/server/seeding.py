@@ -19,7 +19,8 @@ from syncline.core.wire.traffic import ShareRegion
 from syncline.errors import ConnectionLost, FencedError, SynclineError
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory
-from syncline.server.replicate import Partner, Region, Replica, Update, seed_of
+from syncline.server.reliable_send import Partner
+from syncline.server.replicate import Region, Replica, Update, seed_of
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import FenceTask
 
@@ -96,11 +97,11 @@ class Seeding:
         """The whole slice, then what has happened to it meanwhile; returns the seconds that it stood still."""
         with self._between_updates(slot):
             began = time.perf_counter()
-            letter = seed_of(slot, replica.lent)
-            replica.outbox = collections.deque()
+            outgoing = seed_of(slot, replica.lent)
+            replica.after_seed = collections.deque()
             slot.replicas = [*slot.replicas, replica]
         took = time.perf_counter() - began
-        seed = letter.send(endpoint)
+        seed = outgoing.send(endpoint)
         if faults.armed is not None:
             faults.reach("seed.sent")
         while not seed.is_done:
@@ -127,9 +128,9 @@ class Seeding:
         """What was applied here since the seed follows it."""
         with slot.lock:
             _check_wanted(slot, replica)
-            assert replica.outbox is not None
-            gathered = list(replica.outbox)
-            replica.outbox.clear()
+            assert replica.after_seed is not None
+            gathered = list(replica.after_seed)
+            replica.after_seed.clear()
         for each in gathered:
             each.send(endpoint)
 
@@ -138,13 +139,13 @@ class Seeding:
         there = threading.Event()
         with self._between_updates(slot):
             _check_wanted(slot, replica)
-            gathered, replica.outbox = replica.outbox or (), None
+            gathered, replica.after_seed = replica.after_seed or (), None
             last = Update(FenceTask((), (slot,), lambda work: there.set()), (), replica.region, [], 1.0)
-            last.parcels = [replica.parcel(slot, last)]
+            last.sends = [replica.prepare(slot, last)]
             slot.in_flight = last
         for each in gathered:
             each.send(endpoint)
-        last.parcels[0].send()
+        last.sends[0].send()
         until = time.monotonic() + _TAIL_SECONDS
         while not there.wait(_LOST_SECONDS):
             if not endpoint.is_open or time.monotonic() > until:
@@ -196,8 +197,8 @@ def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[],
 
 def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
     with slot.lock:
-        letter = seed_of(slot, replica.lent)
-    return letter.send(endpoint)
+        outgoing = seed_of(slot, replica.lent)
+    return outgoing.send(endpoint)
 
 
 def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:

@@ -20,7 +20,8 @@ from syncline.core.rule import Option
 from syncline.core.slice_state import Identity, SliceState
 from syncline.core.wire.leases import Use
 from syncline.net.transport import buffer_of
-from syncline.server.replicate import Partner, Region, Replica, Update, region_of, update_of
+from syncline.server.reliable_send import Partner
+from syncline.server.replicate import Region, Replica, Update, region_of, update_of
 from syncline.server.rules import SliceRules, Source
 from syncline.server.storage import SliceStorage
 from syncline.server.tasks import Progress, SliceTask, StagedCommit, late_of, uses_of
@@ -142,8 +143,8 @@ class HostedSlice:
                 return done
             self.is_sending = True
             try:
-                for parcel in update.parcels:
-                    parcel.send()
+                for send in update.sends:
+                    send.send()
             finally:
                 # Whoever brings the acknowledgement sees this, or this thread sees the acknowledgement.
                 self.is_sending = False
@@ -180,9 +181,9 @@ class HostedSlice:
                     work.error = work.error or error
                     done.append(work)
                     continue
-                if made.parcels or work.waits_for_votes:
+                if made.sends or work.waits_for_votes:
                     self.in_flight = made
-                    if made.parcels:
+                    if made.sends:
                         return made
                 else:
                     self._finish(made)
@@ -343,8 +344,9 @@ class HostedSlice:
         """It has no backup there any more, or nowhere: what was on its way counts without. To be drained."""
         with self.lock:
             update = self.in_flight
-            for parcel in update.parcels if update is not None else ():
-                parcel.is_acknowledged |= partner in (None, parcel.replica.partner)
+            for send in update.sends if update is not None else ():
+                if partner in (None, send.partner):
+                    send.take_back()
             self.replicas = [r for r in self.replicas if partner is not None and r.partner is not partner]
 
     def renew_backups(self) -> None:
@@ -366,8 +368,8 @@ class HostedSlice:
     def count_on_nobody(self) -> None:
         """Whatever is in flight is acknowledged by whoever is left. To be drained after this."""
         with self.lock:
-            for parcel in self.in_flight.parcels if self.in_flight is not None else ():
-                parcel.is_acknowledged = True
+            for send in self.in_flight.sends if self.in_flight is not None else ():
+                send.take_back()
 
     def drop(self, works: Collection[SliceTask]) -> None:
         """In a ring: these rounds count nowhere, and are made again."""
@@ -376,8 +378,8 @@ class HostedSlice:
             update = self.in_flight
             if update is not None and update.work in works:
                 self.in_flight = None
-                for parcel in update.parcels:
-                    parcel.is_acknowledged = True
+                for send in update.sends:
+                    send.take_back()
 
     # -- readers ------------------------------------------------------------------------------------------
 

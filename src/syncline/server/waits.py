@@ -56,8 +56,8 @@ def _backups(slots: Iterable[HostedSlice], now: float) -> list[Wait]:
     longest: dict[str, float] = {}
     for slot in slots:
         update = slot.in_flight
-        for parcel in update.parcels if update is not None else ():
-            if not parcel.is_acknowledged:
-                name = parcel.replica.partner.name
-                longest[name] = max(longest.get(name, 0.0), now - parcel.update.since)
+        for send in update.sends if update is not None else ():
+            if not send.is_acknowledged:
+                name = send.partner.name
+                longest[name] = max(longest.get(name, 0.0), now - send.update.since)
     return [Wait("", 0, [name], seconds, "server") for name, seconds in longest.items() if seconds >= MOMENT_SECONDS]
