@@ -62,11 +62,13 @@ class Loop:
         self._ahead: BatchRange | None = None  # the first of them, which was waited for before the loop began
         self._taken, self._first_step = 0, job.own_step
         self._position: Position = ("loop", loader, epoch)
+        self._is_left_out = False  # the script does not see this epoch, and does nothing between it and the next
 
     def has_batch(self) -> bool:
         """Waits until there is a batch for this worker, which stays its own; False: the epoch ends without one."""
         self.comes_back()
         self._ahead = self.next()
+        self._is_left_out = self._ahead is None
         return self._ahead is not None
 
     def next(self) -> BatchRange | None:
@@ -122,6 +124,8 @@ class Loop:
 
     def __enter__(self) -> Loop:
         self.reading.resume()
+        if not self._is_left_out:
+            self._job.samples.boundary.begins_epoch()
         self.comes_back()
         return self
 
