@@ -15,28 +15,19 @@ from syncline.server.commits import Commits
 from syncline.server.slices import HostedSlice
 
 
-def uses_here(slots: Iterable[HostedSlice]) -> list[Use]:
-    """What is applied and not confirmed yet, where slice 0 is."""
+def unconfirmed_here(slots: Iterable[HostedSlice]) -> tuple[list[Use], list[Use]]:
+    """Where slice 0 is: what applied commits have used of leases, and what late ones have; not confirmed yet."""
     first = next((slot for slot in slots if slot.part.id == 0), None)
     if first is None:
-        return []
+        return [], []
     with first.lock:
-        return first.state.use_entries()
+        return first.state.use_entries(), first.state.late_entries()
 
 
 def open_here(commits: Commits) -> list[Identity]:
     """Under `state_lock`: who is out and has commits that are not applied yet: they may be, or be dropped."""
     fenced = (commit for commit in commits.flow.unfinished() if commit.item.is_fenced)
     return sorted({(commit.worker, commit.item.incarnation) for commit in fenced})
-
-
-def late_here(slots: Iterable[HostedSlice]) -> list[Use]:
-    """Likewise, of commits that were late."""
-    first = next((slot for slot in slots if slot.part.id == 0), None)
-    if first is None:
-        return []
-    with first.lock:
-        return first.state.late_entries()
 
 
 def uses_handlers(
@@ -49,7 +40,7 @@ def uses_handlers(
         with known.state_lock:
             waiting, slots = open_here(known), list(slices.values())
         # In this order: what is applied in between is said twice, and not left out.
-        uses, late = uses_here(slots), late_here(slots)
+        uses, late = unconfirmed_here(slots)
         if not any(slot.part.id == 0 for slot in slots):
             raise ProtocolError("slice 0 has another primary")
         request.reply(Uses(uses, late, waiting))

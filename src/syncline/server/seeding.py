@@ -22,7 +22,7 @@ from syncline.net.transport import Memory
 from syncline.server.reliable_send import Partner
 from syncline.server.replicate import Region, Replica, Update, seed_of
 from syncline.server.slices import HostedSlice
-from syncline.server.tasks import FenceTask
+from syncline.server.tasks import FenceTask, in_thread
 
 #: Between two looks at what has gathered for a backup that is still taking its seed in.
 _LOOK_SECONDS = 0.001
@@ -40,7 +40,7 @@ class Seeding:
         self._one_at_a_time = threading.Lock()
 
     def begin(self, request: Request, message: SeedTo, partner: Partner) -> None:
-        threading.Thread(target=self._seed_all, args=(request, message, partner), name="seed", daemon=True).start()
+        in_thread("seed", request, lambda: self._seed_all(request, message, partner))
 
     def _seed_all(self, request: Request, message: SeedTo, partner: Partner) -> None:
         begun: list[HostedSlice] = []
@@ -59,17 +59,11 @@ class Seeding:
                         time.sleep(took)
                 if not all(_has(slot, message.target) for slot in self._slots(message.slices)):
                     raise ConnectionLost(f"{partner.name} is not counted on any more for some of these slices")
-        except (SynclineError, OSError) as error:
+        except BaseException:
             for slot in begun:
                 self._take_back(slot, partner)
-            request.refuse(error)
-        except Exception as error:  # a bug of ours must end in an answer, not in silence
-            for slot in begun:
-                self._take_back(slot, partner)
-            request.refuse(error)
             raise
-        else:
-            request.reply(Done())
+        request.reply(Done())
 
     def _slots(self, numbers: Sequence[int]) -> list[HostedSlice]:
         found = [self._slices.get(number) for number in numbers]

@@ -338,7 +338,7 @@ def in_thread(name: str, request: Request, action: Callable[[], None]) -> None:
     def run() -> None:
         try:
             action()
-        except SynclineError as error:
+        except (SynclineError, OSError) as error:
             request.refuse(error)
         except Exception as error:  # a bug of ours must end in an answer, not in silence
             request.refuse(error)

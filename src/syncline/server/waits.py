@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from syncline.core.wire.control import Heartbeat
 from syncline.server.commits import Commits
-from syncline.server.lease_acks import late_here, uses_here
+from syncline.server.lease_acks import unconfirmed_here
 from syncline.server.slices import HostedSlice
 from syncline.stats import Wait
 
@@ -21,7 +21,7 @@ def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Heartbeat:
     with commits.state_lock:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
         waits = [*_rounds(commits, now), *_lags(commits, now)]
-    uses, late = uses_here(slots), late_here(slots)
+    uses, late = unconfirmed_here(slots)
     updates = max((slot.state.version for slot in slots), default=0)
     return Heartbeat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late, num_updates=updates)
 

@@ -132,13 +132,6 @@ class LocalFolder:
         self.write(name, data)
         return True
 
-    def check_writable(self) -> None:
-        """Raises StoreError, with the remedy, where nothing can be written."""
-        self.make()
-        probe = f".syncline-{os.getpid()}"
-        self.write(probe, b"syncline")
-        self.remove(probe)
-
 
 def create(path: pathlib.Path) -> int:
     """An empty file to write to, by its descriptor; what an earlier try has left there is gone."""

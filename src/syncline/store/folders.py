@@ -56,8 +56,14 @@ class Folder(Protocol):
     def claim(self, name: str, data: bytes) -> bool:
         """Makes the folder, with this file in it; False: somebody else has made it."""
 
-    def check_writable(self) -> None:
-        """Makes it, and writes to it: trouble is to show at launch."""
+
+def check_writable(folder: Folder) -> None:
+    """Makes the folder and writes to it. Raises StoreError, with the remedy, where that fails: at launch, not at the
+    first save."""
+    folder.make()
+    probe = f".syncline-{os.getpid()}"
+    folder.write(probe, b"syncline")
+    folder.remove(probe)
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
