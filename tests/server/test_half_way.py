@@ -171,7 +171,7 @@ def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse)
     prepared = house.tell(full, again.prepare())
     call = worker.commit_staged(full, 2)
     slot.unpin()
-    house.servers[full]._drain(slot)
+    slot.drain()
     assert isinstance(prepared.wait(WAIT), Prepared)
     with pytest.raises(ProtocolError, match="is not prepared any more"):
         begun.wait(WAIT)

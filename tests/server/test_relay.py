@@ -124,13 +124,13 @@ def test_where_memory_cannot_be_lent_sums_are_sent(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_sum_goes_from_a_primary_to_each_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Replica.parcel
+    original = Replica.prepare
 
-    def parcel(self: Any, slot: Any, update: Any) -> Any:
+    def prepare(self: Any, slot: Any, update: Any) -> Any:
         assert not update.has, "a sum was sent to a backup"
         return original(self, slot, update)
 
-    monkeypatch.setattr(Replica, "parcel", parcel)
+    monkeypatch.setattr(Replica, "prepare", prepare)
     with ring(AABB) as jobs:
         jobs.run(lambda job: push_cells(job, 2, {}))
 

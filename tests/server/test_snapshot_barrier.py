@@ -86,8 +86,8 @@ def test_what_has_begun_is_waited_for(make_house: MakeHouse) -> None:
     barrier = house.tell("server-0", CloseSnapshotBarrier(1))
     assert not barrier.arrives(0.05)
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
-    answer = barrier.wait(WAIT)
+    slot.drain()
+    answer = gate.wait(WAIT)
     assert isinstance(answer, SnapshotBarrierClosed) and [clock for *_, clock in answer.clocks] == [1]
     call.wait(WAIT)
     assert answer.num_updates == 1
@@ -123,7 +123,7 @@ def test_a_gate_that_cannot_close_is_given_up(make_house: MakeHouse) -> None:
     with pytest.raises(ProtocolError, match="barrier open before"):
         closed(house, "server-0")
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
+    slot.drain()
     calls.append(worker.commit("server-0", 2, x()))
     for call in calls:
         call.wait(WAIT)

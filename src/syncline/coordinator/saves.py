@@ -26,12 +26,12 @@ from syncline.coordinator.checkpoint_writer import CheckpointWriter, SnapshotPoi
 from syncline.coordinator.job import JobContext, ServerCalls
 from syncline.coordinator.leases import LeaseService
 from syncline.coordinator.registration import RegistrationService
-from syncline.core.checkpoint.schedule import Checkpoint, Every, every
-from syncline.core.checkpoint.snapshot import AGAIN_SECONDS, MOST_TRIES, SNAPSHOT_SECONDS, SnapshotAttempt, ledger_at
+from syncline.core.checkpoint.schedule import Checkpoint
+from syncline.core.checkpoint.snapshot import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut, ledger_at
 from syncline.core.members import Member
 from syncline.core.policy import policy_of
 from syncline.core.slice_state import Identity
-from syncline.core.units import size
+from syncline.core.units import Interval, interval, size
 from syncline.core.wire.checkpoints import (
     EndSave,
     Expect,
@@ -199,7 +199,7 @@ class SaveService:
         self._finishing: dict[str, tuple[Request, float]] = {}  # workers whose scripts have ended, and since when
         self._next: SaveRequest | None = None
         self._current: SaveInProgress | None = None
-        self._every: Every | None = None
+        self._every: Interval | None = None
         self._due_at, self._due_step = 0.0, 0
         self._has_ended = False  # the last save of the job was made, or given up
         saves = job.membership.state.saves
@@ -305,7 +305,7 @@ class SaveService:
         if self._next is not None:
             return now >= self._next.not_before
         if self._every is None:
-            self._every = every("--save-every", self._job.config.save_every or DEFAULT_EVERY)
+            self._every = interval("--save-every", self._job.config.save_every or DEFAULT_EVERY)
             newest = self._job.membership.state.saves.newest
             self._count_from(now, newest.step if newest else 0)
         if self._every.steps:

@@ -37,7 +37,7 @@ def pushed_told(pushed: PushBytes, num_steps: int) -> str:
 
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_STEPS = re.compile(r"([0-9]{1,18}) ?steps?")
+_STEPS = re.compile(r" *([0-9](?:_?[0-9]){0,17}) *steps?")
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -61,7 +61,10 @@ def duration(flag: str, text: str, example: str = "10s, 1.5m, 1h") -> float:
 
 
 def interval(flag: str, text: str, *, epochs: bool = False, example: str = "") -> Interval:
-    """Parses `500steps`, `10m`, and with `epochs` also `epoch`; a ConfigError shows examples."""
+    """`500steps`, `1_000steps`, `10m`, and where `epochs` may be said, `epoch`.
+
+    Anything else is a ConfigError that shows examples.
+    """
     if epochs and text == "epoch":
         return Interval(is_epoch=True)
     found = _STEPS.fullmatch(text)

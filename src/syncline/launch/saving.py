@@ -11,7 +11,7 @@ from syncline.config import JobConfig
 from syncline.core.checkpoint.schedule import check_words
 from syncline.errors import ConfigError, StoreError
 from syncline.store import checkpoints
-from syncline.store.folders import open_folder
+from syncline.store.folders import check_writable, open_folder
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -37,9 +37,9 @@ def check_places(config: JobConfig) -> None:
     """Checks that folders are writable, and the checkpoint to start from."""
     try:
         if config.checkpoint:
-            open_folder(config.checkpoint).check_writable()
+            check_writable(open_folder(config.checkpoint))
         if config.checkpoint_mirror:
-            open_folder(config.checkpoint_mirror).check_writable()
+            check_writable(open_folder(config.checkpoint_mirror))
         if config.resume:
             folder = open_folder(config.resume)
             passed_over: list[str] = []

@@ -115,7 +115,7 @@ class RoundExecutor:
             lead = leading(commits, self.seniority)
             if len(commits) > 1 and self._rounds.decides:
                 self._dropped.see(commits, lead, self.log)
-            work = RoundTask(commits, slots, lead, self._rounds.policy, self._finished, self._held)
+            work = RoundTask(commits, slots, lead, self._rounds.policy, self._finished, self._held, self.fail)
             works.append(work)
             if self._ring is not None:
                 self._ring.expect(work)
@@ -208,15 +208,9 @@ class RoundExecutor:
         small = is_small([s.part.num_bytes for s in work.slots])
         for slot in work.slots:
             if small:
-                self.drain(slot)
+                slot.drain()
             else:
-                self.pool.submit(functools.partial(self.drain, slot))
-
-    def drain(self, slot: HostedSlice) -> None:
-        for work in slot.drain():
-            if work.error is not None and work.waits_for_votes and isinstance(work, RoundTask):
-                self.fail(work, work.error)  # its sum failed: this server will not vote for it
-            work.slice_done()
+                self.pool.submit(slot.drain)
 
     def through(self, work: SliceTask) -> None:
         """The round is finished or dropped."""

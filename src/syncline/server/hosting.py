@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -20,7 +19,7 @@ from syncline.server.backups import Backups
 from syncline.server.commits import Commits
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
-from syncline.server.replicate import Partner
+from syncline.server.reliable_send import Partner
 from syncline.server.seeding import alone_replica, supply
 from syncline.server.slices import HostedSlice
 from syncline.server.storage import Blocks, SliceStorage
@@ -67,10 +66,9 @@ class Hosting:
         *,
         create_memory: Callable[[int], Memory],
         dial: Dial,
-        drain: Callable[[HostedSlice], None],
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self.home, self._dial, self._drain, self._log = pool, home, dial, drain, log
+        self._pool, self.home, self._dial, self._log = pool, home, dial, log
         self.create_memory = create_memory
         self.name = ""
         self.segments: dict[int, Segment] = {}
@@ -210,7 +208,6 @@ class Hosting:
                     member,
                     self._dial,
                     is_of_our_kind=mine is not None and mine.kind == member.kind,
-                    drain=lambda slot: self._pool.submit(functools.partial(self._drain, slot)),
                     submit=self._pool.submit,
                     log=self._log,
                 )
@@ -275,7 +272,7 @@ class Hosting:
                     slot.stand_alone(replica.partner)
                     alone.append(slot)
         for slot in alone:
-            self._pool.submit(functools.partial(self._drain, slot))
+            self._pool.submit(slot.drain)
 
     def has_all(self) -> bool:
         """Whether all slices that the replica sets place here are complete."""
@@ -333,7 +330,7 @@ class Hosting:
         slot = self.slices.pop(replica_set.slice, None)
         if slot is not None:
             slot.stand_alone()
-            self._drain(slot)
+            slot.drain()
             with slot.lock:
                 slot.rules.about_to_change(waits=False)  # its memory may be gone
         self._arriving.pop(replica_set.slice, None)

@@ -15,13 +15,13 @@ from syncline.server.commits import Commits
 from syncline.server.slices import HostedSlice
 
 
-def acks_here(slots: Iterable[HostedSlice]) -> list[LeaseAck]:
-    """Unconfirmed lease acks, if slice 0 is here."""
+def unconfirmed_here(slots: Iterable[HostedSlice]) -> tuple[list[Use], list[Use]]:
+    """Where slice 0 is: what applied commits have used of leases, and what late ones have; not confirmed yet."""
     first = next((slot for slot in slots if slot.part.id == 0), None)
     if first is None:
-        return []
+        return [], []
     with first.lock:
-        return first.state.ack_entries()
+        return first.state.use_entries(), first.state.late_entries()
 
 
 def open_here(commits: Commits) -> list[Identity]:
@@ -30,16 +30,7 @@ def open_here(commits: Commits) -> list[Identity]:
     return sorted({(commit.worker, commit.item.incarnation) for commit in fenced})
 
 
-def late_here(slots: Iterable[HostedSlice]) -> list[LeaseAck]:
-    """Unconfirmed lease ranges of late commits, if slice 0 is here."""
-    first = next((slot for slot in slots if slot.part.id == 0), None)
-    if first is None:
-        return []
-    with first.lock:
-        return first.state.late_entries()
-
-
-def ack_handlers(
+def uses_handlers(
     commits: Callable[[], Commits], slices: Mapping[int, HostedSlice], backups: Backups
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
     """Handlers for the coordinator's requests about lease acks."""
@@ -48,8 +39,8 @@ def ack_handlers(
         known = commits()
         with known.state_lock:
             waiting, slots = open_here(known), list(slices.values())
-        # In this order: acks applied in between are reported twice rather than missed.
-        acks, late = acks_here(slots), late_here(slots)
+        # In this order: what is applied in between is said twice, and not left out.
+        uses, late = unconfirmed_here(slots)
         if not any(slot.part.id == 0 for slot in slots):
             raise ProtocolError("slice 0 has another primary")
         request.reply(GivenLeaseAcks(acks, late, waiting))

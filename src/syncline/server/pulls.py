@@ -281,10 +281,5 @@ class Pulls:
     def _drain_all(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             slot = self._slices.get(number)
-            if slot is not None:  # else its primary is on another server by now
-                self._pool.submit(functools.partial(_drain, slot))
-
-
-def _drain(slot: HostedSlice) -> None:
-    for work in slot.drain():
-        work.slice_done()
+            if slot is not None:  # else its primary is elsewhere by now
+                self._pool.submit(slot.drain)

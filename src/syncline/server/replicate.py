@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -16,15 +14,15 @@ import torch
 
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded
-from syncline.core.members import Member
 from syncline.core.ring import Ballot
 from syncline.core.rounds import Commit
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import Replicate, Replicated, Seed
-from syncline.errors import ConfigError, ConnectionLost, FencedError, RuleError, SynclineError
+from syncline.errors import ConfigError, FencedError, RuleError, SynclineError
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.server.encoded_sums import encode_sum
+from syncline.server.reliable_send import OutgoingMessage, Partner, ReliableSend
 from syncline.server.rules import tensor_of
 from syncline.server.tasks import FenceTask, SliceTask, StagedCommit, acks_of, late_of
 from syncline.store.tensors import new_digest
@@ -35,20 +33,8 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 #: Every this many versions, primary and backup compare digests.
 DIGEST_EVERY = 256
-#: Pause before a broken connection to a backup is dialed again; it grows up to the maximum.
-_AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 0.05, 1.0
-#: A backup that refuses an update is seeded again. After this many seeds it waits for the coordinator.
+#: A backup that refuses an update is seeded again; one that refuses that too waits for the coordinator's word.
 _MOST_SEEDS = 3
-
-
-class ReliableMessage(NamedTuple):
-    """A message with its payload."""
-
-    message: Message
-    buffers: Sequence[Buffer] = ()
-
-    def send(self, endpoint: Endpoint) -> Call:
-        return endpoint.call(self.message, buffers=self.buffers, payload_bytes=sum(map(len, self.buffers)))
 
 
 class Region:
@@ -59,18 +45,67 @@ class Region:
         self._memory = memory  # kept as long as a slice uses it
 
 
-class Parcel:
-    """An update for one backup, until acknowledged."""
+class UpdateSend(ReliableSend):
+    """An update on its way to one backup, which has to be at the version before it: it is seeded again if not."""
 
-    def __init__(self, replica: Replica, slot: HostedSlice, update: Update, letter: ReliableMessage) -> None:
-        self.replica, self.slot, self.update, self.letter = replica, slot, update, letter
-        self.seed: ReliableMessage | None = None  # sent before the update
-        self.num_seeds = 0
-        self.is_acknowledged = self.is_refused = False
-        self.digest = b""
+    def __init__(self, replica: Replica, slot: HostedSlice, update: Update, outgoing: OutgoingMessage) -> None:
+        super().__init__(replica.partner, outgoing.message, outgoing.buffers)
+        self.replica, self.update, self._slot = replica, update, slot
+        self.seed: OutgoingMessage | None = None  # goes before it
+        self.digest = b""  # of the backup's bytes, where it was asked for
+        self._num_seeds, self._is_refused = 0, False
 
-    def send(self) -> None:
-        self.replica.send(self)
+    def transmit(self, endpoint: Endpoint, outgoing: OutgoingMessage) -> Call:
+        if self.seed is not None:
+            self.seed.send(endpoint)
+        call = outgoing.send(endpoint)
+        if faults.armed is not None:
+            faults.reach("replicate.sent")
+        return call
+
+    def answered(self, answer: Message) -> None:
+        assert isinstance(answer, Replicated)
+        self.digest = answer.digest
+        if faults.armed is not None:
+            faults.reach("replicate.acknowledged")
+
+    def refused(self, error: SynclineError) -> bool:
+        if isinstance(error, RuleError):
+            self.replica.needs_seed = True  # it raised there, and will here
+            return True
+        if isinstance(error, FencedError):
+            # Another primary is on its way in, or an Install is: the coordinator's word will come.
+            if not self._is_refused and self.update.work.ballot is None:
+                name, number = self.partner.name, self._slot.part.id
+                self.partner.log(f"slice {number}: {name} refuses updates from here: {error}")
+            self._is_refused = True
+            self.partner.repeat_later(self)
+        else:
+            self._seed_and_repeat(error)
+        return False
+
+    def acknowledged(self) -> None:
+        if not self._slot.is_sending and self.update.is_acknowledged:
+            self.partner.submit(self._slot.drain)
+
+    def _seed_and_repeat(self, error: SynclineError) -> None:
+        """The backup is not where it should be: all of the slice goes over once more, then the update again."""
+        if self.is_acknowledged:
+            return  # it was given up meanwhile
+        slot = self._slot
+        self._num_seeds += 1
+        waits = self._num_seeds > _MOST_SEEDS
+        what = "the slice waits for the coordinator's word" if waits else "it is seeded again"
+        self.partner.log(
+            f"slice {slot.part.id}: its backup on {self.partner.name} refused an update: {error}; {what}"
+        )
+        if waits:
+            return
+        with slot.lock:
+            if slot.in_flight is not self.update or self.is_acknowledged:
+                return
+            self.seed = seed_of(slot, self.replica.lent)
+        self.partner.submit(self.send)
 
 
 class Update:
@@ -87,25 +122,25 @@ class Update:
         self.scale = scale  # the factor on its gradient, there and here
         self.work, self.commits, self.has = work, commits, has
         self.region = region
-        self.parcels: list[Parcel] = []
+        self.sends: list[UpdateSend] = []  # one to each backup
         self.since = time.monotonic()
         self.is_told = False  # in a ring: its round knows that all servers hold it
         self.encoded: tuple[str, Encoded] | None = None  # in a ring: codec and data for the servers that receive it
 
     @property
     def is_acknowledged(self) -> bool:
-        return all(parcel.is_acknowledged for parcel in self.parcels)
+        return all(send.is_acknowledged for send in self.sends)
 
     def gradients(self, slot: HostedSlice) -> list[torch.Tensor | None]:
         return slot.rules.as_pieces(self.region.flat, self.has)
 
     def compare(self, slot: HostedSlice) -> None:
-        """After it is applied here: compares the digests of all replicas."""
-        told = [parcel for parcel in self.parcels if parcel.digest]
+        """Applied here too: all must have come to the same bytes."""
+        told = [send for send in self.sends if send.digest]
         mine = digest_of(slot) if told else b""
-        for parcel in told:
-            if parcel.digest != mine:
-                parcel.replica.differs(slot)
+        for send in told:
+            if send.digest != mine:
+                send.replica.differs(slot)
 
 
 def region_of(slot: HostedSlice) -> Region:
@@ -129,7 +164,7 @@ def update_of(
     made = Update(work, commits, region, slot.rules.lay_down(gradients, region.flat), scale)
     if not (slot.is_spread and work.waits_for_votes):
         _encode(slot, made)
-        made.parcels = [replica.parcel(slot, made) for replica in slot.replicas if not replica.is_seeding]
+        made.sends = [replica.prepare(slot, made) for replica in slot.replicas if not replica.is_seeding]
     return made
 
 
@@ -183,8 +218,8 @@ def digest_of(slot: HostedSlice) -> bytes:
     return new_digest(buffer_of(slot.memory)).digest()
 
 
-def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> ReliableMessage:
-    """Under the slice's lock: a full copy of the slice."""
+def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> OutgoingMessage:
+    """Under the slice's lock: a copy of all there is of it."""
     entries, buffers = [], [buffer_of(slot.memory.copy())]
     with slot.home.at_work():
         for entry, tensor in slot.rules.state():
@@ -193,29 +228,30 @@ def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> ReliableMessage:
     state, (number, offset) = slot.state, lent or (None, 0)
     clocks, fences, acks = state.clock_entries(), state.fence_entries(), state.ack_entries()
     late = state.late_entries()
-    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, acks, late)
-    return ReliableMessage(message, buffers)
+    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, uses, late)
+    return OutgoingMessage(message, buffers)
 
 
 class Replica:
     """A slice's copy on another server, kept up to date by the primary.
 
-    `outbox`: updates applied here while the copy is being seeded; they follow the seed.
+    `after_seed`: while the copy is being seeded, updates are applied here alone, and follow the seed over the same
+    connection. They are not repeated: if that breaks, the copy is given up.
     """
 
     def __init__(self, partner: Partner, region: Region, lent: tuple[int, int] | None = None) -> None:
         self.partner, self.region, self.lent = partner, region, lent
-        self.outbox: collections.deque[ReliableMessage] | None = None
+        self.after_seed: collections.deque[OutgoingMessage] | None = None
         self.needs_seed = False
         self.is_named = False  # in the replica sets: the coordinator relies on it
         self.is_new = False  # in a ring: named, and not supplied yet
 
     @property
     def is_seeding(self) -> bool:
-        return self.outbox is not None
+        return self.after_seed is not None
 
-    def parcel(self, slot: HostedSlice, update: Update) -> Parcel:
-        """Under the slice's lock: an update for this backup."""
+    def prepare(self, slot: HostedSlice, update: Update) -> UpdateSend:
+        """Under the slice's lock: an update, as this backup will get it."""
         wants_digest = (slot.state.version + 1) % DIGEST_EVERY == 0 and self.partner.is_of_our_kind
         message = message_of(slot, update, update.work.ballot, wants_digest=wants_digest and bool(update.has))
         views: Sequence[Buffer] = slot.rules.bytes_of_pieces(update.region.array, update.has)
@@ -226,83 +262,18 @@ class Replica:
             codec, encoded = update.encoded
             message = msgspec.structs.replace(message, codec=codec, sizes=encoded.sizes)
             views = [buffer_of(array) for array in encoded.buffers]
-        made = Parcel(self, slot, update, ReliableMessage(message, () if self.lent else views))
+        made = UpdateSend(self, slot, update, OutgoingMessage(message, () if self.lent else views))
         if self.needs_seed:
             self.needs_seed, made.seed = False, seed_of(slot, self.lent)
         return made
 
     def gather(self, slot: HostedSlice, update: Update) -> None:
-        """Under the slice's lock, while the copy is being seeded: queues an applied update behind the seed. It is
-        copied, because the next update overwrites the region.
-        """
-        assert self.outbox is not None
+        """Under the slice's lock, while the copy is being seeded: this is applied here, and follows the seed. The
+        next update overwrites the region before this one has left."""
+        assert self.after_seed is not None
         views = slot.rules.bytes_of_pieces(update.region.array, update.has)
         message = message_of(slot, update, None)
-        self.outbox.append(ReliableMessage(message, [memoryview(bytes(view)) for view in views]))
-
-    def send(self, parcel: Parcel) -> None:
-        """Sends an update. It stays in flight until it is acknowledged or the slice has no backup."""
-        endpoint = self.partner.current()
-        if endpoint is None:
-            self.partner.repeat_later(parcel)
-            return
-        try:
-            if parcel.seed is not None:
-                parcel.seed.send(endpoint)
-            call = parcel.letter.send(endpoint)
-        except ConnectionLost:
-            self.partner.repeat_later(parcel)
-            return
-        if faults.armed is not None:
-            faults.reach("replicate.sent")
-        call.when_done(functools.partial(self._answered, parcel, call))
-
-    def _answered(self, parcel: Parcel, call: Call) -> None:
-        """Handles the reply, in the thread that delivers it."""
-        slot = parcel.slot
-        try:
-            answer = call.wait(0)
-            assert isinstance(answer, Replicated)
-            parcel.digest = answer.digest
-        except ConnectionLost:
-            self.partner.repeat_later(parcel)
-            return
-        except FencedError as error:
-            # Another primary or an Install is on its way: wait for the coordinator.
-            if not parcel.is_refused and parcel.update.work.ballot is None:
-                self.partner.log(f"slice {slot.part.id}: {self.partner.name} refuses updates from here: {error}")
-            parcel.is_refused = True
-            self.partner.repeat_later(parcel)
-            return
-        except RuleError:
-            self.needs_seed = True  # the rule raised there and will raise here
-        except SynclineError as error:
-            self._seed_and_repeat(parcel, error)
-            return
-        if faults.armed is not None:
-            faults.reach("replicate.acknowledged")
-        parcel.is_acknowledged = True
-        if not slot.is_sending and parcel.update.is_acknowledged:
-            self.partner.drain(slot)
-
-    def _seed_and_repeat(self, parcel: Parcel, error: SynclineError) -> None:
-        """The backup is out of step: sends the whole slice, then the update again."""
-        if parcel.is_acknowledged:
-            return  # it was given up meanwhile
-        slot = parcel.slot
-        parcel.num_seeds += 1
-        waits = parcel.num_seeds > _MOST_SEEDS
-        what = "the slice waits for the coordinator's word" if waits else "it is seeded again"
-        self.partner.log(
-            f"slice {slot.part.id}: its backup on {self.partner.name} refused an update: {error}; {what}"
-        )
-        if waits:
-            return
-        with slot.lock:
-            if slot.in_flight is not parcel.update or parcel.is_acknowledged:
-                return
-            parcel.seed = seed_of(slot, self.lent)
-        self.partner.submit(parcel.send)
+        self.after_seed.append(OutgoingMessage(message, [memoryview(bytes(view)) for view in views]))
 
     def differs(self, slot: HostedSlice) -> None:
         """Under the slice's lock: the digests differ. Seeds the backup again."""
@@ -316,89 +287,3 @@ class Replica:
         """Under the slice's lock: sends the whole slice again. Drain afterwards."""
         self.needs_seed = True
         slot.queue.append(FenceTask((), (slot,), finished))
-
-
-class Sendable(Protocol):
-    """Something that is resent to another server until acknowledged."""
-
-    @property
-    def is_acknowledged(self) -> bool: ...
-
-    def send(self) -> None: ...
-
-
-class Partner:
-    """Another server with backups of slices here: its connection, re-established when it breaks."""
-
-    def __init__(
-        self,
-        member: Member,
-        dial: Callable[[Member], Endpoint],
-        *,
-        is_of_our_kind: bool,
-        drain: Callable[[HostedSlice], None],
-        submit: Callable[[Callable[[], None]], None],
-        log: Callable[[str], None],
-    ) -> None:
-        self.member, self.is_of_our_kind = member, is_of_our_kind
-        self.drain, self.submit, self.log = drain, submit, log
-        self._dial = dial
-        self._lock = threading.Lock()
-        self._dialing = threading.Lock()
-        self._endpoint: Endpoint | None = None
-        self._waiting: list[Sendable] = []
-        self._repeating = False
-        self._closed = threading.Event()
-        self.num_lent = 0
-
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-    def current(self) -> Endpoint | None:
-        endpoint = self._endpoint
-        return endpoint if endpoint is not None and endpoint.is_open else None
-
-    def connect(self) -> Endpoint:
-        """Returns the connection, dialing if needed."""
-        with self._dialing:
-            endpoint = self.current()
-            if endpoint is None:
-                if self._closed.is_set():
-                    raise ConnectionLost(f"{self.name} is out")
-                endpoint = self._endpoint = self._dial(self.member)
-            return endpoint
-
-    def repeat_later(self, item: Sendable) -> None:
-        """The connection broke: resends the item once it is re-established."""
-        with self._lock:
-            self._waiting.append(item)
-            if self._repeating or self._closed.is_set():
-                return
-            self._repeating = True
-        threading.Thread(target=self._repeat, name=f"redial {self.name}", daemon=True).start()
-
-    def _repeat(self) -> None:
-        pause = _AGAIN_SECONDS
-        while not self._closed.wait(pause):
-            with self._lock:
-                self._waiting = [item for item in self._waiting if not item.is_acknowledged]
-                if not self._waiting:
-                    self._repeating = False
-                    return
-            try:
-                self.connect()
-            except (SynclineError, OSError):
-                pause = min(2 * pause, _MOST_AGAIN_SECONDS)
-                continue
-            pause = _AGAIN_SECONDS
-            with self._lock:
-                waiting, self._waiting = self._waiting, []
-            for item in waiting:
-                item.send()
-
-    def close(self) -> None:
-        self._closed.set()
-        endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            endpoint.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,8 +32,8 @@ from syncline.store.tensors import TensorReader, in_threads
 class Values:
     """Receives initial values."""
 
-    def __init__(self, hosting: Hosting, drain: Callable[[HostedSlice], None]) -> None:
-        self._hosting, self._drain = hosting, drain
+    def __init__(self, hosting: Hosting) -> None:
+        self._hosting = hosting
 
     def buffers_for(self, peer: Peer, message: Upload | Restore, commits: Commits) -> Sequence[Buffer]:
         """Receive buffers for values. Values that cannot be used are read, then refused, so that the connection
@@ -69,7 +69,7 @@ class Values:
                 slot.rules.uploaded()
                 slot.uploaded = True
                 slot.renew_backups()
-            self._drain(slot)
+            slot.drain()
         request.reply(Done())
 
     def restore(self, request: Request, message: Restore, commits: Commits) -> None:
@@ -156,8 +156,8 @@ class Taking:
 class Loading:
     """Loads checkpoints, one at a time."""
 
-    def __init__(self, hosting: Hosting, drain: Callable[[HostedSlice], None]) -> None:
-        self._hosting, self._drain = hosting, drain
+    def __init__(self, hosting: Hosting) -> None:
+        self._hosting = hosting
         self._one_at_a_time = threading.Lock()
         self._taken: dict[int, tuple[HostedSlice, str]] = {}  # slice -> the digest it was loaded from
 
@@ -233,7 +233,7 @@ class Loading:
                 slot.uploaded = True
                 slot.renew_backups()
         self._taken[slot.part.id] = (slot, message.digest)
-        self._drain(slot)
+        slot.drain()
 
 
 def _begin(wanted: Wanted) -> int:

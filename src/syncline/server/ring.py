@@ -19,8 +19,8 @@ from syncline.net.rpc import Request
 from syncline.server.backups import Backup, Backups, own_region
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool, is_small
-from syncline.server.reliable_send import ReliableSend
-from syncline.server.replicate import Partner, Region, message_of
+from syncline.server.reliable_send import Partner, ReliableSend
+from syncline.server.replicate import Region, message_of
 from syncline.server.ring_copies import Copies
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import RoundTask, StagedCommit
@@ -200,11 +200,11 @@ class Voting:
                 return
             self._waits(work)
             self.votes.vote(work.ballot, self._name)
-            letters = [ReliableSend(partner, Vote(work.ballot)) for partner in self._partners(self.votes.voters)]
+            sends = [ReliableSend(partner, Vote(work.ballot)) for partner in self._partners(self.votes.voters)]
         if faults.armed is not None:
             faults.reach("vote.cast")
-        for letter in letters:
-            letter.send()
+        for send in sends:
+            send.send()
         self._look(work.ballot)
 
     def missing(self, now: float) -> list[tuple[int, list[str], float]]:

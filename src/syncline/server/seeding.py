@@ -19,9 +19,10 @@ from syncline.core.wire.traffic import ShareRegion
 from syncline.errors import ConnectionLost, FencedError, SynclineError
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory
-from syncline.server.replicate import Partner, Region, Replica, Update, seed_of
+from syncline.server.reliable_send import Partner
+from syncline.server.replicate import Region, Replica, Update, seed_of
 from syncline.server.slices import HostedSlice
-from syncline.server.tasks import FenceTask
+from syncline.server.tasks import FenceTask, in_thread
 
 #: Poll interval for updates that follow a seed.
 _LOOK_SECONDS = 0.001
@@ -29,18 +30,17 @@ _LOOK_SECONDS = 0.001
 _TAIL_SECONDS, _LOST_SECONDS = 60.0, 0.05
 #: Pause before asking again a server that does not know yet that it is a backup.
 _AGAIN_SECONDS = 0.01
-Drain = Callable[[HostedSlice], None]
 
 
 class Seeding:
     """Seeds other servers from one thread at a time."""
 
-    def __init__(self, slices: Mapping[int, HostedSlice], drain: Drain) -> None:
-        self._slices, self._drain = slices, drain
+    def __init__(self, slices: Mapping[int, HostedSlice]) -> None:
+        self._slices = slices
         self._one_at_a_time = threading.Lock()
 
     def begin(self, request: Request, message: SeedTo, partner: Partner) -> None:
-        threading.Thread(target=self._seed_all, args=(request, message, partner), name="seed", daemon=True).start()
+        in_thread("seed", request, lambda: self._seed_all(request, message, partner))
 
     def _seed_all(self, request: Request, message: SeedTo, partner: Partner) -> None:
         begun: list[HostedSlice] = []
@@ -59,17 +59,11 @@ class Seeding:
                         time.sleep(took)
                 if not all(_has(slot, message.target) for slot in self._slots(message.slices)):
                     raise ConnectionLost(f"{partner.name} is not counted on any more for some of these slices")
-        except (SynclineError, OSError) as error:
+        except BaseException:
             for slot in begun:
                 self._take_back(slot, partner)
-            request.refuse(error)
-        except Exception as error:  # a bug must end in a reply, not in a hang
-            for slot in begun:
-                self._take_back(slot, partner)
-            request.refuse(error)
             raise
-        else:
-            request.reply(Done())
+        request.reply(Done())
 
     def _slots(self, numbers: Sequence[int]) -> list[HostedSlice]:
         found = [self._slices.get(number) for number in numbers]
@@ -97,11 +91,11 @@ class Seeding:
         """Sends the whole slice, then the updates since. Returns the seconds during which the slice was blocked."""
         with self._between_updates(slot):
             began = time.perf_counter()
-            letter = seed_of(slot, replica.lent)
-            replica.outbox = collections.deque()
+            outgoing = seed_of(slot, replica.lent)
+            replica.after_seed = collections.deque()
             slot.replicas = [*slot.replicas, replica]
         took = time.perf_counter() - began
-        seed = letter.send(endpoint)
+        seed = outgoing.send(endpoint)
         if faults.armed is not None:
             faults.reach("seed.sent")
         while not seed.is_done:
@@ -128,9 +122,9 @@ class Seeding:
         """Sends the updates applied since the seed."""
         with slot.lock:
             _check_wanted(slot, replica)
-            assert replica.outbox is not None
-            gathered = list(replica.outbox)
-            replica.outbox.clear()
+            assert replica.after_seed is not None
+            gathered = list(replica.after_seed)
+            replica.after_seed.clear()
         for each in gathered:
             each.send(endpoint)
 
@@ -141,13 +135,13 @@ class Seeding:
         there = threading.Event()
         with self._between_updates(slot):
             _check_wanted(slot, replica)
-            gathered, replica.outbox = replica.outbox or (), None
+            gathered, replica.after_seed = replica.after_seed or (), None
             last = Update(FenceTask((), (slot,), lambda work: there.set()), (), replica.region, [], 1.0)
-            last.parcels = [replica.parcel(slot, last)]
+            last.sends = [replica.prepare(slot, last)]
             slot.in_flight = last
         for each in gathered:
             each.send(endpoint)
-        last.parcels[0].send()
+        last.sends[0].send()
         until = time.monotonic() + _TAIL_SECONDS
         while not there.wait(_LOST_SECONDS):
             if not endpoint.is_open or time.monotonic() > until:
@@ -159,7 +153,7 @@ class Seeding:
         replica = slot.replica_on(partner.name)
         if replica is not None and replica.partner is partner and not replica.is_named:
             slot.stand_alone(partner)
-            self._drain(slot)
+            slot.drain()
 
 
 def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[], bool]) -> None:
@@ -200,8 +194,8 @@ def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[],
 
 def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
     with slot.lock:
-        letter = seed_of(slot, replica.lent)
-    return letter.send(endpoint)
+        outgoing = seed_of(slot, replica.lent)
+    return outgoing.send(endpoint)
 
 
 def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:

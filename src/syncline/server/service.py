@@ -70,8 +70,7 @@ from syncline.server.restore import Loading, Values
 from syncline.server.ring_service import Ring, buffers_for_sum, ring_handlers
 from syncline.server.saving import Saving, saving_handlers
 from syncline.server.seeding import Seeding
-from syncline.server.slices import HostedSlice
-from syncline.server.snapshot_barrier import SnapshotBarrierService
+from syncline.server.snapshot_barrier import SnapshotGate
 from syncline.server.staging import Staging
 from syncline.server.state_transfer import StateTransfer
 from syncline.server.storage import SliceStorage
@@ -112,21 +111,19 @@ class Server:
         self._heard = 0  # the generation of the newest roster
         self._ring: Ring | None = None
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
-        self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
+        self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, log=log)
         self.name = name
         self._slices = self._hosting.slices
         self._pulls = Pulls(self._slices, pool, self._senders, moved=self._moved)
-        self._staging = Staging(self._home.release, self._home.device_channel)
-        self._states = StateTransfer(
-            self._slices, find=lambda number: self._hosting.find(number)[1], drain=self._drain
-        )
-        self._seeding = Seeding(self._slices, self._drain)
-        self._values = Values(self._hosting, self._drain)
+        self._staging = Staging(self._home.release, self._home.hatch)
+        self._states = StateTransfer(self._slices, find=lambda number: self._hosting.find(number)[1])
+        self._seeding = Seeding(self._slices)
+        self._values = Values(self._hosting)
         self._endpoints: set[Endpoint] = set()
         self._leaving: set[Endpoint] = set()  # of workers that have sent Leave
         self._wire = WireStats()
-        self._saving, self._loading = Saving(log), Loading(self._hosting, self._drain)
-        self._barrier: SnapshotBarrierService | None = None
+        self._saving, self._loading = Saving(log), Loading(self._hosting)
+        self._gate: SnapshotGate | None = None
         self._rare = self._rare_handlers()
 
     @property
@@ -208,10 +205,6 @@ class Server:
         if self._commits is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._commits
-
-    def _drain(self, slot: HostedSlice) -> None:
-        for work in slot.drain():
-            work.slice_done()
 
     def _moved(self, number: int) -> SynclineError | None:
         """Why an existing slice is not here."""

@@ -20,7 +20,8 @@ from syncline.core.rule import Option
 from syncline.core.slice_state import Identity, SliceState
 from syncline.core.wire.leases import LeaseAck
 from syncline.net.transport import buffer_of
-from syncline.server.replicate import Partner, Region, Replica, Update, region_of, update_of
+from syncline.server.reliable_send import Partner
+from syncline.server.replicate import Region, Replica, Update, region_of, update_of
 from syncline.server.rules import SliceRules, Source
 from syncline.server.storage import SliceStorage
 from syncline.server.tasks import Progress, SliceTask, StagedCommit, acks_of, late_of
@@ -101,8 +102,13 @@ class HostedSlice:
 
     # -- what waits is applied ----------------------------------------------------------------------------
 
-    def drain(self) -> list[SliceTask]:
-        """Applies queued rounds in order, unless the slice is pinned. Returns the finished ones."""
+    def drain(self) -> None:
+        """Applies the tasks that wait, in order, unless a reader has pinned the slice. Called without its lock."""
+        for work in self._apply_queued():
+            work.slice_done()
+
+    def _apply_queued(self) -> list[SliceTask]:
+        """Returns the tasks that are done with this slice."""
         done: list[SliceTask] = []
         with self.lock:
             if not self.replicas and self.in_flight is None:
@@ -139,8 +145,8 @@ class HostedSlice:
                 return done
             self.is_sending = True
             try:
-                for parcel in update.parcels:
-                    parcel.send()
+                for send in update.sends:
+                    send.send()
             finally:
                 # Either the acknowledging thread sees this flag, or this thread sees the acknowledgement.
                 self.is_sending = False
@@ -178,9 +184,9 @@ class HostedSlice:
                     work.error = work.error or error
                     done.append(work)
                     continue
-                if made.parcels or work.waits_for_votes:
+                if made.sends or work.waits_for_votes:
                     self.in_flight = made
-                    if made.parcels:
+                    if made.sends:
                         return made
                 else:
                     self._finish(made)
@@ -340,8 +346,9 @@ class HostedSlice:
         """Removes the backup on `partner`, or all. Updates in flight no longer wait for it. Drain afterwards."""
         with self.lock:
             update = self.in_flight
-            for parcel in update.parcels if update is not None else ():
-                parcel.is_acknowledged |= partner in (None, parcel.replica.partner)
+            for send in update.sends if update is not None else ():
+                if partner in (None, send.partner):
+                    send.take_back()
             self.replicas = [r for r in self.replicas if partner is not None and r.partner is not partner]
 
     def renew_backups(self) -> None:
@@ -363,8 +370,8 @@ class HostedSlice:
     def count_on_nobody(self) -> None:
         """Updates in flight no longer wait for acknowledgements. Drain afterwards."""
         with self.lock:
-            for parcel in self.in_flight.parcels if self.in_flight is not None else ():
-                parcel.is_acknowledged = True
+            for send in self.in_flight.sends if self.in_flight is not None else ():
+                send.take_back()
 
     def drop(self, works: Collection[SliceTask]) -> None:
         """In a ring: drops these rounds; workers replay them."""
@@ -373,8 +380,8 @@ class HostedSlice:
             update = self.in_flight
             if update is not None and update.work in works:
                 self.in_flight = None
-                for parcel in update.parcels:
-                    parcel.is_acknowledged = True
+                for send in update.sends:
+                    send.take_back()
 
     # -- readers ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from syncline.core.wire.message import Done
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.server.commits import Commits
-from syncline.server.lease_acks import acks_here, late_here
+from syncline.server.lease_acks import unconfirmed_here
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import in_thread
 
@@ -113,7 +113,7 @@ class SnapshotBarrierService:
         clocks = clocks_to_tell(barrier, applied, there)
         rounds = self._commits.rounds
         return SnapshotBarrierClosed(
-            clocks, acks_here(slots), late_here(slots), updates,
+            clocks, *unconfirmed_here(slots), updates,
             behind=behind,
             registered=[(s.name, s.incarnation, s.num_segments) for s in rounds.standings.values() if s.num_segments],
             first_segment=rounds.first_segment,

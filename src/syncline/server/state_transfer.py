@@ -27,14 +27,8 @@ def check_entry(entry: StateEntry, part: Slice) -> None:
 class StateTransfer:
     """Reads and writes the state of hosted slices."""
 
-    def __init__(
-        self,
-        slices: dict[int, HostedSlice],
-        *,
-        find: Callable[[int], Slice],
-        drain: Callable[[HostedSlice], None],
-    ) -> None:
-        self._slices, self._find, self._drain = slices, find, drain
+    def __init__(self, slices: dict[int, HostedSlice], *, find: Callable[[int], Slice]) -> None:
+        self._slices, self._find = slices, find
 
     def _slot(self, number: int) -> HostedSlice:
         slot = self._slices.get(number)
@@ -89,4 +83,4 @@ class StateTransfer:
                     replica.needs_seed = True
                 slot.queue.append(work)
         for slot in slots:
-            self._drain(slot)
+            slot.drain()

@@ -271,10 +271,12 @@ class RoundTask(SliceTask):
         policy: Policy,
         finished: Callable[[SliceTask], None],
         held: Callable[[RoundTask], None] = lambda work: None,
+        failed: Callable[[RoundTask, Exception], None] = lambda work, error: None,
     ) -> None:
-        """`held`: called in a ring when all replicas hold the updates."""
+        """In a ring, `held` is called when all others have the sums of its slices, `failed` when a sum cannot be
+        made."""
         super().__init__(slots, finished)
-        self._held, self._num_unheld = held, len(slots)
+        self._held, self._failed, self._num_unheld = held, failed, len(slots)
         self.commits, self.policy, self.in_rounds = commits, policy, policy.in_rounds
         # under `bounded` the reply may have to wait for slower workers
         self._answers_early = policy.kind != "bounded"
@@ -291,6 +293,11 @@ class RoundTask(SliceTask):
         self.failed: RuleError | None = None  # the error for all its workers, if the round failed
         self.share = 0.0  # of the squared norm, if several servers have a share
         self.scaled = False  # whether the norm over all servers is known
+
+    def slice_done(self) -> None:
+        if self.error is not None and self.waits_for_votes:
+            self._failed(self, self.error)  # this server will not vote for it
+        super().slice_done()
 
     def slice_held(self) -> None:
         with self._lock:
@@ -335,7 +342,7 @@ def in_thread(name: str, request: Request, action: Callable[[], None]) -> None:
     def run() -> None:
         try:
             action()
-        except SynclineError as error:
+        except (SynclineError, OSError) as error:
             request.refuse(error)
         except Exception as error:  # a bug must end in a reply, not in a hang
             request.refuse(error)

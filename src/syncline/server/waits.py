@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from syncline.core.wire.control import Heartbeat
 from syncline.server.commits import Commits
-from syncline.server.lease_acks import acks_here, late_here
+from syncline.server.lease_acks import unconfirmed_here
 from syncline.server.slices import HostedSlice
 from syncline.stats import Wait
 
@@ -21,7 +21,7 @@ def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Heartbeat:
     with commits.state_lock:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
         waits = [*_rounds(commits, now), *_lags(commits, now)]
-    acks, late = acks_here(slots), late_here(slots)
+    uses, late = unconfirmed_here(slots)
     updates = max((slot.state.version for slot in slots), default=0)
     return Heartbeat(clocks=clocks, waits=[*waits, *_backups(slots, now)], acks=acks, late=late, num_updates=updates)
 
@@ -56,8 +56,8 @@ def _backups(slots: Iterable[HostedSlice], now: float) -> list[Wait]:
     longest: dict[str, float] = {}
     for slot in slots:
         update = slot.in_flight
-        for parcel in update.parcels if update is not None else ():
-            if not parcel.is_acknowledged:
-                name = parcel.replica.partner.name
-                longest[name] = max(longest.get(name, 0.0), now - parcel.update.since)
+        for send in update.sends if update is not None else ():
+            if not send.is_acknowledged:
+                name = send.partner.name
+                longest[name] = max(longest.get(name, 0.0), now - send.update.since)
     return [Wait("", 0, [name], seconds, "server") for name, seconds in longest.items() if seconds >= MOMENT_SECONDS]

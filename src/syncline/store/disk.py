@@ -132,13 +132,6 @@ class LocalFolder:
         self.write(name, data)
         return True
 
-    def check_writable(self) -> None:
-        """Raises StoreError with the remedy if the folder is not writable."""
-        self.make()
-        probe = f".syncline-{os.getpid()}"
-        self.write(probe, b"syncline")
-        self.remove(probe)
-
 
 def create(path: pathlib.Path) -> int:
     """Opens an empty file for writing and removes leftovers of an earlier attempt."""

@@ -56,8 +56,14 @@ class Folder(Protocol):
     def claim(self, name: str, data: bytes) -> bool:
         """Creates the folder with this file in it; False if it exists."""
 
-    def check_writable(self) -> None:
-        """Creates it and writes to it, so that errors show at launch."""
+
+def check_writable(folder: Folder) -> None:
+    """Makes the folder and writes to it. Raises StoreError, with the remedy, where that fails: at launch, not at the
+    first save."""
+    folder.make()
+    probe = f".syncline-{os.getpid()}"
+    folder.write(probe, b"syncline")
+    folder.remove(probe)
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:

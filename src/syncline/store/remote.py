@@ -142,12 +142,6 @@ class RemoteFolder:
                 self._driver.pipe_file(f"{self._root}/{name}", data)
         return self.read(name) == data
 
-    def check_writable(self) -> None:
-        self.make()
-        probe = f".syncline-{os.getpid()}"
-        self.write(probe, b"syncline")
-        self.remove(probe)
-
     def _check(self, name: str, size: int) -> None:
         found = self.size(name)
         if found != size:

@@ -38,6 +38,7 @@ class Boundary:
         self.stride = 0  #: commits between the last two distinct boundaries; 0: unknown
         self._pending: list[Callable[[], bool]] = []
         self._before_place: list[Callable[[], object]] = []
+        self._before_epoch: list[Callable[[], object]] = []
         self._on_stop: Callable[[Position, int], None] | None = None
         self.notes_stop = False  #: whether the end of training by a rule must still be noted
         self._lock = threading.RLock()
@@ -55,6 +56,10 @@ class Boundary:
     def before_place(self, action: Callable[[], object]) -> None:
         """Runs `action` before the script waits at a barrier or a save."""
         self._before_place.append(action)
+
+    def before_epoch(self, action: Callable[[], object]) -> None:
+        """The script calls this when it begins to loop over an epoch, before the first boundary there."""
+        self._before_epoch.append(action)
 
     def note_stop(self, action: Callable[[Position, int], None]) -> None:
         """Runs `action` where training ends by a rule."""
@@ -141,6 +146,11 @@ class Boundary:
         turn = self._turns.get((kind, name), 0) + (not self.is_in_loop())
         self._turns[kind, name] = turn
         return kind, name, turn
+
+    def begins_epoch(self) -> None:
+        """The script is about to read an epoch: what it does between two epochs is done."""
+        for action in self._before_epoch:
+            action()
 
     def comes_to_place(self) -> None:
         """The script is about to wait at a barrier or a save."""

@@ -1,7 +1,8 @@
 """Restores a script's state after a restart: from a checkpoint, or from notes sent to the coordinator.
 
-The script's thread takes notes at boundaries, in at most 1 % of its time. In a resumed job, `ScriptResume` puts the
-saved state back until the script continues from there.
+Notes are taken by the script's own thread at a boundary: at the beginning of every epoch, after its schedulers have
+stepped, and between these in at most 1 % of its time. In a job that resumed, `ScriptResume` puts the saved state back
+until the script goes on from there.
 """
 
 from __future__ import annotations
@@ -200,11 +201,13 @@ class Notes:
         self._boundary, self._link, self._state, self._facts, self._say = boundary, link, state, facts, say
         self._own_step, self._is_resumed = own_step, is_resumed
         self._noted = -1  # the worker's step at the last note
-        self._cost_seconds = (0.0, 0.0)  # of the last two: one of them may have searched for schedulers
+        self._is_epoch_new = False  # what the script did between two epochs is in no note
+        self._cost_seconds = (0.0, 0.0)  # of the last two: one of them may have looked for schedulers
         self._told: set[str] = set()
 
     def begin(self, closed: threading.Event) -> None:
-        """Takes notes until `closed` is set."""
+        """From now on, until it is closed."""
+        self._boundary.before_epoch(self._epoch_begins)
         threading.Thread(target=self._run, args=(closed,), name="notes", daemon=True).start()
 
     def _run(self, closed: threading.Event) -> None:
@@ -213,6 +216,13 @@ class Notes:
                 self._boundary.watch(self)
                 self._boundary.look_where_it_waits()
 
+    def _epoch_begins(self) -> None:
+        """A note of the epoch before is not enough for a worker that is started again: it lacks the steps that
+        schedulers make between two epochs, and no step of the optimizer tells them apart."""
+        if self._state.has_any and self._link.is_open:
+            self._is_epoch_new = True
+            self._boundary.watch(self)
+
     # -- what the boundary calls --------------------------------------------------------------------------
 
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
@@ -220,8 +230,9 @@ class Notes:
             return  # the state is being restored
         self._boundary.unwatch(self)
         own_step = self._own_step()
-        if self._noted == own_step:
+        if self._noted == own_step and not self._is_epoch_new:
             return
+        self._is_epoch_new = False
         began, self._noted = time.monotonic(), own_step
         try:
             note = self._state.take(position, after, clock, self._facts(), MOST_BYTES)

@@ -61,11 +61,13 @@ class Loop:
         self._ahead: BatchRange | None = None  # the first of them, awaited before the loop began
         self._taken, self._first_step = 0, job.own_step
         self._position: Position = ("loop", loader, epoch)
+        self._is_left_out = False  # the script does not see this epoch, and does nothing between it and the next
 
     def has_batch(self) -> bool:
         """Waits for a batch and keeps it; False if the epoch ends without one."""
         self.comes_back()
         self._ahead = self.next()
+        self._is_left_out = self._ahead is None
         return self._ahead is not None
 
     def next(self) -> BatchRange | None:
@@ -123,6 +125,8 @@ class Loop:
 
     def __enter__(self) -> Loop:
         self.reading.resume()
+        if not self._is_left_out:
+            self._job.samples.boundary.begins_epoch()
         self.comes_back()
         return self
 
