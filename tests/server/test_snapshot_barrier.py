@@ -87,7 +87,7 @@ def test_what_has_begun_is_waited_for(make_house: MakeHouse) -> None:
     assert not barrier.arrives(0.05)
     slot.unpin()
     slot.drain()
-    answer = gate.wait(WAIT)
+    answer = barrier.wait(WAIT)
     assert isinstance(answer, SnapshotBarrierClosed) and [clock for *_, clock in answer.clocks] == [1]
     call.wait(WAIT)
     assert answer.num_updates == 1

@@ -27,7 +27,7 @@ from syncline.coordinator.job import JobContext, ServerCalls
 from syncline.coordinator.leases import LeaseService
 from syncline.coordinator.registration import RegistrationService
 from syncline.core.checkpoint.schedule import Checkpoint
-from syncline.core.checkpoint.snapshot import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut, ledger_at
+from syncline.core.checkpoint.snapshot import AGAIN_SECONDS, MOST_TRIES, SNAPSHOT_SECONDS, SnapshotAttempt, ledger_at
 from syncline.core.members import Member
 from syncline.core.policy import policy_of
 from syncline.core.slice_state import Identity

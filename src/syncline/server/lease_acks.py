@@ -15,13 +15,13 @@ from syncline.server.commits import Commits
 from syncline.server.slices import HostedSlice
 
 
-def unconfirmed_here(slots: Iterable[HostedSlice]) -> tuple[list[Use], list[Use]]:
-    """Where slice 0 is: what applied commits have used of leases, and what late ones have; not confirmed yet."""
+def unconfirmed_here(slots: Iterable[HostedSlice]) -> tuple[list[LeaseAck], list[LeaseAck]]:
+    """Unconfirmed lease acks of slice 0, if it is here: of applied commits, and of late ones."""
     first = next((slot for slot in slots if slot.part.id == 0), None)
     if first is None:
         return [], []
     with first.lock:
-        return first.state.use_entries(), first.state.late_entries()
+        return first.state.ack_entries(), first.state.late_entries()
 
 
 def open_here(commits: Commits) -> list[Identity]:
@@ -30,7 +30,7 @@ def open_here(commits: Commits) -> list[Identity]:
     return sorted({(commit.worker, commit.item.incarnation) for commit in fenced})
 
 
-def uses_handlers(
+def ack_handlers(
     commits: Callable[[], Commits], slices: Mapping[int, HostedSlice], backups: Backups
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
     """Handlers for the coordinator's requests about lease acks."""
@@ -40,7 +40,7 @@ def uses_handlers(
         with known.state_lock:
             waiting, slots = open_here(known), list(slices.values())
         # In this order: what is applied in between is said twice, and not left out.
-        uses, late = unconfirmed_here(slots)
+        acks, late = unconfirmed_here(slots)
         if not any(slot.part.id == 0 for slot in slots):
             raise ProtocolError("slice 0 has another primary")
         request.reply(GivenLeaseAcks(acks, late, waiting))

@@ -228,7 +228,7 @@ def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> OutgoingMessage:
     state, (number, offset) = slot.state, lent or (None, 0)
     clocks, fences, acks = state.clock_entries(), state.fence_entries(), state.ack_entries()
     late = state.late_entries()
-    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, uses, late)
+    message = Seed(slot.part.id, state.version, clocks, fences, entries, number, offset, acks, late)
     return OutgoingMessage(message, buffers)
 
 

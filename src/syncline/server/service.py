@@ -70,7 +70,7 @@ from syncline.server.restore import Loading, Values
 from syncline.server.ring_service import Ring, buffers_for_sum, ring_handlers
 from syncline.server.saving import Saving, saving_handlers
 from syncline.server.seeding import Seeding
-from syncline.server.snapshot_barrier import SnapshotGate
+from syncline.server.snapshot_barrier import SnapshotBarrierService
 from syncline.server.staging import Staging
 from syncline.server.state_transfer import StateTransfer
 from syncline.server.storage import SliceStorage
@@ -115,7 +115,7 @@ class Server:
         self.name = name
         self._slices = self._hosting.slices
         self._pulls = Pulls(self._slices, pool, self._senders, moved=self._moved)
-        self._staging = Staging(self._home.release, self._home.hatch)
+        self._staging = Staging(self._home.release, self._home.device_channel)
         self._states = StateTransfer(self._slices, find=lambda number: self._hosting.find(number)[1])
         self._seeding = Seeding(self._slices)
         self._values = Values(self._hosting)
@@ -123,7 +123,7 @@ class Server:
         self._leaving: set[Endpoint] = set()  # of workers that have sent Leave
         self._wire = WireStats()
         self._saving, self._loading = Saving(log), Loading(self._hosting)
-        self._gate: SnapshotGate | None = None
+        self._barrier: SnapshotBarrierService | None = None
         self._rare = self._rare_handlers()
 
     @property

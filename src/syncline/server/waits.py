@@ -21,7 +21,7 @@ def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Heartbeat:
     with commits.state_lock:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
         waits = [*_rounds(commits, now), *_lags(commits, now)]
-    uses, late = unconfirmed_here(slots)
+    acks, late = unconfirmed_here(slots)
     updates = max((slot.state.version for slot in slots), default=0)
     return Heartbeat(clocks=clocks, waits=[*waits, *_backups(slots, now)], acks=acks, late=late, num_updates=updates)
 
