@@ -22,8 +22,9 @@ from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
+from syncline.server.reduce.kernels import narrow
 from syncline.server.reduce.reducer import Counted, Early, Failed, Summed
-from syncline.server.reduce.sums import counted_in, divide, equal_weight, lay_shares, narrow, pieces_of, wide_type
+from syncline.server.reduce.sums import counted_in, divide, equal_weight, lay_shares, pieces_of, wide_type
 from syncline.server.reliable_send import Outbox, ReliableSend
 from syncline.server.replicate import Partner, Region
 from syncline.server.rules import Bytes
@@ -335,7 +336,7 @@ class HostRound:
                 place.add(others, is_first=self.host not in pushed)
                 divide(place.slot, counted, place.wide, weight, equal)
                 assert place.region is not None
-                narrow(place.slot, place.wide, place.region.flat)
+                narrow(place.wide, place.region.flat)
         with self.lock:
             place.spare += others
         self._give(turn, place, anew)
