@@ -99,11 +99,11 @@ class StagedCommit:
         "answer",
         "arrays",
         "back_at",
-        "changed",
         "clip_norm",
         "clocks",
         "incarnation",
         "is_early",
+        "is_edited",
         "is_fenced",
         "is_late",
         "is_skipped",
@@ -128,7 +128,7 @@ class StagedCommit:
         self.overrides: list[tuple[int, int, dict[str, Option]]] = []
         self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
         self.is_early = False  # slices were staged before it, to be added up
-        self.changed: frozenset[int] = frozenset()  # those that are not what they were then
+        self.is_edited = False  # some of them have changed since
         self.request: Request | None = None
         self.answer: Progress | None = None  # where the answer goes out slice by slice
         self.again: list[StagedCommit] = []  # the same commit, said more than once: each saying is answered

@@ -155,7 +155,7 @@ class HostSum(Message, frozen=True):
     generation: int
     round: int  # of this generation, counted from 0
     slice: int
-    anew: bool = False  # in the place of one that was made early, and did not hold
+    again: bool = False  # replaces a sum that was made during backward, for a round that turned out otherwise
 
 
 class WholeSum(Message, frozen=True):
@@ -165,7 +165,7 @@ class WholeSum(Message, frozen=True):
     generation: int
     round: int
     slice: int
-    anew: bool = False
+    again: bool = False
 
 
 class Replicated(Message, frozen=True):
@@ -201,7 +201,7 @@ class Stage(Message, frozen=True):
     codec: str = ""  # by which slices are encoded, those that `sizes` has sizes for
     sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; none: as it lies
     ready: list[int] = []  # before the commit: slices that lie in shared memory as they will be, it seems
-    changed: list[int] = []  # at the commit: slices staged before it that are not any more what they were then
+    edited: bool = False  # at the commit: some of the slices staged before it have changed since
     early: bool = False  # at the commit: slices were staged before it, to be added up
 
 

@@ -402,8 +402,8 @@ class ServersTicket:
     """A push under way, with all that a replay needs. `wait` may be called again after a WaitTimeout."""
 
     __slots__ = (
-        "_finish", "_wait_for", "back_at", "changed", "clock", "encoded", "flow", "generation", "is_early", "landed",
-        "phase", "push", "server_commits", "slot", "target", "uses",
+        "_finish", "_wait_for", "back_at", "clock", "encoded", "flow", "generation", "is_early", "is_edited",
+        "landed", "phase", "push", "server_commits", "slot", "target", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -426,7 +426,7 @@ class ServersTicket:
         self.landed = False
         self.uses: list[Use] = []  # of leases
         self.encoded: dict[int, Encoded] = {}  # by slice: as it goes out, again and again
-        self.is_early, self.changed = False, list[int]()  # whether slices were staged early; those that changed since
+        self.is_early = self.is_edited = False  # slices were staged early; some of them have changed since
 
     def done(self) -> bool:
         return self.landed or self.flow.done()
