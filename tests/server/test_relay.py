@@ -95,7 +95,7 @@ def test_a_ring_of_hosts_and_servers_come_to_the_same(rule: str, clip: float | N
             found[name] = jobs.run(lambda job: train(job, rule, clip))
             if name == "ring":
                 check_all_equal(jobs)
-                assert relay_of(jobs, "server-2")._forecasts.number, "sums went by host leaders"
+                assert relay_of(jobs, "server-2")._next_round.number, "sums went by host leaders"
     for one, two in zip(found["servers"], found["ring"], strict=True):
         torch.testing.assert_close(one, two)
         assert torch.equal(two, found["ring"][0]), "all ranks have the same, bit by bit"

@@ -25,7 +25,7 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
 
     def is_through(self: HierarchicalReducer, work: Any) -> None:
         if self._hosting.name == "server-1" and self._adding.turn is not None and not late:
-            late.extend(request for _, request in self._adding.turn.unanswered)
+            late.extend(self._adding.turn.unanswered)
             assert late, "it reads what server-0 has lent"
             self._adding.turn.unanswered = []
         original(self, work)

@@ -165,7 +165,7 @@ class Commits:
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
             contribution.acks = message.acks
-            contribution.is_early, contribution.changed = message.early, frozenset(message.changed)
+            contribution.is_early, contribution.is_edited = message.early, message.edited
             contribution.is_told = bool(message.pushed) or not (message.slices or message.ready)
             contribution.arrays = functools.partial(self.staging.tensor, worker, message.slot)
         if faults.armed is not None:

@@ -18,6 +18,7 @@ from syncline.core.rule import OPTIONS, PLAIN, Option, RuleSpec, check_state
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
+from syncline.server.reduce.kernels import HALF, add_up, narrow, sum_dtype
 from syncline.server.storage import SliceStorage
 from syncline.store.weights import AVERAGE_KEY
 
@@ -178,7 +179,6 @@ class Averages:
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
-_HALF = (torch.float16, torch.bfloat16)
 Bytes = npt.NDArray[np.uint8]
 #: One contribution to a slice: its bytes, weight and pieces.
 Source = tuple[torch.Tensor, float, Sequence[bool]]
@@ -344,30 +344,17 @@ class SliceRules:
         averaged = mean or self._reduce == "mean"
         if len(sources) == 1 and (not averaged or sources[0][1] == total):
             return sources[0][0]
-        first = sources[0][0]
-        size = first.numel()
-        result = scratch(first.dtype, self.flat, start, size) if into is None else into[start : start + size]
-        if averaged and self._is_integer:
-            wide = sum((t.to(torch.float64) * w for t, w in sources[1:]), first.to(torch.float64) * sources[0][1])
-            return result.copy_((wide / total).round_())
-        # Half-precision values are summed in single precision.
-        is_half = first.dtype in _HALF
-        total_of = scratch(torch.float32, self.flat, start, first.numel()) if is_half else result
-        weights = [w for _, w in sources]
-        equal = not averaged or all(w == weights[0] for w in weights)
-        if equal and len(sources) > 1 and not is_half:
-            torch.add(first, sources[1][0], out=total_of)
-            rest = sources[2:]
-        else:
-            total_of.copy_(first)  # `out=` would still compute in the type of the sources
-            rest = sources[1:]
-            if not equal:
-                total_of.mul_(weights[0])
-        for tensor, weight in rest:
-            total_of.add_(tensor, alpha=1 if equal else weight)
+        size, weights = sources[0][0].numel(), [weight for _, weight in sources]
+        own = self.flat.dtype
+        result = scratch(own, self.flat, start, size) if into is None else into[start : start + size]
+        kind = sum_dtype(self.part.dtype, averages=averaged) if averaged or not self._is_integer else own
+        total_of = result if kind == own else scratch(kind, self.flat, start, size)
+        equal = not averaged or all(weight == weights[0] for weight in weights)
+        add_up(sources, total_of, weighted=not equal)
         if averaged:
             total_of.div_(total / weights[0] if equal else total)
-        return result.copy_(total_of) if is_half else result
+        narrow(total_of, result)
+        return result
 
     # -- applying -----------------------------------------------------------------------------------------
 
@@ -511,7 +498,7 @@ def _unfused_where_it_cannot(
 def is_fused(name: str, parameters: Sequence[torch.Tensor]) -> bool:
     """Whether torch has a correct fused kernel for this rule."""
     # Of SGD on halves on a CPU it is wrong (torch 2.13: off by a tenth of the update, from 16 items on).
-    wrong = name == "SGD" and any(p.dtype in _HALF and p.device.type == "cpu" for p in parameters)
+    wrong = name == "SGD" and any(p.dtype in HALF and p.device.type == "cpu" for p in parameters)
     return name in _FUSED and not wrong
 
 

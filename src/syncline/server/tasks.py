@@ -100,11 +100,11 @@ class StagedCommit:
         "answer",
         "arrays",
         "back_at",
-        "changed",
         "clip_norm",
         "clocks",
         "incarnation",
         "is_early",
+        "is_edited",
         "is_fenced",
         "is_late",
         "is_skipped",
@@ -127,8 +127,8 @@ class StagedCommit:
         self.clip_norm: float | None = None
         self.overrides: list[tuple[int, int, dict[str, Option]]] = []
         self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
-        self.is_early = False  # some slices were staged before the commit, to be summed early
-        self.changed: frozenset[int] = frozenset()  # slices that have changed since they were staged early
+        self.is_early = False  # slices were staged before it, to be added up
+        self.is_edited = False  # some of them have changed since
         self.request: Request | None = None
         self.answer: Progress | None = None  # set if the reply goes out slice by slice
         self.again: list[StagedCommit] = []  # repetitions of the same commit, each with its own reply

@@ -154,7 +154,7 @@ class HostSum(Message, frozen=True):
     generation: int
     round: int  # index within this generation, from 0
     slice: int
-    anew: bool = False  # replaces an early sum that turned out invalid
+    again: bool = False  # replaces a sum that was made during backward, for a round that turned out otherwise
 
 
 class WholeSum(Message, frozen=True):
@@ -165,7 +165,7 @@ class WholeSum(Message, frozen=True):
     generation: int
     round: int
     slice: int
-    anew: bool = False
+    again: bool = False
 
 
 class Replicated(Message, frozen=True):
@@ -194,15 +194,15 @@ class Stage(Message, frozen=True):
     back_at: int | None  # the position at which a worker returns from a rest; the same at every server
     commit: bool  # with one server the last bucket contains the commit
     pull: list[int]  # slices whose bytes go back over a socket with the answer
-    parts: bool = False  # report slices as they are applied
-    rows: list[int] | None = None  # reserved for row-sparse gradients; refused today
-    acks: list[LeaseAck] = []  # lease ranges used by this commit
-    num_segments: int = 0  # registered by this worker
-    codec: str = ""  # of the slices that have `sizes`
-    sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; empty: not encoded
-    ready: list[int] = []  # before the commit: slices in shared memory that are expected to be final
-    changed: list[int] = []  # at the commit: slices that have changed since they were staged early
-    early: bool = False  # at the commit: some slices were staged early, to be summed
+    parts: bool = False  # say which slices are applied while others are not yet
+    rows: list[int] | None = None  # room for row-sparse gradients; refused today
+    acks: list[LeaseAck] = []  # what of leases this commit has used
+    num_segments: int = 0  # that this worker has registered
+    codec: str = ""  # by which slices are encoded, those that `sizes` has sizes for
+    sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; none: as it lies
+    ready: list[int] = []  # before the commit: slices that lie in shared memory as they will be, it seems
+    edited: bool = False  # at the commit: some of the slices staged before it have changed since
+    early: bool = False  # at the commit: slices were staged before it, to be added up
 
 
 class CommitStaged(Message, frozen=True):

@@ -406,12 +406,12 @@ class ServersTicket:
         "_wait_for",
         "acks",
         "back_at",
-        "changed",
         "clock",
         "encoded",
         "flow",
         "generation",
         "is_early",
+        "is_edited",
         "landed",
         "phase",
         "push",
@@ -440,10 +440,9 @@ class ServersTicket:
         self.flow = _NOT_YET  # in flight
         self.generation = 0  # of the attempt in flight
         self.landed = False
-        self.acks: list[LeaseAck] = []  # lease ranges
-        self.encoded: dict[int, Encoded] = {}  # by slice; resent as is
-        # whether slices were staged early, and which have changed since
-        self.is_early, self.changed = False, list[int]()
+        self.acks: list[LeaseAck] = []  # of leases
+        self.encoded: dict[int, Encoded] = {}  # by slice: as it goes out, again and again
+        self.is_early = self.is_edited = False  # slices were staged early; some of them have changed since
 
     def done(self) -> bool:
         return self.landed or self.flow.done()

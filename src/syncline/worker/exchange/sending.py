@@ -146,7 +146,7 @@ class CommitSender:
             self._sent = {sent for sent in self._sent if sent[1] != number}
             if self.encoder is not None:
                 self.encoder.forget(number)
-        ticket.is_early, ticket.changed = bool(self._told), sorted((self._told - same) | self._stale)
+        ticket.is_early, ticket.is_edited = bool(self._told), bool((self._told - same) | self._stale)
         self._told, self._stale = set(), set()
 
     def _counted(self, push: Push) -> Ranges:
@@ -278,6 +278,6 @@ def _stage_message(
         codec=carried.codec,
         sizes=carried.sizes,
         ready=list(ready),
-        changed=ticket.changed,
+        edited=ticket.is_edited,
         early=ticket.is_early,
     )
